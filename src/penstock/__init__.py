@@ -1,0 +1,1 @@
+"""penstock trains PyTorch models that do not fit in memory."""

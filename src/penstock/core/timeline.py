@@ -1,0 +1,98 @@
+"""What happened in one iteration, simulated or measured: a pure value, the same type for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.core import files
+
+
+class Span(NamedTuple):
+    """Something that occupied a stream from ``start_s`` to ``end_s``.
+
+    stream   "compute" or a key of penstock.core.hardware.LINKS
+    label    the kernel or the tensor, for people
+    index    kernel index on the compute stream, tensor index on a link; -1 when unknown
+    """
+
+    stream: str
+    start_s: float
+    end_s: float
+    label: str
+    index: int
+    size_bytes: int = 0
+
+
+class Stall(NamedTuple):
+    """The compute stream waited from ``start_s`` to ``end_s`` before ``kernel``.
+
+    cause   "prefetch" (an input was not back yet) or "memory" (evictions had not finished)
+    """
+
+    start_s: float
+    end_s: float
+    cause: str
+    kernel: int
+
+
+class Sample(NamedTuple):
+    """From ``time_s`` on, ``size_bytes`` are in use, until the next sample."""
+
+    time_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One iteration over time, from 0 to `iteration_s`.
+
+    spans    compute and every link
+    memory   by tier: bytes in use over time
+    stalls   every wait of the compute stream
+    source   "simulated" or "measured"
+    """
+
+    iteration_s: float
+    spans: tuple[Span, ...] = ()
+    memory: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    stalls: tuple[Stall, ...] = ()
+    source: str = "simulated"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes in use at any moment."""
+        return self.tier_peak_bytes("device")
+
+    def tier_peak_bytes(self, tier: str) -> int:
+        return max((sample.size_bytes for sample in self.memory.get(tier, ())), default=0)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds the compute stream waited."""
+        return sum(stall.end_s - stall.start_s for stall in self.stalls)
+
+    def busy_s(self, stream: str) -> float:
+        """Seconds ``stream`` was occupied."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.stream == stream)
+
+    def moved_bytes(self, *links: str) -> int:
+        """Bytes that crossed the links."""
+        return sum(span.size_bytes for span in self.spans if span.stream in links)
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes that left the device. A copy that crosses two links counts once."""
+        by_link = (self.moved_bytes("device_to_host"), self.moved_bytes("disk_write"))
+        return max(by_link)
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
+        files.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read what `save` wrote. Raises InvalidFile where it is something else."""
+        return files.load(cls, path)

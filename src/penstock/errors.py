@@ -1,0 +1,75 @@
+"""Every error penstock raises on purpose.
+
+::
+
+    PenstockError
+    ├── BudgetTooSmall        the step cannot run in the device budget; carries minimum_bytes
+    ├── InvalidPlan           the judge refused a plan; carries its violations
+    ├── InvalidSize           a byte size that cannot be read        (also a ValueError)
+    ├── InvalidFile           a file that is not what it should be   (also a ValueError)
+    ├── InvalidArgument       an argument that cannot be used        (also a ValueError)
+    ├── DeviceUnavailable     the device asked for is not there
+    ├── SpillError            the spill space cannot be used         (also an OSError)
+    │   └── SpillSpaceFull    the disk, or the disk budget, is full
+    └── SavedTensorModified   a tensor that backward needs was edited in place (also a RuntimeError)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """The root of all errors penstock raises on purpose."""
+
+
+class BudgetTooSmall(PenstockError):
+    """No plan can run the step inside the device budget.
+
+    minimum_bytes   the smallest device budget at which the step can run
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+class InvalidPlan(PenstockError):
+    """The judge refused a plan.
+
+    violations   one sentence for each rule the plan breaks
+    """
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        shown = "\n  ".join(violations[:10])
+        more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
+        super().__init__(f"the plan breaks {len(violations)} rule(s):\n  {shown}{more}")
+        self.violations = tuple(violations)
+
+
+class InvalidSize(PenstockError, ValueError):
+    """A byte size that cannot be read, such as ``"8 gigs"``."""
+
+
+class InvalidFile(PenstockError, ValueError):
+    """A file that is damaged, of another kind, or of a later version."""
+
+
+class InvalidArgument(PenstockError, ValueError):
+    """An argument that cannot be used as given."""
+
+
+class DeviceUnavailable(PenstockError):
+    """The device asked for is not on this machine."""
+
+
+class SpillError(PenstockError, OSError):
+    """The spill space cannot be used."""
+
+
+class SpillSpaceFull(SpillError):
+    """The disk, or the disk budget, has no room for a tensor that has to leave memory."""
+
+
+class SavedTensorModified(PenstockError, RuntimeError):
+    """A tensor that backward needs was changed in place after it was saved."""

@@ -1,0 +1,84 @@
+"""Sizes, times and rates as people write and read them.
+
+GB is 10**9 bytes, GiB is 2**30.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from penstock.errors import InvalidSize
+
+_FACTORS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes in ``size``: an integer, or text such as ``"600MiB"``, ``"1.5 GB"`` or ``"4096"``.
+
+    Raises InvalidSize where the text is no size, or the size is negative.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise InvalidSize(f"{size!r} is not a size: give bytes as an integer, or text such as '600MiB'")
+    if isinstance(size, int):
+        if size < 0:
+            raise InvalidSize(f"{size} bytes is negative: give a size of zero or more")
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _FACTORS.get(match[2].lower() or "b") if match else None
+    if match is None or factor is None:
+        raise InvalidSize(
+            f"{size!r} is not a size: write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, "
+            "such as '600MiB' or '1.5GB'"
+        )
+    return math.ceil(float(match[1]) * factor)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``size_bytes`` in the largest binary unit that keeps it at or above one: ``"1.50 GiB"``."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
+
+
+def format_bytes_up(size_bytes: int) -> str:
+    """Like format_bytes, never below ``size_bytes``: for amounts that are required."""
+    text = format_bytes(size_bytes)
+    if parse_bytes(text) >= size_bytes:
+        return text
+    number, unit = text.split()
+    digits = len(number.partition(".")[2])
+    return f"{float(number) + 10**-digits:.{digits}f} {unit}"
+
+
+def format_rate(rate_bytes_per_s: float) -> str:
+    """A rate in decimal units, as storage vendors state it: ``"3.20 GB/s"``."""
+    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if rate_bytes_per_s >= factor:
+            return f"{rate_bytes_per_s / factor:.2f} {unit}"
+    return f"{rate_bytes_per_s:.0f} B/s"
+
+
+def format_seconds(time_s: float) -> str:
+    """A duration: ``"1.24 s"``, ``"310 ms"``, ``"42 us"``."""
+    if abs(time_s) >= 1:
+        return f"{time_s:.2f} s"
+    if abs(time_s) >= 1e-3:
+        return f"{time_s * 1e3:.3g} ms"
+    return f"{time_s * 1e6:.3g} us"
