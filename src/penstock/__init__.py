@@ -1,1 +1,58 @@
-"""penstock trains PyTorch models that do not fit in memory."""
+"""penstock trains PyTorch models that do not fit in memory.
+
+`offload` trains inside a byte budget; `trace`, `probe`, `plan` and `simulate` say beforehand what
+will happen. The four values that pass between them are `Trace`, `Hardware`, `Plan` and `Timeline`.
+"""
+
+from penstock.capture.probe import probe
+from penstock.capture.tracer import fake_mode, trace
+from penstock.core.check import check
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Evict, Plan
+from penstock.core.timeline import Timeline
+from penstock.core.trace import Trace
+from penstock.errors import (
+    BudgetTooSmall,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidFile,
+    InvalidPlan,
+    InvalidSize,
+    PenstockError,
+    SavedTensorModified,
+    SpillError,
+    SpillSpaceFull,
+)
+from penstock.planners import plan
+from penstock.runtime.offload import Offload, offload
+from penstock.runtime.report import Report
+from penstock.simulator import simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetTooSmall",
+    "DeviceUnavailable",
+    "Evict",
+    "Hardware",
+    "InvalidArgument",
+    "InvalidFile",
+    "InvalidPlan",
+    "InvalidSize",
+    "Offload",
+    "PenstockError",
+    "Plan",
+    "Report",
+    "SavedTensorModified",
+    "SpillError",
+    "SpillSpaceFull",
+    "Timeline",
+    "Trace",
+    "check",
+    "fake_mode",
+    "offload",
+    "plan",
+    "probe",
+    "simulate",
+    "trace",
+]

@@ -1,0 +1,395 @@
+"""Watch one iteration below autograd, kernel by kernel, and make a Trace of it.
+
+A storage is one tensor of the trace, followed from the kernel that makes it to the moment its
+memory is freed. Storages that autograd saves may leave memory and come back as another storage:
+whoever moves them says so with `saved`, `loaded` and `released`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.core.trace import KINDS, PHASES, Lists, Trace
+
+FORWARD, BACKWARD, OPTIMIZER = range(len(PHASES))
+WEIGHT, GRADIENT, OPTIMIZER_STATE, ACTIVATION, INPUT, _ = range(len(KINDS))
+
+
+class Meter(Protocol):
+    """Measures one kernel on a real device."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> int:
+        """Wait until the kernel is done. Returns the bytes that lived during it only."""
+        ...
+
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now."""
+        ...
+
+
+def tensors_in(values: object) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results of an operator, which nest lists at most."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_in(value)
+
+
+@cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that ``operator`` writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def _name(operator: Any) -> str:
+    return str(operator._schema.name).removeprefix("aten::")
+
+
+@dataclass(slots=True)
+class _Tensor:
+    size_bytes: int
+    kind: int
+    before: bool  # it existed before the iteration
+    birth: int
+    death: int | None = None
+    held_until: int | None = None  # first kernel during which only autograd holds it
+    saves: int = 0  # holds that autograd has
+    references: int = 0  # those of them that keep the storage in memory
+    storages: int = 1  # storages in memory now: itself, or its copy brought back
+
+
+class _Watch(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which tensor it is."""
+
+    __slots__ = ("address", "tensor")
+    address: int
+    tensor: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records every kernel that runs while it is entered.
+
+    meter      measures real kernels; None where nothing is executed
+    estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
+    """
+
+    def __init__(
+        self,
+        meter: Meter | None = None,
+        estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
+    ) -> None:
+        super().__init__()
+        self._meter = meter
+        self._estimate = estimate
+        self._names: list[str] = []
+        self._times_s: list[float] = []
+        self.begins_s: list[float] = []  # when each kernel began and ended, by time.perf_counter
+        self.ends_s: list[float] = []
+        self.in_use_bytes: list[int] = []  # after each kernel
+        self._workspace: list[int] = []
+        self._phases: list[int] = []
+        self._inputs: list[list[int]] = []
+        self._outputs: list[list[int]] = []
+        self._tensors: list[_Tensor] = []
+        self._watches: dict[int, _Watch] = {}  # by address of the storage
+        self._own: dict[int, _Watch] = {}  # by tensor: the storage it was born in
+        self._held: dict[int, _Watch] = {}  # saved tensors that the program may still hold
+        self._save_tensor: list[int] = []
+        self._save_kernel: list[int] = []
+        self._load_tensor: list[int] = []
+        self._load_kernel: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []  # tensor, first kernel, past the last
+        self._loads_open: dict[int, int] = {}
+        self._left_s: float | None = None
+        self._excluded_s = 0.0
+        self._in_optimizer = False
+        self._hooks: list[Any] = []
+        self._paused = False
+        self._finished = False  # what happens after the iteration is not part of it
+
+    # -- what others tell the recorder ---------------------------------------------------------
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels have run."""
+        return len(self._names)
+
+    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Register tensors that exist before the iteration."""
+        for tensor in tensors:
+            self._tensors[self.tensor_of(tensor)].kind = KINDS.index(kind)
+
+    def tensor_of(self, tensor: torch.Tensor) -> int:
+        """Index of the tensor whose storage this is; one not seen before was there already."""
+        return self.storage_of(tensor.untyped_storage())
+
+    def storage_of(self, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        watch = self._watches.get(address)
+        if watch is not None:
+            return watch.tensor
+        return self._born(storage, kind=INPUT, before=True)
+
+    def is_movable(self, tensor: int) -> bool:
+        """Whether the iteration made this tensor: only then can it leave memory for a while."""
+        return not self._tensors[tensor].before
+
+    def saved(self, tensor: int) -> None:
+        """Autograd saves this storage, in this version, for the first time."""
+        self._save_tensor.append(tensor)
+        self._save_kernel.append(self.kernels)
+
+    def holds(self, tensor: int, change: int, *, by_reference: bool = False) -> None:
+        """Autograd has one hold more (+1) or less (-1) of this tensor.
+
+        by_reference   the hold is another reference to the storage, which keeps it in memory
+        """
+        if self._finished:
+            return
+        entry = self._tensors[tensor]
+        entry.saves += change
+        entry.references += change if by_reference else 0
+        if change > 0 and entry.held_until is None and tensor in self._own:
+            self._held[tensor] = self._own[tensor]
+        if entry.saves == 0:
+            self._close_span(tensor)
+            if entry.storages == 0:
+                entry.death = self.kernels
+
+    def loaded(self, tensor: int, storage: torch.UntypedStorage) -> None:
+        """A backward node asks for this tensor, and finds it in ``storage``."""
+        self._load_tensor.append(tensor)
+        self._load_kernel.append(self.kernels)
+        self._loads_open.setdefault(tensor, self.kernels)
+        if storage._cdata not in self._watches:
+            self._tensors[tensor].storages += 1
+            self._watch(storage, tensor)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what runs inside: it is not the iteration's own."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def exclude(self, time_s: float) -> None:
+        """Seconds since the last kernel that the iteration would not spend by itself."""
+        self._excluded_s += time_s
+
+    # -- watching ------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        super().__enter__()
+        self._left_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._finished = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = True
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            self._tensors[self.tensor_of(parameter)].kind = WEIGHT
+            if parameter.grad is not None:
+                self._tensors[self.tensor_of(parameter.grad)].kind = GRADIENT
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = False
+        for state in optimizer.state.values():
+            if isinstance(state, Mapping):
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        self._tensors[self.tensor_of(value)].kind = OPTIMIZER_STATE
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A question about a tensor is no kernel; what runs while paused is not the iteration's.
+        if self._paused or operator.namespace == "prim":
+            return operator(*args, **kwargs)
+        entered_s = time.perf_counter()
+        self._note_released_holds()
+        inputs = {self.tensor_of(tensor) for tensor in tensors_in((args, kwargs))}
+        if self._meter is not None:
+            self._meter.begin()
+        begun_s = time.perf_counter()
+        result = operator(*args, **kwargs)
+        workspace = self._meter.end() if self._meter is not None else 0
+        ended_s = time.perf_counter()
+
+        written = {
+            self.tensor_of(tensor)
+            for position, name in _written_arguments(operator)
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        }
+        made = self._results(operator, result, inputs, written)
+        if made is None:  # a view: no kernel ran
+            return result
+        if self._estimate is not None:
+            kernel_s = self._estimate(operator, args, kwargs, result)
+        else:
+            # The time since the last kernel is the program's own, unless it was spent on moving tensors.
+            gap_s = entered_s - self._left_s - self._excluded_s if self._left_s is not None else 0.0
+            kernel_s = ended_s - begun_s + max(gap_s, 0.0)
+        self._excluded_s = 0.0
+        self._names.append(_name(operator))
+        self._times_s.append(kernel_s)
+        self.begins_s.append(begun_s)
+        self.ends_s.append(ended_s)
+        self.in_use_bytes.append(self._meter.in_use_bytes() if self._meter is not None else 0)
+        self._workspace.append(workspace)
+        self._phases.append(self._phase())
+        self._inputs.append(sorted(inputs))
+        self._outputs.append(sorted(made | written))
+        self._left_s = time.perf_counter()
+        return result
+
+    def _results(self, operator: Any, result: Any, inputs: set[int], written: set[int]) -> set[int] | None:
+        """Tensors that the kernel made, or None where it made only another view of its inputs."""
+        made = set()
+        produced = False
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            known = self._watches[address].tensor if address in self._watches else None
+            if known is None:
+                produced = True
+                made.add(self._born(storage, ACTIVATION, before=False))
+            elif known not in inputs:
+                made.add(known)
+        return None if not produced and not written and inputs and _has_tensors(result) else made
+
+    def _phase(self) -> int:
+        if self._in_optimizer:
+            return OPTIMIZER
+        return BACKWARD if torch._C._current_autograd_node() is not None else FORWARD
+
+    # -- lifetimes -----------------------------------------------------------------------------
+
+    def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
+        tensor = len(self._tensors)
+        self._tensors.append(_Tensor(storage.nbytes(), kind, before, 0 if before else self.kernels))
+        self._own[tensor] = self._watch(storage, tensor)
+        return tensor
+
+    def _watch(self, storage: torch.UntypedStorage, tensor: int) -> _Watch:
+        watch = _Watch(storage, self._storage_freed)
+        watch.address = storage._cdata
+        watch.tensor = tensor
+        self._watches[watch.address] = watch
+        return watch
+
+    def _storage_freed(self, watch: _Watch) -> None:
+        if self._finished:
+            return
+        if self._watches.get(watch.address) is watch:
+            del self._watches[watch.address]
+        if self._own.get(watch.tensor) is watch:
+            del self._own[watch.tensor]
+        entry = self._tensors[watch.tensor]
+        entry.storages -= 1
+        if entry.storages > 0:
+            return
+        if entry.held_until is None:
+            entry.held_until = self.kernels
+            self._held.pop(watch.tensor, None)
+        self._close_span(watch.tensor)
+        if entry.saves == 0:
+            entry.death = self.kernels
+
+    def _note_released_holds(self) -> None:
+        """Find saved tensors that only autograd holds now, where the storage itself was kept."""
+        for tensor, watch in list(self._held.items()):
+            storage = watch()
+            # One more reference than holds: the Python object that was just looked at.
+            others = 1 + self._tensors[tensor].references
+            if storage is None or torch._C._storage_Use_Count(storage._cdata) <= others:
+                self._tensors[tensor].held_until = self.kernels
+                del self._held[tensor]
+
+    def _close_span(self, tensor: int) -> None:
+        begin = self._loads_open.pop(tensor, None)
+        if begin is not None and begin < self.kernels:
+            self._spans.append((tensor, begin, self.kernels))
+
+    # -- the result ----------------------------------------------------------------------------
+
+    def trace(self, *, measured: bool, notes: Mapping[str, str] | None = None) -> Trace:
+        """What was recorded. Tensors still alive at the end that the optimizer made are persistent."""
+        count = self.kernels
+        for tensor, begin, end in self._spans:
+            for kernel in range(begin, end):
+                if tensor not in self._inputs[kernel]:
+                    self._inputs[kernel].append(tensor)
+        alive = [entry.death is None for entry in self._tensors]
+        persistent = [
+            still and (entry.before or entry.kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE))
+            for entry, still in zip(self._tensors, alive, strict=True)
+        ]
+        birth = [0 if lasts else entry.birth for entry, lasts in zip(self._tensors, persistent, strict=True)]
+        death = [count if entry.death is None else entry.death for entry in self._tensors]
+        held_until = [
+            dead if entry.held_until is None else min(entry.held_until, dead)
+            for entry, dead in zip(self._tensors, death, strict=True)
+        ]
+        integers = np.int64
+        return Trace(
+            kernel_name=tuple(self._names),
+            kernel_time_s=np.array(self._times_s, dtype=np.float64),
+            kernel_workspace_bytes=np.array(self._workspace, dtype=integers),
+            kernel_phase=np.array(self._phases, dtype=integers),
+            inputs=Lists.of([sorted(entry) for entry in self._inputs]),
+            outputs=Lists.of(self._outputs),
+            tensor_bytes=np.array([entry.size_bytes for entry in self._tensors], dtype=integers),
+            tensor_kind=np.array([entry.kind for entry in self._tensors], dtype=integers),
+            tensor_persistent=np.array(persistent, dtype=np.bool_),
+            tensor_birth=np.array(birth, dtype=integers),
+            tensor_death=np.array(death, dtype=integers),
+            tensor_held_until=np.array(held_until, dtype=integers),
+            save_tensor=np.array(self._save_tensor, dtype=integers),
+            save_kernel=np.array(self._save_kernel, dtype=integers),
+            load_tensor=np.array(self._load_tensor, dtype=integers),
+            load_kernel=np.array(self._load_kernel, dtype=integers),
+            measured=measured,
+            notes=dict(notes or {}),
+        )
+
+
+def _has_tensors(result: Any) -> bool:
+    return next(tensors_in(result), None) is not None

@@ -1,0 +1,90 @@
+"""Kernel times for a device that is not there, or that should not be kept busy: the roofline.
+
+A kernel takes as long as its arithmetic or its traffic to memory, whichever is slower, and no
+less than its launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from penstock.capture.recorder import tensors_in
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What a device is capable of in training, dense, without sparsity.
+
+    flops_per_s   by bits of the element type: floating-point operations per second in matrix products
+    bytes_per_s   of device memory
+    launch_s      the least time a kernel takes
+    efficiency    fraction of both that kernels reach in practice
+    """
+
+    flops_per_s: dict[int, float]
+    bytes_per_s: float
+    launch_s: float
+    efficiency: float = 0.7
+
+
+# From the vendors' data sheets. Matrix products of 32-bit floats are taken at TF32 rate only
+# where the vendor's default for training is TF32; PyTorch's default is not.
+DATA_SHEETS = {
+    "a100": DataSheet({16: 312e12, 32: 19.5e12, 64: 9.7e12}, 1555e9, 4e-6),
+    "h100": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 3350e9, 4e-6),
+    "h200": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 4800e9, 4e-6),
+    "v100": DataSheet({16: 125e12, 32: 15.7e12, 64: 7.8e12}, 900e9, 5e-6),
+    "rtx4090": DataSheet({16: 165e12, 32: 82.6e12, 64: 1.3e12}, 1008e9, 4e-6),
+}
+
+
+def measure_cpu(repeats: int = 3) -> DataSheet:
+    """The data sheet of this machine's processor, measured in about half a second."""
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    source = torch.randn(16 << 20 >> 2)
+    target = torch.empty_like(source)
+
+    def best_s(work: Callable[[], object]) -> float:
+        work()
+        times = []
+        for _ in range(repeats):
+            begun_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begun_s)
+        return min(times)
+
+    product_s = best_s(lambda: torch.mm(left, right))
+    copy_s = best_s(lambda: target.copy_(source))
+    rate = 2 * 1024**3 / product_s
+    # Only matrix products in 32 bits are measured: narrower ones rarely pay on a CPU.
+    return DataSheet(
+        {16: rate, 32: rate, 64: rate / 2}, 2 * source.nbytes / copy_s, launch_s=5e-6, efficiency=0.8
+    )
+
+
+def estimator(sheet: DataSheet) -> Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]:
+    """A function that gives the seconds of one kernel on a device with this data sheet."""
+
+    def estimate(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        tensors = list(tensors_in((args, kwargs, result)))
+        seen: dict[int, int] = {}
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata
+            seen[address] = max(seen.get(address, 0), tensor.numel() * tensor.element_size())
+        traffic_s = sum(seen.values()) / (sheet.bytes_per_s * sheet.efficiency)
+        arithmetic_s = 0.0
+        count = flop_registry.get(operator.overloadpacket)
+        if count is not None:
+            bits = next((8 * t.element_size() for t in tensors if t.is_floating_point()), 32)
+            arithmetic_s = count(*args, **kwargs, out_val=result) / (
+                sheet.flops_per_s.get(bits, sheet.flops_per_s[32]) * sheet.efficiency
+            )
+        return max(traffic_s, arithmetic_s, sheet.launch_s)
+
+    return estimate

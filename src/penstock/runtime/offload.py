@@ -1,0 +1,405 @@
+"""Train inside a byte budget: the user's entry."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from penstock.capture.probe import probe
+from penstock.capture.recorder import Recorder
+from penstock.core.check import check
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
+from penstock.core.pressure import minimum_bytes
+from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.trace import Trace
+from penstock.errors import (
+    BudgetTooSmall,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidPlan,
+    PenstockError,
+)
+from penstock.planners import POLICIES, plan
+from penstock.runtime import resident
+from penstock.runtime.cuda import CudaDevice
+from penstock.runtime.devices import CpuDevice, Device
+from penstock.runtime.mover import Moved, Mover
+from penstock.runtime.report import Report
+from penstock.runtime.saved import Fingerprint, SavedTensors
+from penstock.runtime.schedule import Schedule, schedule
+from penstock.simulator import simulate
+from penstock.storage.engine import SpillEngine
+from penstock.units import format_bytes_up, parse_bytes
+
+logger = logging.getLogger("penstock")
+
+PROBE_S = 2.0
+
+# The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
+# anew after each of the next ones but the last, whose record is held against the prediction.
+RECORDINGS = 3
+
+
+def offload(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device_budget: int | str,
+    spill_dir: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    policy: str = "auto",
+    hardware: Hardware | None = None,
+) -> Offload:
+    """Train ``model`` with no more than ``device_budget`` of device memory. The same bits as without.
+
+    Wrap each iteration in ``with run.step():``. The first one profiles with every activation moved
+    out as soon as autograd saves it; then a plan is made for the budget, and carried out from the
+    second one on. The model, and how the loop is written, do not change.
+
+    device_budget   most bytes of weights, gradients, optimizer state, activations and workspace on
+                    the device of the model's parameters: an integer, or text such as "600MiB". On a
+                    CPU, bytes of RAM.
+    spill_dir       a directory on the disk to use; one on NVMe is best. None: the system's
+                    directory for temporary files. What is written there has no name, is readable
+                    by nobody else, and is gone with the process, however that ends.
+    host_budget     pinned host memory to use as a tier and for staging, for a model on a GPU; None
+                    for an eighth of what is free
+    disk_budget     most bytes on disk; None for what is free there
+    policy          "auto", or a key of penstock.planners.POLICIES
+    hardware        rates of this machine's links, as `penstock.probe` measures them; None to
+                    measure them now, in about two seconds
+
+    Raises InvalidArgument, InvalidSize, DeviceUnavailable, SpillError, and BudgetTooSmall where
+    weights and optimizer state alone exceed the budget.
+    """
+    return Offload(
+        model,
+        optimizer,
+        device_budget_bytes=parse_bytes(device_budget),
+        spill_dir=Path(spill_dir if spill_dir is not None else _temporary_directory()),
+        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+        disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
+        policy=policy,
+        hardware=hardware,
+    )
+
+
+def _temporary_directory() -> str:
+    """The system's directory for temporary files, or /var/tmp where that one is in RAM."""
+    directory = tempfile.gettempdir()
+    if resident.is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
+        return "/var/tmp"
+    return directory
+
+
+class Offload:
+    """A model being trained inside a budget. Made by `offload`; a context manager.
+
+    trace      the iteration as last recorded, None before the first step
+    plan       in force, None before the first step
+    hardware   the machine the plan was made for
+    timeline   measured in the last recorded step that followed a plan, None before
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device_budget_bytes: int,
+        spill_dir: Path,
+        host_budget_bytes: int | None,
+        disk_budget_bytes: int | None,
+        policy: str,
+        hardware: Hardware | None,
+    ) -> None:
+        if policy != "auto" and policy not in POLICIES:
+            raise InvalidArgument(f"no policy is called {policy!r}: give auto, {', '.join(POLICIES)}")
+        self._model = model
+        self._optimizer = optimizer
+        self._policy = policy
+        self._budget_bytes = device_budget_bytes
+        self._device_name = _device_of(model)
+        fixed_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._fixed()}.values())
+        if fixed_bytes > device_budget_bytes:
+            raise BudgetTooSmall(
+                f"weights, buffers and optimizer state alone take {format_bytes_up(fixed_bytes)}; the device "
+                f"budget is {format_bytes_up(device_budget_bytes)}. Only activations are moved: raise the budget.",
+                fixed_bytes,
+            )
+        resident.release_free_memory()
+        self._peak_resident_known = resident.reset_peak()
+        self._resident_before_bytes = resident.resident_bytes() - (
+            fixed_bytes if self._device_name.type == "cpu" else 0
+        )
+        self._engine = SpillEngine(spill_dir, disk_budget_bytes)
+        try:
+            measured = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
+            disk_bytes = measured.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
+            on_cpu = self._device_name.type == "cpu"
+            host_bytes = 0 if on_cpu else (measured.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
+            self.hardware = replace(
+                measured, device_bytes=device_budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes
+            )
+            self._device: Device = (
+                CpuDevice(self._engine, device_budget_bytes, fixed_bytes)
+                if on_cpu
+                else CudaDevice(self._engine, self._device_name, host_bytes)
+            )
+        except BaseException:
+            self._engine.close()
+            raise
+        self._mover = Mover(self._device, device_budget_bytes)
+        self._saved = SavedTensors(self._mover, self._device_name, self._device.is_movable)
+        self.trace: Trace | None = None
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+        self._schedule: Schedule | None = None
+        self._fingerprints: tuple[Fingerprint, ...] = ()
+        self._recordings_left = 0  # planned steps still to be recorded
+        self._refusal: BudgetTooSmall | None = None
+        self._in_step = False
+        self._closed = False
+        self._steps = 0
+        self._profiled_steps = 0
+        self._departures = 0
+        self._peak_bytes = 0
+        self._step_times_s: list[float] = []
+        self._recorded_times_s: list[float] = []
+        self._last_moved: list[Moved] = []
+        self._stalls_s: list[float] = []
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One iteration: forward, backward and the optimizer's step go inside.
+
+        Raises BudgetTooSmall at the end of the first step, where no plan can keep the budget, and
+        what the storage raises while the step runs. After an error the next step can be tried.
+        """
+        if self._closed:
+            raise InvalidArgument("this run is closed: call penstock.offload again to train on")
+        if self._in_step:
+            raise InvalidArgument("a step is already open: close it before the next begins")
+        if self._refusal is not None:
+            raise self._refusal
+        following = self._schedule
+        recorder = Recorder(self._device) if following is None or self._recordings_left else None
+        self._saved.begin_step(
+            schedule=following,
+            expected=self._fingerprints,
+            default_tier=self._device.default_tier,
+            fixed=self._fixed(),
+            recorder=recorder,
+        )
+        self._mover.begin_step()
+        self._device.begin_step()
+        if recorder is not None:
+            recorder.know(self._model.parameters(), "weight")
+            recorder.know(self._model.buffers(), "weight")
+        self._in_step = True
+        try:
+            begun_s = time.perf_counter()
+            with self._saved, recorder or contextlib.nullcontext():
+                yield
+            self._device.synchronize()
+            step_s = time.perf_counter() - begun_s
+        finally:
+            self._in_step = False
+            self._mover.drain()
+        self._finish_step(following, recorder, begun_s, step_s)
+
+    def _finish_step(
+        self, followed: Schedule | None, recorder: Recorder | None, begun_s: float, step_s: float
+    ) -> None:
+        self._steps += 1
+        self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
+        departures, self._departures = self._saved.departures, self._departures + self._saved.departures
+        if followed is not None and not departures:
+            (self._recorded_times_s if recorder else self._step_times_s).append(step_s)
+            self._last_moved = self._mover.moved
+            self._stalls_s.append(self._mover.stall_s)
+        if departures:
+            self._log_departures(departures)
+            self._schedule = None
+            return
+        if recorder is None:
+            return
+        trace = recorder.trace(measured=True, notes={"device": str(self._device_name), "torch": torch.__version__})
+        if followed is not None:
+            self._recordings_left -= 1
+            self.timeline = _measured_timeline(trace, recorder, self._mover, begun_s, step_s)
+        else:
+            self._profiled_steps += 1
+            self._recordings_left = RECORDINGS
+        self._fingerprints = tuple(self._saved.fingerprints)
+        if followed is None or self._recordings_left:
+            self._make_plan(trace)
+
+    def _make_plan(self, trace: Trace) -> None:
+        self.trace = trace
+        try:
+            self.plan = plan(trace, self.hardware, self._policy)
+        except BudgetTooSmall as error:
+            self._refusal = error
+            raise
+        violations = check(trace, self.plan, self.hardware)
+        if violations:
+            raise InvalidPlan(violations)
+        self._schedule = schedule(trace, self.plan)
+
+    def _log_departures(self, departures: int) -> None:
+        if self._departures == departures:  # the first time
+            logger.warning(
+                "the step was not the one that was traced: the rest of it ran with everything moved out, "
+                "and the next step is profiled again. A model that changes from step to step is exact, but slow."
+            )
+
+    def _fixed(self) -> Iterator[torch.Tensor]:
+        """Weights, buffers and optimizer state: they stay on the device."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    # -- what it says --------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
+        if self.trace is None or self.plan is None:
+            raise PenstockError("nothing to report yet: run at least one step to its end")
+        predicted = simulate(self.trace, self.plan, self.hardware)
+        times_s = self._step_times_s or self._recorded_times_s[-1:]
+        moved_bytes = {
+            direction: sum(moved.size_bytes for moved in self._last_moved if moved.link in links)
+            for direction, links in (
+                ("out", ("device_to_host",) if self._device_name.type == "cuda" else ("disk_write",)),
+                ("in", ("host_to_device",) if self._device_name.type == "cuda" else ("disk_read",)),
+            )
+        }
+        peak_resident_bytes = 0
+        if self._peak_resident_known:
+            peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
+        return Report(
+            device=str(self._device_name),
+            policy=self.plan.policy,
+            reason=self.plan.reason,
+            memory_manager=self._device.memory_manager,
+            direct_io=self._engine.direct,
+            device_budget_bytes=self._budget_bytes,
+            minimum_bytes=minimum_bytes(self.trace),
+            peak_bytes=self._peak_bytes,
+            predicted_peak_bytes=predicted.peak_bytes,
+            peak_resident_bytes=peak_resident_bytes,
+            step_s=statistics.median(times_s) if times_s else 0.0,
+            predicted_step_s=predicted.iteration_s,
+            stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
+            predicted_stall_s=predicted.stall_s,
+            ideal_s=self.trace.ideal_s,
+            evicted_bytes=moved_bytes["out"],
+            predicted_evicted_bytes=predicted.evicted_bytes,
+            loaded_bytes=moved_bytes["in"],
+            disk_bytes=self._engine.file_bytes,
+            steps=self._steps,
+            profiled_steps=self._profiled_steps,
+            departures=self._departures,
+            rates_bytes_per_s=_rates(self._last_moved),
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give memory and disk space back. Tensors of the model stay as they are. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._mover.drain()
+        self._engine.close()
+        self._device.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        named = ", ".join(sorted(map(str, devices))) or "none"
+        raise InvalidArgument(f"the model's parameters are on {named}: put all of them on one device")
+    device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceUnavailable(f"the model is on {device}: penstock trains on cpu and cuda devices")
+    return device
+
+
+def _rates(moved: list[Moved]) -> dict[str, float]:
+    """Bytes per second of each link while it moved something."""
+    rates = {}
+    for link in sorted({transfer.link for transfer in moved}):
+        spans = sorted((t.started_s, t.finished_s, t.size_bytes) for t in moved if t.link == link)
+        busy_s, until_s = 0.0, 0.0
+        for started_s, finished_s, _ in spans:
+            busy_s += max(0.0, finished_s - max(started_s, until_s))
+            until_s = max(until_s, finished_s)
+        if busy_s > 0:
+            rates[link] = sum(size for _, _, size in spans) / busy_s
+    return rates
+
+
+def _measured_timeline(
+    trace: Trace, recorder: Recorder, mover: Mover, begun_s: float, step_s: float
+) -> Timeline:
+    """The recorded step, on the same clock and in the same terms as a simulated one."""
+    kernels = [
+        Span("compute", begin - begun_s, end - begun_s, name, index)
+        for index, (name, begin, end) in enumerate(
+            zip(trace.kernel_name, recorder.begins_s, recorder.ends_s, strict=True)
+        )
+    ]
+    copies = []
+    for moved in sorted(mover.moved, key=lambda moved: moved.started_s):
+        tensor = int(trace.save_tensor[moved.number])
+        copies.append(
+            Span(moved.link, moved.started_s - begun_s, moved.finished_s - begun_s, f"tensor {tensor}", tensor,
+                 moved.size_bytes)
+        )
+    memory = []
+    for span, in_use, workspace in zip(
+        kernels, recorder.in_use_bytes, trace.kernel_workspace_bytes.tolist(), strict=True
+    ):
+        memory += [Sample(span.start_s, in_use + workspace), Sample(span.end_s, in_use)]
+    stalls = tuple(
+        Stall(
+            wait.started_s - begun_s,
+            wait.finished_s - begun_s,
+            wait.cause,
+            bisect.bisect_left(recorder.begins_s, wait.started_s),
+        )
+        for wait in mover.waits
+    )
+    return Timeline(
+        iteration_s=step_s,
+        spans=(*kernels, *copies),
+        memory={"device": tuple(memory)},
+        stalls=stalls,
+        source="measured",
+    )

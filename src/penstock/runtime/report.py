@@ -1,0 +1,70 @@
+"""Predicted against measured: what a run says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.units import format_bytes, format_rate, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run so far. Bytes and seconds of one step; measured ones are medians over the planned steps.
+
+    peak_bytes              most device bytes in use in any step, measured
+    predicted_peak_bytes    what the simulator said of the plan in force
+    peak_resident_bytes     most resident bytes of the process, less those before the model was
+                            built (its weights counted in), measured; 0 where not known
+    minimum_bytes           smallest device budget this step can run in
+    evicted_bytes, loaded_bytes   left the device, and came back, in one step
+    departures              saves and loads that were not those of the trace
+    profiled_steps          steps that ran with everything moved out, to learn the iteration
+    """
+
+    device: str
+    policy: str
+    reason: str
+    memory_manager: str
+    direct_io: bool
+    device_budget_bytes: int
+    minimum_bytes: int
+    peak_bytes: int
+    predicted_peak_bytes: int
+    peak_resident_bytes: int
+    step_s: float
+    predicted_step_s: float
+    stall_s: float
+    predicted_stall_s: float
+    ideal_s: float
+    evicted_bytes: int
+    predicted_evicted_bytes: int
+    loaded_bytes: int
+    disk_bytes: int
+    steps: int
+    profiled_steps: int
+    departures: int
+    rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [
+            ("", "predicted", "measured"),
+            ("peak on the device", format_bytes(self.predicted_peak_bytes), format_bytes(self.peak_bytes)),
+            ("step time", format_seconds(self.predicted_step_s), format_seconds(self.step_s)),
+            ("of it stalls", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
+            ("evicted per step", format_bytes(self.predicted_evicted_bytes), format_bytes(self.evicted_bytes)),
+        ]
+        table = "\n".join(f"  {name:<20}{left:>14}{right:>14}" for name, left, right in rows)
+        rates = ", ".join(f"{link} {format_rate(rate)}" for link, rate in self.rates_bytes_per_s.items())
+        lines = [
+            f"penstock on {self.device}: budget {format_bytes(self.device_budget_bytes)}, "
+            f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
+            table,
+            f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
+            f"  {self.steps} steps, {self.profiled_steps} of them profiled; {self.departures} departures from the trace",
+            f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
+            f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
+        ]
+        if self.peak_resident_bytes:
+            lines.append(f"  peak resident growth of the process: {format_bytes(self.peak_resident_bytes)}")
+        return "\n".join(lines)
