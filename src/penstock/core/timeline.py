@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     label: str
-    index: int
+    index: int  # type: ignore[assignment]  # of a kernel or tensor, not tuple.index
     size_bytes: int = 0
 
 
@@ -84,9 +85,12 @@ class Timeline:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes that left the device. A copy that crosses two links counts once."""
-        by_link = (self.moved_bytes("device_to_host"), self.moved_bytes("disk_write"))
-        return max(by_link)
+        """Bytes that left the device. A copy that crosses two links on its way counts once."""
+        by_tensor: dict[int, Counter[str]] = defaultdict(Counter)
+        for span in self.spans:
+            if span.stream in ("device_to_host", "disk_write"):
+                by_tensor[span.index][span.stream] += span.size_bytes
+        return sum(max(links.values()) for links in by_tensor.values())
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import penstock
+import pytest
+import torch
+
+
+@pytest.fixture
+def hardware() -> penstock.Hardware:
+    """A machine whose rates are given, so that no test waits for a measurement."""
+    return penstock.Hardware(
+        device_bytes=1 << 40,
+        disk_bytes=8 << 30,
+        disk_read_bytes_per_s=2e9,
+        disk_write_bytes_per_s=2e9,
+        disk_read_latency_s=1e-4,
+        disk_write_latency_s=1e-4,
+        disk_shares_bus=False,
+        name="given",
+    )
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    torch.manual_seed(0)

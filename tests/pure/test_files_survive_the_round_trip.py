@@ -1,0 +1,97 @@
+"""Values come back from files as they were, and files that are something else are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Evict, Plan
+from penstock.core.timeline import Timeline
+from penstock.core.trace import Lists, Trace
+from penstock.errors import InvalidFile
+from penstock.planners import plan
+from penstock.simulator import simulate
+
+from .traces import gpt, machine
+
+
+def made() -> tuple[Trace, Hardware, Plan, Timeline]:
+    trace, hardware = gpt(2), dataclasses.replace(machine(), measured_rates={"disk_read": ((4096, 1e8),)})
+    decided = plan(trace, hardware, "g10", device_budget_bytes=trace.peak_bytes // 2)
+    return trace, hardware, decided, simulate(trace, decided, hardware)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace(tmp_path: Path, name: str) -> None:
+    trace = made()[0]
+    trace.save(tmp_path / name)
+    loaded = Trace.load(tmp_path / name)
+    for field in dataclasses.fields(Trace):
+        before, after = getattr(trace, field.name), getattr(loaded, field.name)
+        if isinstance(before, Lists):
+            assert (before.starts == after.starts).all() and (before.values == after.values).all()
+        elif isinstance(before, np.ndarray):
+            assert (before == after).all() and before.dtype == after.dtype
+        else:
+            assert before == after
+    assert loaded.inactive_periods == trace.inactive_periods
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_hardware_plan_and_timeline(tmp_path: Path) -> None:
+    _, hardware, decided, timeline = made()
+    for value in (hardware, decided, timeline):
+        value.save(tmp_path / "value.json")
+        assert type(value).load(tmp_path / "value.json") == value
+
+
+def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:
+    trace, hardware, decided, _ = made()
+    trace.save(tmp_path / "trace.json.gz")
+    again = plan(
+        Trace.load(tmp_path / "trace.json.gz"),
+        hardware,
+        "g10",
+        device_budget_bytes=decided.device_budget_bytes,
+    )
+    assert again == decided
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"3",
+        b"{}",
+        b'{"schema": "penstock.plan/1"}',
+        b'{"schema": "penstock.plan/1", "value": 3}',
+        b'{"schema": "penstock.plan/1", "value": {"policy": 3, "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.plan/2", "value": {"policy": "x", "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.trace/1", "value": {}}',
+        gzip.compress(b"x" * 1000)[:20],
+        gzip.compress(b"x" * 1000)[:-8] + b"damaged!",
+        b"\xff\xfe",
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(data)
+    with pytest.raises(InvalidFile, match=r"plan\.json"):
+        Plan.load(path)
+
+
+def test_a_truncated_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    Plan(policy="test", device_budget_bytes=1, evictions=(Evict(0, 0, 1, 4, 3),)).save(path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(InvalidFile):
+            Plan.load(path)
