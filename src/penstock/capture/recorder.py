@@ -112,19 +112,22 @@ class Recorder(TorchDispatchMode):
         self.ends_s: list[float] = []
         self.in_use_bytes: list[int] = []  # after each kernel
         self._workspace: list[int] = []
+        # In use, but of no known tensor: what the program carries along from earlier iterations.
+        self._unknown_bytes: list[int] = []
         self._phases: list[int] = []
         self._inputs: list[list[int]] = []
         self._outputs: list[list[int]] = []
         self._tensors: list[_Tensor] = []
         self._watches: dict[int, _Watch] = {}  # by address of the storage
         self._own: dict[int, _Watch] = {}  # by tensor: the storage it was born in
+        self._present_bytes = 0  # of all watched storages
         self._held: dict[int, _Watch] = {}  # saved tensors that the program may still hold
         self._save_tensor: list[int] = []
         self._save_kernel: list[int] = []
         self._load_tensor: list[int] = []
         self._load_kernel: list[int] = []
         self._spans: list[tuple[int, int, int]] = []  # tensor, first kernel, past the last
-        self._loads_open: dict[int, int] = {}
+        self._loads_open: dict[int, tuple[int, Any]] = {}  # by tensor: first kernel, backward node
         self._left_s: float | None = None
         self._excluded_s = 0.0
         self._in_optimizer = False
@@ -185,10 +188,14 @@ class Recorder(TorchDispatchMode):
         """A backward node asks for this tensor, and finds it in ``storage``."""
         self._load_tensor.append(tensor)
         self._load_kernel.append(self.kernels)
-        self._loads_open.setdefault(tensor, self.kernels)
+        self._loads_open.setdefault(tensor, (self.kernels, torch._C._current_autograd_node()))
         if storage._cdata not in self._watches:
-            self._tensors[tensor].storages += 1
-            self._watch(storage, tensor)
+            self.brought_back(tensor, storage)
+
+    def brought_back(self, tensor: int, storage: torch.UntypedStorage) -> None:
+        """This storage is, or is about to become, a copy of the tensor."""
+        self._tensors[tensor].storages += 1
+        self._watch(storage, tensor)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -245,6 +252,7 @@ class Recorder(TorchDispatchMode):
             return operator(*args, **kwargs)
         entered_s = time.perf_counter()
         self._note_released_holds()
+        self._note_finished_nodes()
         inputs = {self.tensor_of(tensor) for tensor in tensors_in((args, kwargs))}
         if self._meter is not None:
             self._meter.begin()
@@ -272,8 +280,10 @@ class Recorder(TorchDispatchMode):
         self._times_s.append(kernel_s)
         self.begins_s.append(begun_s)
         self.ends_s.append(ended_s)
-        self.in_use_bytes.append(self._meter.in_use_bytes() if self._meter is not None else 0)
+        in_use_bytes = self._meter.in_use_bytes() if self._meter is not None else 0
+        self.in_use_bytes.append(in_use_bytes)
         self._workspace.append(workspace)
+        self._unknown_bytes.append(max(in_use_bytes - self._present_bytes, 0))
         self._phases.append(self._phase())
         self._inputs.append(sorted(inputs))
         self._outputs.append(sorted(made | written))
@@ -304,7 +314,10 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
         tensor = len(self._tensors)
-        self._tensors.append(_Tensor(storage.nbytes(), kind, before, 0 if before else self.kernels))
+        size_bytes = storage.nbytes()
+        self._tensors.append(_Tensor(size_bytes, kind, before, 0 if before else self.kernels))
+        if before:  # until now it was among the unknown
+            self._unknown_bytes = [max(unknown - size_bytes, 0) for unknown in self._unknown_bytes]
         self._own[tensor] = self._watch(storage, tensor)
         return tensor
 
@@ -312,6 +325,7 @@ class Recorder(TorchDispatchMode):
         watch = _Watch(storage, self._storage_freed)
         watch.address = storage._cdata
         watch.tensor = tensor
+        self._present_bytes += self._tensors[tensor].size_bytes
         self._watches[watch.address] = watch
         return watch
 
@@ -323,6 +337,7 @@ class Recorder(TorchDispatchMode):
         if self._own.get(watch.tensor) is watch:
             del self._own[watch.tensor]
         entry = self._tensors[watch.tensor]
+        self._present_bytes -= entry.size_bytes
         entry.storages -= 1
         if entry.storages > 0:
             return
@@ -343,9 +358,15 @@ class Recorder(TorchDispatchMode):
                 self._tensors[tensor].held_until = self.kernels
                 del self._held[tensor]
 
+    def _note_finished_nodes(self) -> None:
+        """A node uses what it loaded until it ends, also where the graph is retained."""
+        node = torch._C._current_autograd_node()
+        for tensor in [tensor for tensor, (_, loader) in self._loads_open.items() if loader is not node]:
+            self._close_span(tensor)
+
     def _close_span(self, tensor: int) -> None:
-        begin = self._loads_open.pop(tensor, None)
-        if begin is not None and begin < self.kernels:
+        begin, _ = self._loads_open.pop(tensor, (self.kernels, None))
+        if begin < self.kernels:
             self._spans.append((tensor, begin, self.kernels))
 
     # -- the result ----------------------------------------------------------------------------
@@ -372,7 +393,8 @@ class Recorder(TorchDispatchMode):
         return Trace(
             kernel_name=tuple(self._names),
             kernel_time_s=np.array(self._times_s, dtype=np.float64),
-            kernel_workspace_bytes=np.array(self._workspace, dtype=integers),
+            kernel_workspace_bytes=np.array(self._workspace, dtype=integers)
+            + np.array(self._unknown_bytes, dtype=integers),
             kernel_phase=np.array(self._phases, dtype=integers),
             inputs=Lists.of([sorted(entry) for entry in self._inputs]),
             outputs=Lists.of(self._outputs),

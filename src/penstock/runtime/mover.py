@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -22,11 +23,10 @@ import torch
 from penstock.errors import PenstockError
 
 DEMAND, PREFETCH, EVICT = range(3)
+NEVER = sys.maxsize
 
 # Transfers that have begun cannot be overtaken: what is in flight bounds how long a demand waits.
 IN_FLIGHT_BYTES = 64 << 20
-# Where no plan tells how much room there is, evictions may hold this much memory back.
-UNPLANNED_LEAVING_BYTES = 32 << 20
 
 
 class Saved:
@@ -36,16 +36,21 @@ class Saved:
     copy is forgotten.
     """
 
-    __slots__ = ("__weakref__", "away", "coming", "copy", "number", "size_bytes", "started", "storage", "weak")
+    __slots__ = (
+        "__weakref__", "away", "coming", "copy", "number", "size_bytes", "started", "stays", "storage",
+        "tensor", "weak",
+    )
 
-    def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
+    def __init__(self, number: int, storage: torch.UntypedStorage, tensor: int) -> None:
         self.number = number  # n-th save of its step
+        self.tensor = tensor  # index in the recording of its step, -1 where it is not recorded
         self.size_bytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
         self.weak = weakref.ref(storage)
         self.copy: Any = None  # where its bytes are outside the device, once allocated
         self.away = False  # the copy is complete: the storage may be let go
         self.coming: torch.UntypedStorage | None = None  # what its copy is being brought back to
+        self.stays = False  # in memory, also when the copy is complete
         self.started = False  # bringing it back has left the queue
 
     def is_in(self, storage: torch.UntypedStorage) -> bool:
@@ -110,6 +115,7 @@ class Mover:
     budget_bytes    of the device
     waits           every wait of the step since `begin_step`
     moved           transfers since `begin_step`
+    on_prepared     is told of memory taken to bring something back to
     """
 
     def __init__(self, carrier: Carrier, budget_bytes: int) -> None:
@@ -123,6 +129,7 @@ class Mover:
         self._deferred: deque[Saved] = deque()  # prefetches that wait for room
         self._forgotten: deque[Any] = deque()  # copies of what died, given back at the next eviction
         self._error: PenstockError | None = None
+        self.on_prepared: Callable[[Saved, torch.UntypedStorage], None] = lambda saved, target: None
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
 
@@ -140,10 +147,11 @@ class Mover:
 
     # -- out -----------------------------------------------------------------------------------
 
-    def evict(self, saved: Saved, tier: str, due: int) -> None:
+    def evict(self, saved: Saved, tier: str, due: int, *, stays: bool = False) -> None:
         """Start to copy it out; its memory is let go when the copy is complete.
 
-        due   event after which the plan counts the memory as free
+        due     event after which the plan counts the memory as free
+        stays   it stays in memory nevertheless, until `let_go`
 
         Raises SpillSpaceFull, and what went wrong with an earlier copy.
         """
@@ -152,6 +160,7 @@ class Mover:
             self._raise_error()
             copy = self._carrier.reserve(saved, tier)
             saved.copy = copy
+            saved.stays = stays
             weakref.finalize(saved, self._forgotten.append, copy).atexit = False
             self._leaving[saved] = due
             self._push(EVICT, saved, leaves=True)
@@ -175,8 +184,8 @@ class Mover:
                 self._admit(event, ahead_bytes)
 
     def _lacks_room(self, event: int, ahead_bytes: int | None) -> bool:
-        if ahead_bytes is None:
-            return sum(saved.size_bytes for saved in self._leaving) > UNPLANNED_LEAVING_BYTES
+        if ahead_bytes is None:  # nobody knows how much room there is: nothing may be late
+            return bool(self._leaving)
         late_bytes = self._late_bytes(event)
         return late_bytes > 0 and ahead_bytes + late_bytes - self._deferred_bytes() > self._budget_bytes
 
@@ -199,7 +208,10 @@ class Mover:
     def prefetch(self, saved: Saved) -> None:
         """Bring it back as soon as there is room: `settle` decides when."""
         with self._changed:
-            if saved.away and saved.storage is None and saved.coming is None:
+            if saved in self._leaving:  # too late to leave: it stays, and nothing is read
+                saved.stays = True
+                self._leaving[saved] = NEVER
+            elif saved.away and saved.storage is None and saved.coming is None:
                 self._deferred.append(saved)
 
     def demand(self, saved: Saved) -> torch.UntypedStorage:
@@ -220,8 +232,9 @@ class Mover:
         return storage
 
     def let_go(self, saved: Saved) -> None:
-        """Keep only the copy, where it is complete."""
+        """Keep only the copy, as soon as it is complete."""
         with self._changed:
+            saved.stays = False
             if saved.away and saved.storage is not None:
                 saved.weak = weakref.ref(saved.storage)
                 saved.storage = None
@@ -235,6 +248,7 @@ class Mover:
                 saved.storage = kept
                 return
             saved.coming = self._carrier.prepare(saved)
+            self.on_prepared(saved, saved.coming)
             saved.started = False
         if not saved.started:
             self._push(priority, saved, leaves=False)
@@ -265,7 +279,8 @@ class Mover:
             self._leaving.pop(saved, None)
             if error is None:
                 saved.away = True
-                self.let_go(saved)
+                if not saved.stays:
+                    self.let_go(saved)
             self._finish(saved, error, moved)
 
     def _came(self, saved: Saved, error: PenstockError | None, moved: Sequence[Moved]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 
 from penstock.capture.probe import probe
 from penstock.capture.recorder import Recorder
@@ -211,6 +212,7 @@ class Offload:
         if recorder is not None:
             recorder.know(self._model.parameters(), "weight")
             recorder.know(self._model.buffers(), "weight")
+            recorder.know(self._optimizer_state(), "optimizer_state")
         self._in_step = True
         try:
             begun_s = time.perf_counter()
@@ -251,12 +253,14 @@ class Offload:
             self._make_plan(trace)
 
     def _make_plan(self, trace: Trace) -> None:
-        self.trace = trace
         try:
-            self.plan = plan(trace, self.hardware, self._policy)
+            made = plan(trace, self.hardware, self._policy)
         except BudgetTooSmall as error:
+            if self.plan is not None:  # the budget is at the edge, and the one in force keeps it
+                return
             self._refusal = error
             raise
+        self.trace, self.plan = trace, made
         violations = check(trace, self.plan, self.hardware)
         if violations:
             raise InvalidPlan(violations)
@@ -273,6 +277,9 @@ class Offload:
         """Weights, buffers and optimizer state: they stay on the device."""
         yield from self._model.parameters()
         yield from self._model.buffers()
+        yield from self._optimizer_state()
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

@@ -50,9 +50,9 @@ class _Kept:
 class _Hold:
     """Autograd's hold of one view of a saved storage."""
 
-    __slots__ = ("alias", "dtype", "offset", "recorder", "saved", "shape", "stride", "tag", "version")
+    __slots__ = ("alias", "dtype", "offset", "recorder", "saved", "shape", "stride", "version")
 
-    def __init__(self, saved: Saved, tensor: torch.Tensor, recorder: Recorder | None, tag: int) -> None:
+    def __init__(self, saved: Saved, tensor: torch.Tensor, recorder: Recorder | None) -> None:
         self.saved = saved
         self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
         self.shape, self.stride = tensor.shape, tensor.stride()
@@ -61,13 +61,12 @@ class _Hold:
         self.alias = tensor.detach()
         self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.recorder = recorder
-        self.tag = tag
         if recorder is not None:
-            recorder.holds(tag, +1)
+            recorder.holds(saved.tensor, +1)
 
     def __del__(self) -> None:
         if self.recorder is not None:
-            self.recorder.holds(self.tag, -1)
+            self.recorder.holds(self.saved.tensor, -1)
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         _check_version(self.alias._version, self.version, self.shape, self.dtype)
@@ -87,6 +86,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._mover = mover
         self._device = device
         self._is_movable = is_movable
+        mover.on_prepared = self._note_memory
         self._known: weakref.WeakValueDictionary[tuple[int, int], Saved] = weakref.WeakValueDictionary()
         self._of_step: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self.begin_step(schedule=None, expected=(), default_tier="disk", fixed=(), recorder=None)
@@ -113,6 +113,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._default_tier = default_tier
         self._fixed = {tensor.untyped_storage()._cdata for tensor in fixed}
         self._recorder = recorder
+        self._known.clear()
         self._of_step.clear()
         self._loads = 0
         self._event = 0
@@ -136,8 +137,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if saved is None or not saved.is_in(storage):
             saved = self._first_save(tensor, storage)
             self._known[key] = saved
-        tag = self._recorder.storage_of(storage) if self._recorder is not None else -1
-        return _Hold(saved, tensor, self._recorder, tag)
+        return _Hold(saved, tensor, self._recorder)
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         if (
@@ -160,10 +160,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         number = len(self.fingerprints)
         fingerprint = (tensor.dtype, tensor.shape, tensor.stride())
         self.fingerprints.append(fingerprint)
-        saved = Saved(number, storage)
+        recorded = -1 if self._recorder is None else self._recorder.storage_of(storage)
+        saved = Saved(number, storage, recorded)
         self._of_step[number] = saved
         if self._recorder is not None:
-            self._recorder.saved(self._recorder.storage_of(storage))
+            self._recorder.saved(recorded)
         if self._schedule is not None and (
             number >= len(self._expected) or self._expected[number] != fingerprint
         ):
@@ -171,7 +172,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if self._schedule is None:
             self._mover.evict(saved, self._default_tier, self._event)
         elif departure := self._schedule.departures.get(number):
-            self._mover.evict(saved, departure.tier, departure.due)
+            self._mover.evict(saved, departure.tier, departure.due, stays=departure.stays)
         self._tick()
         return saved
 
@@ -190,7 +191,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         storage = self._mover.demand(saved)
         tensor = packed.view(storage)
         if self._recorder is not None and packed.recorder is self._recorder:
-            self._recorder.loaded(packed.tag, storage)
+            self._recorder.loaded(saved.tensor, storage)
         if self._of_step.get(saved.number) is not saved:  # of a graph that an earlier step left
             self._mover.let_go(saved)
             return tensor
@@ -204,6 +205,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             self._mover.let_go(saved)
         self._tick()
         return tensor
+
+    def _note_memory(self, saved: Saved, target: torch.UntypedStorage) -> None:
+        if self._recorder is not None and self._of_step.get(saved.number) is saved:
+            self._recorder.brought_back(saved.tensor, target)
 
     @contextlib.contextmanager
     def _stalls_excluded(self, recorder: Recorder) -> Iterator[None]:

@@ -20,12 +20,14 @@ from penstock.core.trace import Trace
 class Departure:
     """What becomes of a saved storage that the plan evicts.
 
-    due    number of the event after which the plan counts its memory as free
-    tier   where the copy goes
+    due     number of the event after which the plan counts its memory as free
+    tier    where the copy goes
+    stays   it is kept in memory until a load lets it go: it leaves for a later period only
     """
 
     due: int
     tier: str
+    stays: bool
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         if save < 0:
             continue
         due = int(np.searchsorted(event_kernel, evict.begin, side="right")) - 1
-        departures.setdefault(save, Departure(max(due, 0), evict.tier))
         before = [load for load in loads[evict.tensor] if trace.load_kernel[load] < evict.begin]
+        departures.setdefault(save, Departure(max(due, 0), evict.tier, stays=bool(before)))
         if before:
             drops.add(before[-1])
         drops.add(loads[evict.tensor][-1])  # nobody asks again: its memory goes with the node that did

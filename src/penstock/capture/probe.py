@@ -1,0 +1,344 @@
+"""Measures the machine: what each tier holds, and how fast each link is by transfer size."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.core.hardware import Hardware
+from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
+from penstock.storage.aligned import AlignedBuffer, view_at
+from penstock.storage.engine import SpillEngine, Transfer
+from penstock.storage.extents import Extent
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+SURE_BYTES = MIB  # sizes up to this are measured however slow the disk is
+BATCH_BYTES = 64 * MIB
+SAMPLES = (3, 9)  # at least, at most
+DUPLEX_BYTES = 4 * MIB
+
+Rates = tuple[tuple[int, float], ...]
+
+
+class Disk(NamedTuple):
+    """What was measured of the spill space. Rates are (transfer bytes, bytes per second), ascending."""
+
+    write: Rates
+    read: Rates
+    write_latency_s: float
+    read_latency_s: float
+    duplex: float
+    free_bytes: int
+    direct: bool
+
+
+def probe(spill_dir: str | Path, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
+    """Measure this machine, with the tier below memory in ``spill_dir``.
+
+    Takes about ``time_budget_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
+    file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge
+    pages and to space that was written before: the state a training run is in from its second step on.
+    A disk too slow for its budget is not measured at the largest sizes.
+
+    device   "cpu", or a CUDA device such as "cuda:0"
+
+    Raises DeviceUnavailable where the device is not there, SpillError where ``spill_dir`` cannot be used.
+    """
+    if not time_budget_s > 0:
+        raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
+    target = _device(device)
+    disk = _measure_disk(Path(spill_dir), time_budget_s * (1 if target.type == "cpu" else 0.8))
+    path = "direct I/O" if disk.direct else "through the page cache"
+    if target.type == "cpu":
+        return _hardware(disk, _memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
+    properties = torch.cuda.get_device_properties(target)
+    copies = _measure_copies(target, time_budget_s * 0.2)
+    return _hardware(
+        disk,
+        properties.total_memory,
+        copies,
+        host_bytes=_available_bytes(),
+        name=f"{properties.name}, {_cpu_name()}, disk by {path}",
+    )
+
+
+def _hardware(
+    disk: Disk, device_bytes: int, copies: dict[str, Rates], host_bytes: int = 0, *, name: str
+) -> Hardware:
+    rates = {**copies, "disk_write": disk.write, "disk_read": disk.read}
+    best = {link: points[-1][1] for link, points in rates.items()}
+    first = {link: points[0][0] / points[0][1] for link, points in copies.items()}
+    return Hardware(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk.free_bytes,
+        device_to_host_bytes_per_s=best.get("device_to_host", 0.0),
+        host_to_device_bytes_per_s=best.get("host_to_device", 0.0),
+        disk_read_bytes_per_s=best["disk_read"],
+        disk_write_bytes_per_s=best["disk_write"],
+        device_to_host_latency_s=first.get("device_to_host", 0.0),
+        host_to_device_latency_s=first.get("host_to_device", 0.0),
+        disk_read_latency_s=disk.read_latency_s,
+        disk_write_latency_s=disk.write_latency_s,
+        disk_shares_bus=bool(copies),
+        duplex=disk.duplex,
+        measured_rates=rates,
+        name=name,
+    )
+
+
+class _Batches:
+    """Transfers of one size between the engine and two buffers of random bytes, all waited for."""
+
+    def __init__(
+        self,
+        engine: SpillEngine,
+        size_bytes: int,
+        source: AlignedBuffer,
+        target: AlignedBuffer,
+        share_s: float,
+    ) -> None:
+        """A batch takes a small part of ``share_s``, if the disk is not too slow for that."""
+        self.engine = engine
+        self.size_bytes = size_bytes
+        self.buffers = {"write": source, "read": target}
+        self.extents: list[Extent] = []
+        try:
+            self._add()
+            affordable = share_s / 10 / self.time_s("write", self.extents)
+            for _ in range(max(4, int(min(BATCH_BYTES // size_bytes, 128, affordable))) - 1):
+                self._add()
+        except SpillSpaceFull:
+            self.close()
+            raise
+
+    def _add(self) -> None:
+        self.extents.append(self.engine.allocate(self.size_bytes))
+
+    def close(self) -> None:
+        for extent in self.extents:
+            self.engine.release(extent)
+
+    def move(self, moves: Sequence[tuple[str, Extent]]) -> dict[str, list[Transfer]]:
+        """Begin transfers in the order given, and wait for all: what they took, by kind."""
+        done: dict[str, list[Transfer]] = {"write": [], "read": []}
+        over = threading.Semaphore(0)
+
+        def on_done(kind: str, transfer: Transfer) -> None:
+            done[kind].append(transfer)
+            over.release()
+
+        places = self.buffers["write"].size_bytes // self.size_bytes
+        for index, (kind, extent) in enumerate(moves):
+            buffer = self.buffers[kind]
+            start = self.engine.write if kind == "write" else self.engine.read
+            address = buffer.address + index % places * self.size_bytes
+            start(extent, address, self.size_bytes, buffer, partial(on_done, kind))
+        for _ in moves:
+            over.acquire()
+        for transfer in done["write"] + done["read"]:
+            if transfer.error is not None:
+                raise transfer.error
+        return done
+
+    def time_s(self, kind: str, extents: Sequence[Extent]) -> float:
+        """Seconds a transfer of each extent takes, all in flight at once."""
+        start_s = time.perf_counter()
+        self.move([(kind, extent) for extent in extents])
+        return time.perf_counter() - start_s
+
+    def rate_bytes_per_s(self, kind: str, until_s: float) -> float:
+        """Median over batches, until ``until_s`` or enough are measured."""
+        size = self.size_bytes * len(self.extents)
+        return statistics.median(size / self.time_s(kind, self.extents) for _ in _samples(until_s))
+
+    def latency_s(self, kind: str, until_s: float) -> float:
+        """Median time of one transfer alone."""
+        return statistics.median(
+            self.time_s(kind, [self.extents[sample % len(self.extents)]]) for sample in _samples(until_s)
+        )
+
+
+def _samples(until_s: float) -> Iterator[int]:
+    least, most = SAMPLES
+    for sample in range(most):
+        if sample >= least and time.perf_counter() > until_s:
+            return
+        yield sample
+
+
+def _measure_disk(directory: Path, budget_s: float) -> Disk:
+    source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
+    source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
+    target.view()[:] = source.view()  # touched before it is timed
+    write: list[tuple[int, float]] = []
+    read: list[tuple[int, float]] = []
+    latency_s = {"write": 0.0, "read": 0.0}
+    duplex = 1.0
+    start_s = time.perf_counter()
+    with SpillEngine(directory) as engine:
+        free_bytes = engine.free_bytes
+        share_s = budget_s / (len(SIZES_BYTES) + 1)
+        for index, size in enumerate(SIZES_BYTES):
+            until_s = start_s + share_s * (index + 1)
+            if size > SURE_BYTES and not _affordable(size, write, read, start_s + budget_s):
+                break
+            try:
+                batches = _Batches(engine, size, source, target, share_s)
+            except SpillSpaceFull:
+                if not write:
+                    raise
+                break
+            batches.time_s("write", batches.extents)  # space that was never written is slower
+            half_s = (time.perf_counter() + until_s) / 2
+            write.append((size, batches.rate_bytes_per_s("write", half_s)))
+            read.append((size, batches.rate_bytes_per_s("read", until_s)))
+            if index == 0:
+                latency_s = {kind: batches.latency_s(kind, until_s) for kind in latency_s}
+            if size in (SURE_BYTES, DUPLEX_BYTES):
+                duplex = _duplex(batches, write[-1][1], read[-1][1])
+            _verify(batches, source, target)
+            batches.close()
+        return Disk(
+            tuple(write),
+            tuple(read),
+            latency_s["write"],
+            latency_s["read"],
+            duplex,
+            free_bytes,
+            engine.direct,
+        )
+
+
+def _affordable(
+    size: int, write: list[tuple[int, float]], read: list[tuple[int, float]], end_s: float
+) -> bool:
+    """The least that is measured of a size fits before ``end_s``."""
+    least, _ = SAMPLES
+    batch = max(BATCH_BYTES, 4 * size)
+    return time.perf_counter() + batch * ((least + 1) / write[-1][1] + least / read[-1][1]) < end_s
+
+
+def _duplex(batches: _Batches, write_bytes_per_s: float, read_bytes_per_s: float) -> float:
+    """What is left of the rates, on average, while the other direction is busy: above 0, up to 1."""
+    moves = [("read" if index % 2 else "write", extent) for index, extent in enumerate(batches.extents)]
+    alone = {"write": write_bytes_per_s, "read": read_bytes_per_s}
+    ratios = []
+    for _ in range(SAMPLES[1]):
+        done = batches.move(moves)
+        begin_s = max(min(transfer.started_s for transfer in transfers) for transfers in done.values())
+        end_s = min(max(transfer.finished_s for transfer in transfers) for transfers in done.values())
+        if end_s <= begin_s:
+            continue
+        for kind, transfers in done.items():
+            moved = sum(_share(transfer, begin_s, end_s) for transfer in transfers) * batches.size_bytes
+            ratios.append(moved / (end_s - begin_s) / alone[kind])
+    return min(1.0, max(0.05, statistics.fmean(ratios))) if ratios else 1.0
+
+
+def _share(transfer: Transfer, begin_s: float, end_s: float) -> float:
+    """The fraction of a transfer that took place in [begin, end), at an even pace."""
+    inside_s = min(transfer.finished_s, end_s) - max(transfer.started_s, begin_s)
+    return max(0.0, inside_s) / (transfer.finished_s - transfer.started_s)
+
+
+def _verify(batches: _Batches, source: AlignedBuffer, target: AlignedBuffer) -> None:
+    """Read a transfer back and compare: a rate of wrong bytes is worth nothing."""
+    view_at(target.address, batches.size_bytes, writable=True)[:] = bytes(batches.size_bytes)
+    batches.time_s("read", batches.extents[:1])
+    same = np.array_equal(
+        np.frombuffer(source.view()[: batches.size_bytes], dtype=np.uint8),
+        np.frombuffer(target.view()[: batches.size_bytes], dtype=np.uint8),
+    )
+    if not same:
+        raise SpillError(
+            f"{batches.size_bytes} bytes came back from the spill space other than they were written. Check "
+            "the disk (dmesg, smartctl), and do not train on it."
+        )
+
+
+def _device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"{device!r} is no device: give 'cpu', 'cuda' or 'cuda:<index>'") from error
+    if target.type == "cpu":
+        return target
+    if target.type != "cuda":
+        raise DeviceUnavailable(f"penstock cannot probe {device!r}: give 'cpu', 'cuda' or 'cuda:<index>'")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 0 <= (target.index or 0) < count:
+        raise DeviceUnavailable(
+            f"{device!r} is not on this machine, torch {torch.__version__} sees {count} CUDA device(s). Give "
+            "device='cpu', or check nvidia-smi and that this build of torch has CUDA."
+        )
+    return target
+
+
+def _measure_copies(device: torch.device, budget_s: float) -> dict[str, Rates]:
+    """Rates between the device and pinned host memory, timed by the device's own events."""
+    size = SIZES_BYTES[-1]
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device)
+    start_s = time.perf_counter()
+    pairs = {"device_to_host": (host, there), "host_to_device": (there, host)}
+    rates: dict[str, Rates] = {}
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        for turn, (link, (to, origin)) in enumerate(pairs.items()):
+            points = []
+            to.copy_(origin, non_blocking=True)  # the first copy sets up what the others reuse
+            for index, step in enumerate(SIZES_BYTES):
+                until_s = start_s + budget_s * (turn * len(SIZES_BYTES) + index + 1) / (2 * len(SIZES_BYTES))
+                times_s = []
+                for _ in _samples(until_s):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record(stream)
+                    to[:step].copy_(origin[:step], non_blocking=True)
+                    end.record(stream)
+                    end.synchronize()
+                    times_s.append(begin.elapsed_time(end) / 1e3)
+                points.append((step, step / statistics.median(times_s)))
+            rates[link] = tuple(points)
+    return rates
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the control group that this process is confined to."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _memory_bytes()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * KIB
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

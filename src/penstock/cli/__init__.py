@@ -1,0 +1,34 @@
+"""The command line: one command for each stage, each reading and writing named files.
+
+Exit codes: 0 done, 1 error, 2 infeasible (the budget is too small, or the disk), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from penstock.cli import output
+from penstock.cli.arguments import parser
+from penstock.errors import BudgetTooSmall, PenstockError, SpillSpaceFull
+
+DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, with the arguments of the process when none are given. Returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        output.require_rich()
+        answer = options.command(options)
+    except (BudgetTooSmall, SpillSpaceFull) as error:
+        output.show_error(error, as_json=options.json)
+        return INFEASIBLE
+    except PenstockError as error:
+        output.show_error(error, as_json=options.json)
+        return ERROR
+    except KeyboardInterrupt:
+        print("penstock: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    output.show(answer, as_json=options.json)
+    return answer.exit_code

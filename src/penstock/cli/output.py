@@ -1,0 +1,106 @@
+"""What commands answer, and how it is printed: for people, or as one JSON object."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.errors import BudgetTooSmall, PenstockError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under column titles.
+
+    chosen   index of the row to bring out
+    """
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    chosen: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a command found out.
+
+    values    for programs: goes into the JSON object
+    shown     for people: texts and tables, in order
+    written   files, named at the end
+    """
+
+    values: dict[str, Any]
+    shown: Sequence[str | Table] = ()
+    written: Sequence[Path] = field(default_factory=list)
+    exit_code: int = 0
+
+
+def require_rich() -> None:
+    try:
+        import rich  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise PenstockError("the command line needs rich: pip install 'penstock[cli]'") from error
+
+
+def progress_console() -> Console:
+    """Standard error: standard output is for answers."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def show(answer: Answer, *, as_json: bool) -> None:
+    if as_json:
+        _print_json({**answer.values, "written": [str(path) for path in answer.written]})
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for part in answer.shown:
+        console.print(_rich_table(part) if isinstance(part, Table) else part)
+    for path in answer.written:
+        console.print(f"wrote {path}")
+
+
+def show_error(error: PenstockError, *, as_json: bool) -> None:
+    """One line on standard error, and with ``as_json`` also an object on standard output."""
+    print(f"penstock: error: {error}", file=sys.stderr)
+    if as_json:
+        minimum = {"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetTooSmall) else {}
+        _print_json({"error": str(error), **minimum})
+
+
+@contextlib.contextmanager
+def own_files() -> Iterator[None]:
+    """Files the user named that cannot be read or written: an error for people, not a traceback."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except OSError as error:
+        raise PenstockError(f"{error.filename}: {error.strerror}") from error
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def _rich_table(table: Table) -> Any:
+    import rich.box
+    import rich.table
+
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for index, row in enumerate(table.rows):
+        drawn.add_row(*row, style="bold" if index == table.chosen else None)
+    return drawn

@@ -1,0 +1,126 @@
+"""`penstock run`: train a script inside a budget, show how it goes, and keep the record."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import penstock
+from penstock.cli import script
+from penstock.cli.output import Answer, own_files, progress_console
+from penstock.core.hardware import Hardware
+from penstock.errors import InvalidArgument
+from penstock.report.record import Record
+from penstock.runtime.offload import Offload
+from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import Progress
+
+
+def run(options: Namespace) -> Answer:
+    hardware = None
+    if options.hardware:
+        with own_files():
+            hardware = Hardware.load(options.hardware)
+    training = script.load(options.script)()
+    with _folder(options.output), contextlib.ExitStack() as stack:
+        offload = stack.enter_context(
+            penstock.offload(
+                training.model,
+                training.optimizer,
+                device_budget=options.device_budget,
+                spill_dir=options.spill_dir,
+                host_budget=options.host_budget,
+                disk_budget=options.disk_budget,
+                policy=options.policy,
+                hardware=hardware,
+            )
+        )
+        progress = stack.enter_context(_progress())
+        losses = list(_train(offload, training, options.steps, progress))
+        if not losses:
+            raise InvalidArgument("batches is empty: give at least one batch")
+        record = Record.of(offload)
+        with own_files():
+            written = record.save(options.output)
+    return Answer(
+        values={
+            "report": msgspec.to_builtins(record.report),
+            "losses": losses,
+            "folder": str(options.output),
+        },
+        shown=[str(record.report), f"  loss {losses[0]:.4f} -> {losses[-1]:.4f}"],
+        written=written,
+    )
+
+
+def _train(
+    offload: Offload, training: script.Training, steps: int | None, progress: Progress
+) -> Iterator[float]:
+    """Train, and yield the loss of each step."""
+    total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
+    bar = progress.add_task("profiling", total=total, loss="")
+    state = progress.add_task("", total=None, visible=False, loss="")
+    for batch in itertools.islice(training.batches, steps):
+        begun_s = time.perf_counter()
+        with offload.step():
+            loss = training.step(batch)
+        value = loss.item()
+        step_s = time.perf_counter() - begun_s
+        yield value
+        progress.update(bar, advance=1, description="training", loss=f"loss {value:.4f}")
+        progress.update(state, description=_state(offload, step_s))
+
+
+def _state(offload: Offload, step_s: float) -> str:
+    report = offload.report()
+    resident = f", {format_bytes(report.peak_resident_bytes)} resident" if report.peak_resident_bytes else ""
+    return (
+        f"{format_seconds(step_s)} a step; peak {format_bytes(report.peak_bytes)} of "
+        f"{format_bytes(report.device_budget_bytes)}{resident}; {format_bytes(report.evicted_bytes)} out, "
+        f"{format_bytes(report.loaded_bytes)} in"
+    )
+
+
+def _progress() -> Progress:
+    """A bar, and below it one line that says how the run goes: the description of the hidden task."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class TwoLines(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield from super().get_renderables()
+            yield from (Text(task.description) for task in self.tasks if not task.visible)
+
+    return TwoLines(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=progress_console(),
+    )
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make the folder now, so that a run does not fail at its end; undo it where the run fails."""
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
+    with own_files():
+        path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise

@@ -1,0 +1,44 @@
+"""Memory at a known address: aligned buffers of our own, and views of other people's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_view.restype = ctypes.py_object
+
+
+def view_at(address: int, size_bytes: int, writable: bool) -> memoryview:
+    """The bytes at ``address``. The caller keeps the memory alive while the view is used."""
+    view: memoryview = _memory_view(address, size_bytes, _PYBUF_WRITE if writable else _PYBUF_READ)
+    return view
+
+
+class AlignedBuffer:
+    """Zeroed memory of its own, in huge pages where the system has them. Freed with the object.
+
+    address      of the first byte, a multiple of 2 MiB
+    size_bytes   as asked for
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        # Private: memory that could be shared gets no huge pages.
+        self._mapping = mmap.mmap(
+            -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.size_bytes = size_bytes
+
+    def view(self) -> memoryview:
+        """All bytes, writable. Keep the buffer alive while the view is used."""
+        return view_at(self.address, self.size_bytes, writable=True)

@@ -1,0 +1,68 @@
+"""Sizes as people write them, and back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidSize
+from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        (" 600 MiB ", 600 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        (".5kib", 512),
+        ("2.TB", 2 * 10**12),
+        ("0.3 B", 1),
+        (7, 7),
+    ],
+)
+def test_sizes_that_can_be_read(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8 gigs", "-1", "1e9", "1 2", "1.5.2 GB", "nan", -1, True, 1.5, None]
+)
+def test_sizes_that_cannot(text: object) -> None:
+    with pytest.raises(InvalidSize):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**50))
+def test_a_formatted_size_reads_back_as_about_the_same(size: int) -> None:
+    assert math.isclose(parse_bytes(format_bytes(size)), size, rel_tol=0.006)
+
+
+@given(st.integers(0, 2**50))
+def test_a_required_size_never_rounds_down(size: int) -> None:
+    shown = parse_bytes(format_bytes_up(size))
+    assert size <= shown <= size * 1.02
+
+
+def test_units_as_people_know_them() -> None:
+    assert [format_bytes(size) for size in (0, 1023, 1024, 3 * 2**29, 200 * 2**30, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 GiB",
+        "200.0 GiB",
+        "1024.0 TiB",
+    ]
+    assert format_bytes_up(2**30 + 1) == "1.01 GiB"
+    assert [format_rate(rate) for rate in (3.2e9, 5e6, 2e3, 7)] == [
+        "3.20 GB/s",
+        "5.00 MB/s",
+        "2.00 kB/s",
+        "7 B/s",
+    ]
+    assert [format_seconds(time) for time in (1.239, 0.31, 42e-6)] == ["1.24 s", "310 ms", "42 us"]
