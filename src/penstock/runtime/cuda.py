@@ -1,1 +1,278 @@
-class CudaDevice: ...
+"""A CUDA device as the device tier: copies on streams of their own, through page-locked host memory.
+
+Rules that keep copies and kernels apart:
+
+- what is copied out was made by kernels before an event on the compute stream, which the copy
+  stream waits for;
+- what is copied in lands in memory taken on the compute stream, and waits for an event recorded
+  then: until it the allocator's former owner may still be using the memory;
+- storages are let go, and handed out, only after the host has seen the copy complete.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.errors import InvalidArgument, PenstockError
+from penstock.runtime.mover import Done, Moved, Saved
+from penstock.runtime.pinned import PinnedSlab
+from penstock.storage.engine import SpillEngine, Transfer
+from penstock.storage.extents import Extent
+from penstock.units import format_bytes
+
+CHUNK_BYTES = 8 << 20  # staged at once: large enough for full speed on bus and disk
+CHUNKS = 8  # of staging, shared by both directions
+STAGING_BYTES = CHUNK_BYTES * CHUNKS
+
+
+@dataclass
+class _Copy:
+    """Where the bytes of a saved storage are, or go.
+
+    tier    "host": `block` is in the pinned slab; "disk": it is an extent of the spill space
+    ready   on the compute stream: the content is final, or the memory to copy to is free
+    """
+
+    tier: str
+    block: Extent
+    ready: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+class CudaDevice:
+    """One CUDA device; see penstock.runtime.devices.Device.
+
+    host_bytes        page-locked host memory, staging included
+    host_tier_bytes   what of it is left as a tier
+    """
+
+    memory_manager = "CUDA caching allocator"
+
+    def __init__(self, engine: SpillEngine, device: torch.device, host_bytes: int, fixed_bytes: int) -> None:
+        if host_bytes < STAGING_BYTES:
+            raise InvalidArgument(
+                f"host_budget is {format_bytes(host_bytes)}: transfers between a GPU and disk need "
+                f"{format_bytes(STAGING_BYTES)} of host memory for staging. Give that, or more."
+            )
+        self._engine = engine
+        self._device = device
+        self._slab = PinnedSlab(host_bytes)
+        self.host_tier_bytes = host_bytes - STAGING_BYTES
+        self.default_tier = "host"
+        self._slots: queue.SimpleQueue[Extent] = queue.SimpleQueue()
+        for _ in range(CHUNKS):
+            self._slots.put(self._slab.allocate(CHUNK_BYTES))
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        # One thread a direction: a stream executes in order anyway.
+        self._outbound = ThreadPoolExecutor(1, "penstock-copy-out")
+        self._inbound = ThreadPoolExecutor(1, "penstock-copy-in")
+        self._foreign_bytes = max(torch.cuda.memory_allocated(device) - fixed_bytes, 0)
+        self._peak_bytes = 0
+        self._before_bytes = 0
+
+    # -- carrying ------------------------------------------------------------------------------
+
+    def is_movable(self, storage: torch.UntypedStorage) -> bool:
+        return True
+
+    def reserve(self, saved: Saved, tier: str) -> _Copy:
+        block = self._slab.try_allocate(saved.size_bytes) if tier == "host" else None
+        copy = (
+            _Copy("host", block) if block is not None else _Copy("disk", self._engine.allocate(saved.size_bytes))
+        )
+        copy.ready.record(torch.cuda.current_stream(self._device))
+        return copy
+
+    def forget(self, copy: _Copy) -> None:
+        if copy.tier == "host":
+            self._slab.release(copy.block)
+        else:
+            self._engine.release(copy.block)
+
+    def prepare(self, saved: Saved) -> torch.UntypedStorage:
+        with torch.cuda.device(self._device):
+            target = torch.UntypedStorage(saved.size_bytes, device=self._device)
+        saved.copy.ready = torch.cuda.Event()
+        saved.copy.ready.record(torch.cuda.current_stream(self._device))
+        return target
+
+    def before_use(self, saved: Saved) -> None:
+        pass  # the host has seen the copy complete
+
+    def copy_out(self, saved: Saved, done: Done) -> None:
+        assert saved.storage is not None
+        job = self._to_host if saved.copy.tier == "host" else self._to_disk
+        self._outbound.submit(_reporting, job, saved, saved.storage, done)
+
+    def copy_in(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
+        job = self._from_host if saved.copy.tier == "host" else self._from_disk
+        self._inbound.submit(_reporting, job, saved, target, done)
+
+    def _to_host(self, saved: Saved, source: torch.UntypedStorage, done: Done) -> None:
+        size_bytes = saved.size_bytes
+        self._out.wait_event(saved.copy.ready)
+        saved.copy.ready.synchronize()
+        begun_s = time.perf_counter()
+        self._copy(self._out, self._slab.tensor(saved.copy.block, size_bytes), self._bytes(source))
+        done(None, [Moved("device_to_host", begun_s, time.perf_counter(), saved.number, size_bytes)])
+
+    def _from_host(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
+        size_bytes = saved.size_bytes
+        self._in.wait_event(saved.copy.ready)
+        saved.copy.ready.synchronize()
+        begun_s = time.perf_counter()
+        self._copy(self._in, self._bytes(target), self._slab.tensor(saved.copy.block, size_bytes))
+        done(None, [Moved("host_to_device", begun_s, time.perf_counter(), saved.number, size_bytes)])
+
+    def _to_disk(self, saved: Saved, source: torch.UntypedStorage, done: Done) -> None:
+        """Chunk by chunk through staging: the next one crosses the bus while this one is written."""
+        self._out.wait_event(saved.copy.ready)
+        saved.copy.ready.synchronize()
+        content = self._bytes(source)
+        gathered = _Gathered(saved, len(_chunks(saved.size_bytes)), done)
+        for begin, size_bytes in _chunks(saved.size_bytes):
+            slot = self._slots.get()
+            begun_s = time.perf_counter()
+            self._copy(self._out, self._slab.tensor(slot, size_bytes), content[begin : begin + size_bytes])
+            gathered.add(Moved("device_to_host", begun_s, time.perf_counter(), saved.number, size_bytes))
+            extent = _part(saved.copy.block, begin, size_bytes)
+            self._engine.write(
+                extent, self._slab.address(slot), size_bytes, self._slab, gathered.part("disk_write", size_bytes,
+                lambda slot=slot: self._slots.put(slot))  # type: ignore[misc]
+            )
+
+    def _from_disk(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
+        """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
+        self._in.wait_event(saved.copy.ready)
+        content = self._bytes(target)
+        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
+        chunks = _chunks(saved.size_bytes)
+        moved: list[Moved] = []
+        error: PenstockError | None = None
+        asked = 0
+        for received in range(len(chunks)):
+            # At least one read is under way; more where slots are free.
+            while asked < len(chunks) and (asked == received or not self._slots.empty()):
+                begin, size_bytes = chunks[asked]
+                slot = self._slots.get()
+                self._engine.read(
+                    _part(saved.copy.block, begin, size_bytes), self._slab.address(slot), size_bytes, self._slab,
+                    lambda transfer, begin=begin, size=size_bytes, slot=slot: arrived.put(  # type: ignore[misc]
+                        (begin, size, slot, transfer)
+                    ),
+                )
+                asked += 1
+            begin, size_bytes, slot, transfer = arrived.get()
+            error = error or transfer.error
+            if error is None:
+                moved.append(Moved("disk_read", transfer.started_s, transfer.finished_s, saved.number, size_bytes))
+                begun_s = time.perf_counter()
+                self._copy(self._in, content[begin : begin + size_bytes], self._slab.tensor(slot, size_bytes))
+                moved.append(Moved("host_to_device", begun_s, time.perf_counter(), saved.number, size_bytes))
+            self._slots.put(slot)
+        done(error, moved)
+
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            complete = torch.cuda.Event()
+            complete.record(stream)
+        complete.synchronize()
+
+    def _bytes(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        view = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._peak_bytes = 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def begin(self) -> None:
+        self._note_peak()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before_bytes = torch.cuda.memory_allocated(self._device)
+
+    def end(self) -> int:
+        self.synchronize()
+        after_bytes = torch.cuda.memory_allocated(self._device)
+        return max(0, torch.cuda.max_memory_allocated(self._device) - max(after_bytes, self._before_bytes))
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def in_use_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._foreign_bytes
+
+    def peak_bytes(self) -> int:
+        self._note_peak()
+        return self._peak_bytes
+
+    def _note_peak(self) -> None:
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._foreign_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+    def close(self) -> None:
+        self._outbound.shutdown()
+        self._inbound.shutdown()
+        self._slab.close()
+
+
+def _chunks(size_bytes: int) -> list[tuple[int, int]]:
+    """(begin, bytes) of the pieces that fit a staging slot."""
+    return [(begin, min(CHUNK_BYTES, size_bytes - begin)) for begin in range(0, size_bytes, CHUNK_BYTES)]
+
+
+def _part(extent: Extent, begin: int, size_bytes: int) -> Extent:
+    return Extent(extent.offset + begin, min(extent.size_bytes - begin, CHUNK_BYTES), extent.file)
+
+
+def _reporting(
+    job: Callable[[Saved, torch.UntypedStorage, Done], None], saved: Saved, storage: torch.UntypedStorage, done: Done
+) -> None:
+    """Run a job on its thread; what it raises is the outcome of the transfer."""
+    try:
+        job(saved, storage, done)
+    except PenstockError as error:
+        done(error, [])
+    except RuntimeError as error:  # the CUDA driver's
+        done(PenstockError(f"a copy between the GPU and the host failed: {error}"), [])
+
+
+class _Gathered:
+    """The parts of one transfer to disk; the last one to complete reports the whole."""
+
+    def __init__(self, saved: Saved, parts: int, done: Done) -> None:
+        self._saved = saved
+        self._left = parts
+        self._done = done
+        self._lock = threading.Lock()
+        self._moved: list[Moved] = []
+        self._error: PenstockError | None = None
+
+    def add(self, moved: Moved) -> None:
+        with self._lock:
+            self._moved.append(moved)
+
+    def part(self, link: str, size_bytes: int, release: Callable[[], None]) -> Callable[[Transfer], None]:
+        def on_done(transfer: Transfer) -> None:
+            release()
+            with self._lock:
+                self._error = self._error or transfer.error
+                self._moved.append(
+                    Moved(link, transfer.started_s, transfer.finished_s, self._saved.number, size_bytes)
+                )
+                self._left -= 1
+                if self._left:
+                    return
+            self._done(self._error, self._moved)
+
+        return on_done

@@ -152,13 +152,14 @@ class Offload:
             disk_bytes = measured.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
             on_cpu = self._device_name.type == "cpu"
             host_bytes = 0 if on_cpu else (measured.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
+            self._device: Device
+            if on_cpu:
+                self._device, host_tier_bytes = CpuDevice(self._engine, device_budget_bytes, fixed_bytes), 0
+            else:
+                self._device = CudaDevice(self._engine, self._device_name, host_bytes, fixed_bytes)
+                host_tier_bytes = self._device.host_tier_bytes
             self.hardware = replace(
-                measured, device_bytes=device_budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes
-            )
-            self._device: Device = (
-                CpuDevice(self._engine, device_budget_bytes, fixed_bytes)
-                if on_cpu
-                else CudaDevice(self._engine, self._device_name, host_bytes)
+                measured, device_bytes=device_budget_bytes, host_bytes=host_tier_bytes, disk_bytes=disk_bytes
             )
         except BaseException:
             self._engine.close()
