@@ -74,12 +74,21 @@ class _Attention(nn.Module):
 
 
 class _Gpt(nn.Module):
-    def __init__(self, *, tied: bool = False, checkpointed: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        checkpointed: bool = False,
+        dropout: float = 0.0,
+        width: int = 32,
+        blocks: int = 3,
+        heads: int = 4,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(_Attention(32, 4) for _ in range(3))
+        self.tokens = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(_Attention(width, heads) for _ in range(blocks))
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(32, 64, bias=False)
+        self.head = nn.Linear(width, 64, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         self.checkpointed = checkpointed

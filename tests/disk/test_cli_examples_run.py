@@ -1,0 +1,26 @@
+"""The benchmark and the example it trains: they run, and every way gives the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_every_way_of_training_gives_the_same_bits(tmp_path: Path) -> None:
+    output = tmp_path / "step_time.json"
+    script = ROOT / "benchmarks" / "step_time.py"
+    options = ["--quick", "--spill-dir", str(tmp_path), "-o", str(output)]
+    subprocess.run([sys.executable, script, *options], check=True, timeout=300)
+    document = json.loads(output.read_text())
+    ways = document["ways"]
+    assert {"in memory", "checkpoint", "files", "penstock at 45%"} <= set(ways)
+    assert all(way["same_bits"] for way in ways.values())
+    assert {len(way["samples_s"]) for way in ways.values()} == {6}
+    assert document["commit"] and document["config"]["seed"] == 0

@@ -1,0 +1,132 @@
+"""Every command reads what the one before wrote, names what it writes, and answers in JSON too."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import cli
+
+SCRIPT = """
+import torch
+
+def build():
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers)
+    batches = [torch.randn(512, 64) for _ in range(7)]
+    return model, torch.optim.AdamW(model.parameters()), batches, loss
+
+def loss(model, batch):
+    return (model(batch) - batch).square().mean()
+
+def endless():
+    model, optimizer, batches, loss = build()
+    return model, optimizer, iter(lambda: batches[0], None), loss
+"""
+
+# Between the minimum and the peak of the script's step.
+BUDGET = "1400KiB"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hardware: penstock.Hardware) -> Path:
+    """The working directory: a script, and the machine in a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(SCRIPT)
+    hardware.save(tmp_path / "given.json")
+    return tmp_path
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON object that a command prints, and nothing else."""
+    capsys.readouterr()
+    assert cli.main([*arguments, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert all(Path(path).is_file() for path in answer["written"])
+    return answer
+
+
+def test_each_stage_reads_what_the_last_one_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = ask(capsys, "trace", "model.py:build")
+    assert traced["minimum_bytes"] < traced["peak_bytes"]
+    assert penstock.Trace.load("trace.json.gz").kernels == traced["kernels"]
+
+    stage = ("--hardware", "given.json")
+    planned = ask(capsys, "plan", "trace.json.gz", *stage, "--device-budget", BUDGET)
+    assert planned["minimum_bytes"] <= 1400 * 1024 < planned["in_memory_bytes"]
+    assert planned["evictions"] == len(penstock.Plan.load("plan.json").evictions) > 0
+    budgets = [row["device_budget_bytes"] for row in planned["budgets"]]
+    assert budgets == sorted(budgets) and 1400 * 1024 in budgets
+
+    simulated = ask(capsys, "simulate", "trace.json.gz", "plan.json", *stage)
+    assert simulated["iteration_s"] == pytest.approx(planned["predicted_s"])
+    assert penstock.Timeline.load("timeline.json.gz").peak_bytes == simulated["peak_bytes"]
+
+
+def test_a_run_leaves_a_folder_that_can_be_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device-budget", BUDGET, "--spill-dir", ".", "--hardware", "given.json")
+    run = ask(capsys, "run", "model.py:build", *options, "-o", "kept/run")
+    assert len(run["losses"]) == run["report"]["steps"] == 7
+    assert run["report"]["evicted_bytes"] > 0
+    names = {path.name for path in (folder / "kept" / "run").iterdir()}
+    assert names == {"trace.json.gz", "hardware.json", "plan.json", "report.json", "timeline.json.gz"}
+    assert not [path for path in folder.iterdir() if path.name not in ("model.py", "given.json", "kept")]
+
+    reported = ask(capsys, "report", "kept/run", "-o", "picture.png")
+    assert reported["report"] == run["report"]
+    assert (folder / "picture.png").stat().st_size > 20_000
+
+
+def test_a_short_run_has_no_measured_timeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device-budget", BUDGET, "--spill-dir", ".", "--hardware", "given.json", "--steps", "1")
+    run = ask(capsys, "run", "model.py:build", *options)
+    assert run["report"]["steps"] == 1
+    assert not Path("penstock-run/timeline.json.gz").exists()
+    assert ask(capsys, "report", "penstock-run")["written"] == ["penstock-run/picture.png"]
+
+
+def test_a_real_trace_is_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(capsys, "trace", "model.py:build", "--real")["measured"]
+
+
+def test_probe_measures_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(capsys, "probe", "--spill-dir", ".", "--seconds", "0.2", "-o", "measured.json")
+    assert answer["hardware"]["disk_write_bytes_per_s"] > 0
+    assert penstock.Hardware.load("measured.json").disk_read_bytes_per_s > 0
+
+
+def test_people_read_tables_and_the_files_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "model.py:build"]) == 0
+    assert capsys.readouterr().out.endswith("wrote trace.json.gz\n")
+    budget = ["--device-budget", BUDGET]
+    assert cli.main(["plan", "trace.json.gz", "--hardware", "given.json", *budget]) == 0
+    shown = capsys.readouterr().out
+    assert "1.37 MiB" in shown and shown.endswith("wrote plan.json\n")
+    assert cli.main(["simulate", "trace.json.gz", "plan.json", "--hardware", "given.json"]) == 0
+    assert "the plan is legal" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_cleanly(folder: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
+    options = ("--device-budget", BUDGET, "--spill-dir", ".", "--hardware", "given.json")
+    process = subprocess.Popen(
+        [*command, "run", "model.py:endless", *options], stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 60
+    while not (folder / "penstock-run").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    time.sleep(1.0)  # some steps
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    assert "Traceback" not in shown
+    assert {path.name for path in folder.iterdir()} == {"model.py", "given.json"}

@@ -1,0 +1,164 @@
+"""Each mistake is one line on standard error, without a traceback, and has its exit code."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import cli
+from penstock.core.plan import Evict
+
+SCRIPT = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    batches = [torch.randn(512, 64)]
+    return model, torch.optim.AdamW(model.parameters()), batches, lambda model, batch: model(batch).mean()
+
+def pair():
+    return build()[:2]
+
+def swapped():
+    model, optimizer, batches, loss = build()
+    return optimizer, model, batches, loss
+
+def no_scalar():
+    model, optimizer, batches, _ = build()
+    return model, optimizer, batches, lambda model, batch: model(batch)
+
+def nothing_to_do():
+    model, optimizer, _, loss = build()
+    return model, optimizer, [], loss
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hardware: penstock.Hardware) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(SCRIPT)
+    (tmp_path / "notes.txt").write_text("not a value")
+    hardware.save(tmp_path / "given.json")
+    return tmp_path
+
+
+@pytest.fixture
+def traced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "model.py:build"]) == 0
+    capsys.readouterr()
+
+
+RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("trace", "model.py"), "write SCRIPT.py:build"),
+        (("trace", "missing.py:build"), "there is no script missing.py"),
+        (("trace", "notes.txt:build"), "its name has to end in .py"),
+        (("trace", "model.py:missing"), "define missing() that returns (model, optimizer, batches, loss)"),
+        (("trace", "model.py:number"), "define number() that returns (model, optimizer, batches, loss)"),
+        (("trace", "model.py:pair"), "returned a tuple of 2: return (model, optimizer, batches, loss)"),
+        (("trace", "model.py:swapped"), "model is a AdamW, not a torch.nn.Module"),
+        (("trace", "model.py:no_scalar"), "let it return a scalar tensor"),
+        (("trace", "model.py:nothing_to_do"), "batches is empty"),
+        (("trace", "model.py:build", "--real", "--device", "a100"), "leave it out with --real"),
+        (("plan", "none.json", "--hardware", "given.json", "--device-budget", "1MiB"), "none.json: No such"),
+        (("plan", "given.json", "--hardware", "given.json", "--device-budget", "1MiB"), "file of a Trace"),
+        (("plan", "notes.txt", "--hardware", "given.json", "--device-budget", "1MiB"), "is not a penstock"),
+        (("probe", "--spill-dir", "nowhere", "--seconds", "0.2"), "nowhere"),
+        (("probe", "--device", "abacus"), "abacus"),
+        (("report", "nowhere"), "nowhere is no folder"),
+        (("report", "."), "has no trace.json.gz"),
+        ((*RUN, "1GiB", "-o", "notes.txt"), "notes.txt: "),
+        ((*RUN, "1GiB", "--spill-dir", "nowhere"), "nowhere"),
+    ],
+)
+def test_error(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("penstock: error: ") and said in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("budget", ["lots", "8 gigs", "-1"])
+def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*RUN[:-1], f"--device-budget={budget}"])
+    assert "is not a size" in capsys.readouterr().err
+
+
+def test_a_plan_below_the_minimum_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1KiB", "--json"]
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert answer["minimum_bytes"] > 1024
+    assert "raise the budget to" in answer["error"] and answer["error"] in shown.err
+    assert not Path("plan.json").exists()
+
+
+@pytest.mark.parametrize("budget", ["1KiB", "700KiB"])
+def test_a_run_below_the_minimum_is_infeasible(
+    budget: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*RUN, budget, "--spill-dir", ".", "-o", "new/run"]) == 2
+    assert "raise the budget" in capsys.readouterr().err.lower()
+    assert not (folder / "new").exists()
+
+
+def test_a_disk_too_small_is_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*RUN, "1400KiB", "--spill-dir", ".", "--disk-budget", "8KiB"]) == 2
+    assert "penstock: error: " in capsys.readouterr().err
+
+
+def test_an_illegal_plan_is_not_simulated(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = ["--hardware", "given.json"]
+    assert cli.main(["plan", "trace.json.gz", *stage, "--device-budget", "1GiB"]) == 0
+    plan = penstock.Plan.load("plan.json")
+    evict = Evict(tensor=0, after=0, begin=1, end=2, prefetch_at=1)
+    replace(plan, evictions=(evict,), device_budget_bytes=1).save("plan.json")
+    capsys.readouterr()
+    assert cli.main(["simulate", "trace.json.gz", "plan.json", *stage]) == 1
+    assert "outside the tensor's inactive periods" in capsys.readouterr().out
+    assert cli.main(["simulate", "trace.json.gz", "plan.json", *stage, "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["violations"]) >= 2
+    assert not Path("timeline.json.gz").exists()
+
+
+def test_the_scripts_own_errors_keep_their_traceback(folder: Path) -> None:
+    (folder / "broken.py").write_text("def build():\n    raise FileNotFoundError(2, 'gone', 'data.bin')\n")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        cli.main(["trace", "broken.py:build"])
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_a_missing_extra_is_named(
+    package: str, traced: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*RUN, "1GiB", "--spill-dir", ".", "--steps", "1"]) == 0
+    capsys.readouterr()
+    importing = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return importing(name, *rest, **named)
+
+    for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert cli.main(["report", "penstock-run"]) == 1
+    extra = {"rich": "cli", "matplotlib": "report"}[package]
+    assert f"pip install 'penstock[{extra}]'" in capsys.readouterr().err

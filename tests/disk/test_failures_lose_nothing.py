@@ -1,0 +1,260 @@
+"""What goes wrong is said in one clear error, leaves no file behind, and does not stop the next step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import penstock
+import pytest
+import torch
+from tests.disk import training
+from tests.disk.families import FAMILIES
+from torch import nn
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = FAMILIES["gpt"].make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    FAMILIES["gpt"].loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[bytes]:
+    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def least_bytes(tmp_path: Path, hardware: penstock.Hardware) -> int:
+    """The minimum budget of the model."""
+    model, optimizer = make()
+    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+        for step in range(4):
+            with run.step():
+                iterate(model, optimizer, step)
+        return run.report().minimum_bytes
+
+
+def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(edit: bool) -> torch.Tensor:
+        hidden = torch.tanh(weight @ weight)
+        result = (hidden * weight).sum()
+        if edit:
+            hidden.mul_(2)
+        return result
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(edit=True).backward()
+    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+        for _ in range(3):
+            with pytest.raises(penstock.SavedTensorModified, match="modified by an inplace operation"), run.step():
+                loss(edit=True).backward()
+            with run.step():
+                loss(edit=False).backward()
+
+
+def test_an_edit_of_a_weight_before_backward_raises_as_autograd_does(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model, optimizer = make()
+    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.step():
+            loss = FAMILIES["gpt"].loss(model, 0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.0)
+            loss.backward()
+
+
+def test_a_budget_below_the_minimum_is_refused_with_the_minimum(
+    tmp_path: Path, hardware: penstock.Hardware, least_bytes: int
+) -> None:
+    model, optimizer = make()
+    run = penstock.offload(
+        model, optimizer, device_budget=least_bytes - 4096, spill_dir=tmp_path, hardware=hardware
+    )
+    with pytest.raises(penstock.BudgetTooSmall) as refusal, run.step():
+        iterate(model, optimizer, 0)
+    assert least_bytes - 4096 < refusal.value.minimum_bytes <= least_bytes
+    after = weights(model)
+    with pytest.raises(penstock.BudgetTooSmall), run.step():
+        iterate(model, optimizer, 1)  # is not run
+    run.close()
+    assert weights(model) == after
+
+
+def test_weights_that_exceed_the_budget_are_refused_at_once(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with pytest.raises(penstock.BudgetTooSmall) as refusal:
+        penstock.offload(model, optimizer, device_budget=1000, spill_dir=tmp_path)
+    assert refusal.value.minimum_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model, optimizer = make()
+    run = penstock.offload(
+        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, disk_budget="64KiB", hardware=hardware
+    )
+    before = weights(model)
+    with pytest.raises(penstock.SpillSpaceFull, match="disk_budget"), run.step():
+        iterate(model, optimizer, 0)
+    run.close()
+    assert weights(model) == before
+    optimizer.zero_grad()
+    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+        with run.step():
+            iterate(model, optimizer, 0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(point)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Hardware) -> None:
+    model, optimizer = make()
+    with (
+        penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=small_disk, hardware=hardware) as run,
+        pytest.raises(penstock.SpillSpaceFull, match=str(small_disk)),
+        run.step(),
+    ):
+        FAMILIES["gpt"].loss(model, 0).backward()
+    assert not list(small_disk.iterdir())
+
+
+def test_a_directory_that_is_not_there_or_is_a_file_is_refused(tmp_path: Path) -> None:
+    model, optimizer = make()
+    (tmp_path / "file").write_text("")
+    for path in ("missing", "file"):
+        with pytest.raises(penstock.SpillError, match=path):
+            penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path / path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
+    model, optimizer = make()
+    tmp_path.chmod(0o500)
+    with pytest.raises(penstock.SpillError, match="write"):
+        penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path)
+
+
+@pytest.mark.parametrize("budget", ["8 gigs", "", "-1", -1, 1.5, None, True])
+def test_a_budget_that_is_no_size_is_refused(budget: object, tmp_path: Path) -> None:
+    model, optimizer = make()
+    with pytest.raises(penstock.InvalidSize):
+        penstock.offload(model, optimizer, device_budget=budget, spill_dir=tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(penstock.DeviceUnavailable, match="meta"):
+        penstock.offload(model, torch.optim.SGD(model.parameters()), device_budget="1GiB", spill_dir=tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(penstock.DeviceUnavailable, match="cuda"):
+            penstock.probe(tmp_path, device="cuda")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3, 5])
+def test_training_goes_on_after_an_exception_with_the_same_bits(
+    failing: int, tmp_path: Path, hardware: penstock.Hardware, least_bytes: int
+) -> None:
+    class Interruption(Exception):
+        pass
+
+    def train(offloaded: bool) -> list[bytes]:
+        model, optimizer = make()
+        run = None
+        if offloaded:
+            run = penstock.offload(
+                model, optimizer, device_budget=int(least_bytes * 1.1), spill_dir=tmp_path, hardware=hardware
+            )
+        for step in range(7):
+            if step == failing:
+                if run:
+                    with pytest.raises(Interruption), run.step():
+                        FAMILIES["gpt"].loss(model, step)
+                        raise Interruption
+                continue
+            if run:
+                with run.step():
+                    iterate(model, optimizer, step)
+            else:
+                iterate(model, optimizer, step)
+        if run:
+            assert run.report().evicted_bytes > 0
+            run.close()
+        return weights(model)
+
+    assert train(offloaded=True) == train(offloaded=False)
+
+
+def test_a_step_inside_a_step_and_a_step_after_close_are_refused(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model, optimizer = make()
+    run = penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware)
+    with run.step(), pytest.raises(penstock.InvalidArgument, match="already open"), run.step():
+        pass
+    run.close()
+    run.close()
+    with pytest.raises(penstock.InvalidArgument, match="closed"), run.step():
+        pass
+
+
+def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    gradients = []
+    for offloaded in (False, True):
+        model, optimizer = make()
+        if not offloaded:
+            FAMILIES["gpt"].loss(model, 0).backward()
+        else:
+            with penstock.offload(
+                model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+            ) as run:
+                with run.step():
+                    loss = FAMILIES["gpt"].loss(model, 0)
+                loss.backward()
+        gradients.append([parameter.grad.numpy().tobytes() for parameter in model.parameters()])  # type: ignore[union-attr]
+    assert gradients[0] == gradients[1]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: Path) -> None:
+    process = training.start(budget="200MiB", spill_dir=str(tmp_path), steps=10_000)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.strip() == "step 4":
+            break
+    process.send_signal(kind)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.returncode not in (None, 0)
+    assert not list(tmp_path.iterdir())
+    if kind is signal.SIGINT:
+        assert "KeyboardInterrupt" in process.stderr.read()

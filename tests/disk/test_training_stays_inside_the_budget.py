@@ -1,0 +1,45 @@
+"""Resident bytes, as the operating system counts them, keep the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.disk import training
+
+MIB = 1 << 20
+CODE_BYTES = 48 * MIB  # for code and libraries
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4], ids=["minimum", "middle"])
+def test_resident_growth_keeps_the_budget(share: float, tmp_path: Path) -> None:
+    in_memory = training.outcome()
+    generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), steps=2)
+    least, most = generous["report"]["minimum_bytes"], generous["report"]["peak_bytes"]
+    budget_bytes = int(least + share * (most - least))
+
+    offloaded = training.outcome(budget=budget_bytes, spill_dir=str(tmp_path))
+
+    assert offloaded["losses"] == in_memory["losses"]
+    assert offloaded["growth_bytes"] <= 1.05 * budget_bytes + CODE_BYTES
+    assert in_memory["growth_bytes"] > 1.05 * budget_bytes + CODE_BYTES
+    report = offloaded["report"]
+    assert report["peak_bytes"] <= budget_bytes
+    assert abs(report["predicted_peak_bytes"] / report["peak_bytes"] - 1) <= 0.05
+
+
+def test_a_limit_of_the_operating_system_is_kept_where_the_in_memory_run_is_refused(tmp_path: Path) -> None:
+    size = {"batch": 16, "steps": 3}
+    generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), **size)
+    least, most = generous["report"]["minimum_bytes"], generous["report"]["peak_bytes"]
+    # For threads' stacks, and memory that kernels and libraries take for themselves.
+    growth_limit = least + 128 * MIB
+    assert most > growth_limit + 32 * MIB
+
+    refused = training.start(growth_limit=growth_limit, **size)
+    _, errors = refused.communicate(timeout=300)
+    assert refused.returncode != 0
+    assert "memory" in errors.lower()
+
+    finished = training.outcome(budget=least, spill_dir=str(tmp_path), growth_limit=growth_limit, **size)
+    assert finished["losses"] == generous["losses"]

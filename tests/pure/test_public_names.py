@@ -1,0 +1,211 @@
+"""The names that programs rely on are there, as they were, and the pure parts import nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock import errors
+from penstock.planners import POLICIES
+
+SOURCE = Path(penstock.__file__).parent
+
+PUBLIC = [
+    "BudgetTooSmall",
+    "DeviceUnavailable",
+    "Evict",
+    "Hardware",
+    "InvalidArgument",
+    "InvalidFile",
+    "InvalidPlan",
+    "InvalidSize",
+    "Offload",
+    "PenstockError",
+    "Plan",
+    "Report",
+    "SavedTensorModified",
+    "SpillError",
+    "SpillSpaceFull",
+    "Timeline",
+    "Trace",
+    "check",
+    "fake_mode",
+    "offload",
+    "plan",
+    "probe",
+    "simulate",
+    "trace",
+]
+
+# By function: what can be given by position, and what has to be named. "=" marks a default.
+SIGNATURES = {
+    "offload": (
+        ["model", "optimizer"],
+        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "policy=", "hardware="],
+    ),
+    "trace": (["step"], ["fake=", "device=", "warmup=", "mode="]),
+    "fake_mode": ([], []),
+    "probe": (["spill_dir", "device=", "time_budget_s="], []),
+    "plan": (["trace", "hardware", "policy="], ["device_budget_bytes="]),
+    "simulate": (["trace", "plan", "hardware"], []),
+    "check": (["trace", "plan", "hardware"], []),
+}
+
+REPORT_FIELDS = {
+    "device",
+    "policy",
+    "reason",
+    "device_budget_bytes",
+    "minimum_bytes",
+    "peak_bytes",
+    "predicted_peak_bytes",
+    "peak_resident_bytes",
+    "step_s",
+    "predicted_step_s",
+    "stall_s",
+    "predicted_stall_s",
+    "ideal_s",
+    "evicted_bytes",
+    "predicted_evicted_bytes",
+    "loaded_bytes",
+    "steps",
+    "profiled_steps",
+    "departures",
+}
+
+
+def test_the_public_names() -> None:
+    assert sorted(penstock.__all__) == PUBLIC
+    assert list(penstock.__all__) == PUBLIC, "kept in order"
+    for name in PUBLIC:
+        assert getattr(penstock, name).__doc__, f"{name} says what it is"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    """More may follow, named and with a default: no call that was right becomes wrong."""
+    by_position, by_name = [], []
+    for parameter in inspect.signature(getattr(penstock, name)).parameters.values():
+        text = parameter.name + ("" if parameter.default is parameter.empty else "=")
+        (by_name if parameter.kind is parameter.KEYWORD_ONLY else by_position).append(text)
+    expected_by_position, expected_by_name = SIGNATURES[name]
+    assert by_position == expected_by_position
+    assert by_name[: len(expected_by_name)] == expected_by_name
+    assert all(extra.endswith("=") for extra in by_name[len(expected_by_name) :])
+
+
+def test_defaults() -> None:
+    offload = inspect.signature(penstock.offload).parameters
+    assert {
+        name: offload[name].default for name in ("spill_dir", "host_budget", "disk_budget", "policy")
+    } == {
+        "spill_dir": None,
+        "host_budget": None,
+        "disk_budget": None,
+        "policy": "auto",
+    }
+    assert inspect.signature(penstock.trace).parameters["fake"].default is True
+
+
+def test_a_run_steps_reports_and_closes() -> None:
+    for name in ("step", "report", "close", "__enter__", "__exit__"):
+        assert callable(getattr(penstock.Offload, name))
+    fields = {field.name for field in dataclasses.fields(penstock.Report)}
+    assert fields >= REPORT_FIELDS
+
+
+def test_errors_have_one_root() -> None:
+    found = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    own = {name: kind for name, kind in found.items() if kind.__module__ == errors.__name__}
+    assert own and all(issubclass(kind, penstock.PenstockError) for kind in own.values())
+    assert set(own) <= set(PUBLIC), "every error can be caught by its public name"
+    assert errors.__doc__ and all(name in errors.__doc__ for name in own), "the tree is drawn in full"
+
+
+def test_errors_are_also_what_python_would_raise() -> None:
+    for name in ("InvalidArgument", "InvalidFile", "InvalidSize"):
+        assert issubclass(getattr(penstock, name), ValueError)
+    assert issubclass(penstock.SpillError, OSError)
+    assert issubclass(penstock.SpillSpaceFull, penstock.SpillError)
+    assert issubclass(penstock.SavedTensorModified, RuntimeError)
+
+
+def test_errors_carry_their_numbers() -> None:
+    assert penstock.BudgetTooSmall("too small", 12).minimum_bytes == 12
+    violations = [f"rule {number}" for number in range(12)]
+    error = penstock.InvalidPlan(violations)
+    assert error.violations == tuple(violations)
+    assert "12 rule(s)" in str(error) and "and 2 more" in str(error)
+
+
+def test_values_are_frozen_and_go_to_files() -> None:
+    for kind in (penstock.Trace, penstock.Hardware, penstock.Plan, penstock.Timeline):
+        assert dataclasses.is_dataclass(kind)
+        assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert list(inspect.signature(kind.save).parameters) == ["self", "path"]
+        assert list(inspect.signature(kind.load).parameters) == ["path"]
+
+
+def test_what_others_read_of_the_values() -> None:
+    for name in ("kernels", "tensors", "live_bytes", "peak_bytes", "persistent_bytes", "ideal_s"):
+        assert hasattr(penstock.Trace, name)
+    for name in ("peak_bytes", "stall_s", "evicted_bytes"):
+        assert isinstance(inspect.getattr_static(penstock.Timeline, name), property)
+    timeline = penstock.Timeline(iteration_s=1.5)
+    assert (timeline.iteration_s, timeline.peak_bytes, timeline.stall_s) == (1.5, 0, 0)
+    plan_fields = {field.name for field in dataclasses.fields(penstock.Plan)}
+    assert plan_fields >= {"policy", "evictions", "minimum_bytes", "predicted_s", "predicted_peak_bytes"}
+
+
+def test_the_policies() -> None:
+    assert {"keep", "evict_all", "g10"} <= set(POLICIES)
+    assert "auto" not in POLICIES, "auto chooses among them"
+    assert all(callable(policy) for policy in POLICIES.values())
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+PURE = ("core", "planners", "simulator")
+BELOW_PURE = {"penstock.errors", "penstock.units"}
+OUTSIDE = {"numpy", "msgspec"}  # msgspec: in core/files.py
+IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules that a file names in its imports, also those inside functions."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{file} imports by a relative name"
+            yield node.module
+
+
+def pure_files() -> list[Path]:
+    return [file for package in PURE for file in sorted((SOURCE / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("file", pure_files(), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_the_pure_parts_import_nothing_heavy(file: Path) -> None:
+    for module in imported(file):
+        top = module.partition(".")[0]
+        if top == "penstock":
+            inside = module.split(".")[1:2]
+            assert module in BELOW_PURE or inside[0] in PURE, f"{module} is no pure module"
+        else:
+            assert top in OUTSIDE or top in sys.stdlib_module_names, f"{module} comes from outside"
+            assert module not in IMPURE, f"{module} asks the clock, the system or chance"
+
+
+def test_what_the_pure_parts_stand_on_imports_no_more() -> None:
+    for name in BELOW_PURE:
+        for module in imported(SOURCE / f"{name.rpartition('.')[2]}.py"):
+            top = module.partition(".")[0]
+            assert module in BELOW_PURE or top in sys.stdlib_module_names
