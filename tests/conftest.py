@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import penstock
 import pytest
 import torch
+
+import penstock
 
 
 @pytest.fixture

@@ -47,13 +47,11 @@ def parse_bytes(size: int | str) -> int:
 
 def format_bytes(size_bytes: float) -> str:
     """``size_bytes`` in the largest binary unit that keeps it at or above one: ``"1.50 GiB"``."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            break
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
-    else:
-        unit = "TiB"
+        del units[0]
+    unit = units[0]
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
 
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import penstock
 import pytest
 import torch
+from torch import nn
+
+import penstock
 from tests.disk import training
 from tests.disk.families import FAMILIES
-from torch import nn
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -37,14 +38,18 @@ def weights(model: nn.Module) -> list[bytes]:
 def least_bytes(tmp_path: Path, hardware: penstock.Hardware) -> int:
     """The minimum budget of the model."""
     model, optimizer = make()
-    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+    with penstock.offload(
+        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+    ) as run:
         for step in range(4):
             with run.step():
                 iterate(model, optimizer, step)
         return run.report().minimum_bytes
 
 
-def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(tmp_path: Path, hardware: penstock.Hardware) -> None:
+def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
     weight = torch.randn(64, 64, requires_grad=True)
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,9 +63,14 @@ def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(tmp_path: Path, hardw
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss(edit=True).backward()
-    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+    with penstock.offload(
+        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+    ) as run:
         for _ in range(3):
-            with pytest.raises(penstock.SavedTensorModified, match="modified by an inplace operation"), run.step():
+            with (
+                pytest.raises(penstock.SavedTensorModified, match="modified by an inplace operation"),
+                run.step(),
+            ):
                 loss(edit=True).backward()
             with run.step():
                 loss(edit=False).backward()
@@ -70,13 +80,18 @@ def test_an_edit_of_a_weight_before_backward_raises_as_autograd_does(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     model, optimizer = make()
-    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.step():
-            loss = FAMILIES["gpt"].loss(model, 0)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.0)
-            loss.backward()
+    with (
+        penstock.offload(
+            model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+        ) as run,
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        run.step(),
+    ):
+        loss = FAMILIES["gpt"].loss(model, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0)
+        loss.backward()
 
 
 def test_a_budget_below_the_minimum_is_refused_with_the_minimum(
@@ -116,9 +131,13 @@ def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     run.close()
     assert weights(model) == before
     optimizer.zero_grad()
-    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
-        with run.step():
-            iterate(model, optimizer, 0)
+    with (
+        penstock.offload(
+            model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+        ) as run,
+        run.step(),
+    ):
+        iterate(model, optimizer, 0)
 
 
 @pytest.fixture
@@ -138,7 +157,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Hardware) -> None:
     model, optimizer = make()
     with (
-        penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=small_disk, hardware=hardware) as run,
+        penstock.offload(
+            model, optimizer, device_budget="1GiB", spill_dir=small_disk, hardware=hardware
+        ) as run,
         pytest.raises(penstock.SpillSpaceFull, match=str(small_disk)),
         run.step(),
     ):

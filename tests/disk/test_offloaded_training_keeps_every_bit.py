@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
-import penstock
 import pytest
 import torch
+
+import penstock
 from tests.disk.families import FAMILIES, Family
 
 STEPS = 5  # one profiled, three recorded, one at full speed
@@ -22,7 +23,7 @@ def bits(tensors: Iterable[torch.Tensor]) -> Bits:
 
 
 def train(family: Family, **options: object) -> tuple[Bits, penstock.Report | None]:
-    """Train a few steps: the bits of every loss, gradient and final weight, and the report where offloaded."""
+    """Train a few steps: the bits of every loss, gradient and final weight, and the report."""
     torch.manual_seed(7)
     model = family.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -46,9 +47,7 @@ def train(family: Family, **options: object) -> tuple[Bits, penstock.Report | No
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("share", [0.0, 0.4, 2.0], ids=["minimum", "middle", "generous"])
-def test_same_bits(
-    name: str, share: float, tmp_path: Path, hardware: penstock.Hardware
-) -> None:
+def test_same_bits(name: str, share: float, tmp_path: Path, hardware: penstock.Hardware) -> None:
     family = FAMILIES[name]
     expected, _ = train(family)
     _, generous = train(family, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = '''
+SCRIPT = """
 import contextlib, json, resource, sys
 options = json.loads(sys.argv[1])
 import torch, torch._dynamo, penstock
@@ -39,7 +39,8 @@ losses = []
 for step in range(options.get("steps", 5)):
     print("step", step, file=sys.stderr, flush=True)
     with run.step() if run else contextlib.nullcontext():
-        words = torch.randint(0, 64, (options.get("batch", 4), 256), generator=torch.Generator().manual_seed(step))
+        seeded = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 64, (options.get("batch", 4), 256), generator=seeded)
         loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
         loss.backward()
         optimizer.step()
@@ -53,7 +54,7 @@ print(json.dumps({
         "minimum_bytes", "peak_bytes", "predicted_peak_bytes", "evicted_bytes", "step_s", "predicted_step_s",
         "peak_resident_bytes")} if report else None,
 }))
-'''
+"""
 
 ROOT = Path(__file__).parents[2]
 

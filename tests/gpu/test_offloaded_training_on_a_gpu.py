@@ -6,9 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import penstock
 import pytest
 import torch
+
+import penstock
 from tests.disk.families import FAMILIES
 
 pytestmark = [

@@ -39,6 +39,15 @@ KNOWN_BEFORE = [name for name in FAMILIES if name != "lstm"]
 Step = Callable[[], None]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small kernels on many threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def training(family: Family) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     """A model, its optimizer and one iteration, the same each time."""
     torch.manual_seed(7)

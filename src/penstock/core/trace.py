@@ -151,10 +151,7 @@ class Trace:
         """T lists: the kernels that use each tensor, ascending, each once."""
         count = self.kernels
         kernel = np.concatenate(
-            [
-                np.repeat(np.arange(count), np.diff(lists.starts))
-                for lists in (self.inputs, self.outputs)
-            ]
+            [np.repeat(np.arange(count), np.diff(lists.starts)) for lists in (self.inputs, self.outputs)]
         )
         tensor = np.concatenate([self.inputs.values, self.outputs.values])
         keys = np.unique(tensor * max(count, 1) + kernel)
@@ -164,9 +161,7 @@ class Trace:
     @cached_property
     def inactive_periods(self) -> tuple[InactivePeriod, ...]:
         """Every period in which a saved tensor could be away from the device (G10 section 4.2)."""
-        ready = dict(
-            zip(self.save_tensor[::-1].tolist(), (self.save_kernel[::-1] - 1).tolist(), strict=True)
-        )
+        ready = dict(zip(self.save_tensor[::-1].tolist(), (self.save_kernel[::-1] - 1).tolist(), strict=True))
         periods = []
         for tensor, ready_after in ready.items():
             uses = self.uses[tensor]

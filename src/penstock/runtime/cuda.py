@@ -85,7 +85,9 @@ class CudaDevice:
     def reserve(self, saved: Saved, tier: str) -> _Copy:
         block = self._slab.try_allocate(saved.size_bytes) if tier == "host" else None
         copy = (
-            _Copy("host", block) if block is not None else _Copy("disk", self._engine.allocate(saved.size_bytes))
+            _Copy("host", block)
+            if block is not None
+            else _Copy("disk", self._engine.allocate(saved.size_bytes))
         )
         copy.ready.record(torch.cuda.current_stream(self._device))
         return copy
@@ -144,8 +146,11 @@ class CudaDevice:
             gathered.add(Moved("device_to_host", begun_s, time.perf_counter(), saved.number, size_bytes))
             extent = _part(saved.copy.block, begin, size_bytes)
             self._engine.write(
-                extent, self._slab.address(slot), size_bytes, self._slab, gathered.part("disk_write", size_bytes,
-                lambda slot=slot: self._slots.put(slot))  # type: ignore[misc]
+                extent,
+                self._slab.address(slot),
+                size_bytes,
+                self._slab,
+                gathered.part("disk_write", size_bytes, lambda slot=slot: self._slots.put(slot)),  # type: ignore[misc]
             )
 
     def _from_disk(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
@@ -163,7 +168,10 @@ class CudaDevice:
                 begin, size_bytes = chunks[asked]
                 slot = self._slots.get()
                 self._engine.read(
-                    _part(saved.copy.block, begin, size_bytes), self._slab.address(slot), size_bytes, self._slab,
+                    _part(saved.copy.block, begin, size_bytes),
+                    self._slab.address(slot),
+                    size_bytes,
+                    self._slab,
                     lambda transfer, begin=begin, size=size_bytes, slot=slot: arrived.put(  # type: ignore[misc]
                         (begin, size, slot, transfer)
                     ),
@@ -172,7 +180,9 @@ class CudaDevice:
             begin, size_bytes, slot, transfer = arrived.get()
             error = error or transfer.error
             if error is None:
-                moved.append(Moved("disk_read", transfer.started_s, transfer.finished_s, saved.number, size_bytes))
+                moved.append(
+                    Moved("disk_read", transfer.started_s, transfer.finished_s, saved.number, size_bytes)
+                )
                 begun_s = time.perf_counter()
                 self._copy(self._in, content[begin : begin + size_bytes], self._slab.tensor(slot, size_bytes))
                 moved.append(Moved("host_to_device", begun_s, time.perf_counter(), saved.number, size_bytes))
@@ -236,7 +246,10 @@ def _part(extent: Extent, begin: int, size_bytes: int) -> Extent:
 
 
 def _reporting(
-    job: Callable[[Saved, torch.UntypedStorage, Done], None], saved: Saved, storage: torch.UntypedStorage, done: Done
+    job: Callable[[Saved, torch.UntypedStorage, Done], None],
+    saved: Saved,
+    storage: torch.UntypedStorage,
+    done: Done,
 ) -> None:
     """Run a job on its thread; what it raises is the outcome of the transfer."""
     try:

@@ -79,7 +79,11 @@ class CpuDevice:
         storage = saved.storage
         assert storage is not None
         self._engine.write(
-            saved.copy, storage.data_ptr(), self._transfer_bytes(storage), storage, _report("disk_write", saved, done)
+            saved.copy,
+            storage.data_ptr(),
+            self._transfer_bytes(storage),
+            storage,
+            _report("disk_write", saved, done),
         )
 
     def prepare(self, saved: Saved) -> torch.UntypedStorage:
@@ -87,7 +91,11 @@ class CpuDevice:
 
     def copy_in(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
         self._engine.read(
-            saved.copy, target.data_ptr(), self._transfer_bytes(target), target, _report("disk_read", saved, done)
+            saved.copy,
+            target.data_ptr(),
+            self._transfer_bytes(target),
+            target,
+            _report("disk_read", saved, done),
         )
 
     def before_use(self, saved: Saved) -> None:

@@ -37,8 +37,17 @@ class Saved:
     """
 
     __slots__ = (
-        "__weakref__", "away", "coming", "copy", "number", "size_bytes", "started", "stays", "storage",
-        "tensor", "weak",
+        "__weakref__",
+        "away",
+        "coming",
+        "copy",
+        "number",
+        "size_bytes",
+        "started",
+        "stays",
+        "storage",
+        "tensor",
+        "weak",
     )
 
     def __init__(self, number: int, storage: torch.UntypedStorage, tensor: int) -> None:

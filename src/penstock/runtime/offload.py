@@ -134,11 +134,13 @@ class Offload:
         self._policy = policy
         self._budget_bytes = device_budget_bytes
         self._device_name = _device_of(model)
-        fixed_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._fixed()}.values())
+        fixed_bytes = sum(
+            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._fixed()}.values()
+        )
         if fixed_bytes > device_budget_bytes:
             raise BudgetTooSmall(
                 f"weights, buffers and optimizer state alone take {format_bytes_up(fixed_bytes)}; the device "
-                f"budget is {format_bytes_up(device_budget_bytes)}. Only activations are moved: raise the budget.",
+                f"budget is {format_bytes_up(device_budget_bytes)}. Only activations move: raise the budget.",
                 fixed_bytes,
             )
         resident.release_free_memory()
@@ -151,7 +153,11 @@ class Offload:
             measured = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
             disk_bytes = measured.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
             on_cpu = self._device_name.type == "cpu"
-            host_bytes = 0 if on_cpu else (measured.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
+            host_bytes = (
+                0
+                if on_cpu
+                else (measured.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
+            )
             self._device: Device
             if on_cpu:
                 self._device, host_tier_bytes = CpuDevice(self._engine, device_budget_bytes, fixed_bytes), 0
@@ -242,7 +248,9 @@ class Offload:
             return
         if recorder is None:
             return
-        trace = recorder.trace(measured=True, notes={"device": str(self._device_name), "torch": torch.__version__})
+        trace = recorder.trace(
+            measured=True, notes={"device": str(self._device_name), "torch": torch.__version__}
+        )
         if followed is not None:
             self._recordings_left -= 1
             self.timeline = _measured_timeline(trace, recorder, self._mover, begun_s, step_s)
@@ -270,8 +278,8 @@ class Offload:
     def _log_departures(self, departures: int) -> None:
         if self._departures == departures:  # the first time
             logger.warning(
-                "the step was not the one that was traced: the rest of it ran with everything moved out, "
-                "and the next step is profiled again. A model that changes from step to step is exact, but slow."
+                "the step was not the one that was traced: the rest of it ran with everything moved out, and "
+                "the next step is profiled again. A model that changes from step to step is exact, but slow."
             )
 
     def _fixed(self) -> Iterator[torch.Tensor]:
@@ -387,8 +395,14 @@ def _measured_timeline(
     for moved in sorted(mover.moved, key=lambda moved: moved.started_s):
         tensor = int(trace.save_tensor[moved.number])
         copies.append(
-            Span(moved.link, moved.started_s - begun_s, moved.finished_s - begun_s, f"tensor {tensor}", tensor,
-                 moved.size_bytes)
+            Span(
+                moved.link,
+                moved.started_s - begun_s,
+                moved.finished_s - begun_s,
+                f"tensor {tensor}",
+                tensor,
+                moved.size_bytes,
+            )
         )
     memory = []
     for span, in_use, workspace in zip(

@@ -33,8 +33,8 @@ class PinnedSlab:
         self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.address, size_bytes, 0)) == 0
         if not self.is_pinned:
             logger.warning(
-                "the driver refuses to page-lock %d bytes of host memory: copies between device and host will "
-                "be slower. Lower host_budget, or raise the limit (on WSL it is 1 to 2 GB).",
+                "the driver refuses to page-lock %d bytes of host memory: copies between device and host "
+                "will be slower. Lower host_budget, or raise the limit (on WSL it is 1 to 2 GB).",
                 size_bytes,
             )
 

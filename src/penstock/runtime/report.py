@@ -52,7 +52,11 @@ class Report:
             ("peak on the device", format_bytes(self.predicted_peak_bytes), format_bytes(self.peak_bytes)),
             ("step time", format_seconds(self.predicted_step_s), format_seconds(self.step_s)),
             ("of it stalls", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
-            ("evicted per step", format_bytes(self.predicted_evicted_bytes), format_bytes(self.evicted_bytes)),
+            (
+                "evicted per step",
+                format_bytes(self.predicted_evicted_bytes),
+                format_bytes(self.evicted_bytes),
+            ),
         ]
         table = "\n".join(f"  {name:<20}{left:>14}{right:>14}" for name, left, right in rows)
         rates = ", ".join(f"{link} {format_rate(rate)}" for link, rate in self.rates_bytes_per_s.items())
@@ -61,7 +65,8 @@ class Report:
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
             table,
             f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
-            f"  {self.steps} steps, {self.profiled_steps} of them profiled; {self.departures} departures from the trace",
+            f"  {self.steps} steps, {self.profiled_steps} of them profiled; "
+            f"{self.departures} departures from the trace",
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
             f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
         ]

@@ -81,7 +81,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     fingerprints   of every storage saved in this step, in order
     """
 
-    def __init__(self, mover: Mover, device: torch.device, is_movable: Callable[[torch.UntypedStorage], bool]):
+    def __init__(
+        self, mover: Mover, device: torch.device, is_movable: Callable[[torch.UntypedStorage], bool]
+    ):
         super().__init__(self._pack, self._unpack)
         self._mover = mover
         self._device = device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,9 +55,7 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     event_kernel = np.sort(np.concatenate([trace.save_kernel, trace.load_kernel]), kind="stable")
     resident = resident_bytes(trace, plan.evictions)
     bounds = np.append(event_kernel, trace.kernels)
-    ahead = tuple(
-        int(resident[begin:end].max(initial=0)) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-    )
+    ahead = tuple(int(resident[begin:end].max(initial=0)) for begin, end in pairwise(bounds))
 
     saves: dict[int, list[int]] = defaultdict(list)  # by tensor, one for each version
     for save, tensor in enumerate(trace.save_tensor.tolist()):
