@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from penstock.errors import PenstockError
+
+logger = logging.getLogger("penstock")
 
 DEMAND, PREFETCH, EVICT = range(3)
 NEVER = sys.maxsize
@@ -320,6 +323,8 @@ class Mover:
             self._deferred.clear()
             while self._in_flight_bytes:
                 self._changed.wait()
+            if self._error is not None:
+                logger.warning("a transfer failed, and nothing was lost: %s", self._error)
             self._error = None
         self._give_back_forgotten()
 

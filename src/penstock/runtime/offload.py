@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import os
@@ -23,7 +22,7 @@ from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.pressure import minimum_bytes
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import (
     BudgetTooSmall,
@@ -33,7 +32,7 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.planners import POLICIES, plan
-from penstock.runtime import resident
+from penstock.runtime import measured, resident
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.devices import CpuDevice, Device
 from penstock.runtime.mover import Moved, Mover
@@ -150,13 +149,11 @@ class Offload:
         )
         self._engine = SpillEngine(spill_dir, disk_budget_bytes)
         try:
-            measured = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
-            disk_bytes = measured.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
+            machine = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
+            disk_bytes = machine.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
             on_cpu = self._device_name.type == "cpu"
             host_bytes = (
-                0
-                if on_cpu
-                else (measured.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
+                0 if on_cpu else (machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
             )
             self._device: Device
             if on_cpu:
@@ -165,7 +162,7 @@ class Offload:
                 self._device = CudaDevice(self._engine, self._device_name, host_bytes, fixed_bytes)
                 host_tier_bytes = self._device.host_tier_bytes
             self.hardware = replace(
-                measured, device_bytes=device_budget_bytes, host_bytes=host_tier_bytes, disk_bytes=disk_bytes
+                machine, device_bytes=device_budget_bytes, host_bytes=host_tier_bytes, disk_bytes=disk_bytes
             )
         except BaseException:
             self._engine.close()
@@ -253,7 +250,7 @@ class Offload:
         )
         if followed is not None:
             self._recordings_left -= 1
-            self.timeline = _measured_timeline(trace, recorder, self._mover, begun_s, step_s)
+            self.timeline = measured.timeline(trace, recorder, self._mover, begun_s, step_s)
         else:
             self._profiled_steps += 1
             self._recordings_left = RECORDINGS
@@ -333,7 +330,7 @@ class Offload:
             steps=self._steps,
             profiled_steps=self._profiled_steps,
             departures=self._departures,
-            rates_bytes_per_s=_rates(self._last_moved),
+            rates_bytes_per_s=measured.rates(self._last_moved),
         )
 
     # -- the end -------------------------------------------------------------------------------
@@ -365,63 +362,3 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceUnavailable(f"the model is on {device}: penstock trains on cpu and cuda devices")
     return device
-
-
-def _rates(moved: list[Moved]) -> dict[str, float]:
-    """Bytes per second of each link while it moved something."""
-    rates = {}
-    for link in sorted({transfer.link for transfer in moved}):
-        spans = sorted((t.started_s, t.finished_s, t.size_bytes) for t in moved if t.link == link)
-        busy_s, until_s = 0.0, 0.0
-        for started_s, finished_s, _ in spans:
-            busy_s += max(0.0, finished_s - max(started_s, until_s))
-            until_s = max(until_s, finished_s)
-        if busy_s > 0:
-            rates[link] = sum(size for _, _, size in spans) / busy_s
-    return rates
-
-
-def _measured_timeline(
-    trace: Trace, recorder: Recorder, mover: Mover, begun_s: float, step_s: float
-) -> Timeline:
-    """The recorded step, on the same clock and in the same terms as a simulated one."""
-    kernels = [
-        Span("compute", begin - begun_s, end - begun_s, name, index)
-        for index, (name, begin, end) in enumerate(
-            zip(trace.kernel_name, recorder.begins_s, recorder.ends_s, strict=True)
-        )
-    ]
-    copies = []
-    for moved in sorted(mover.moved, key=lambda moved: moved.started_s):
-        tensor = int(trace.save_tensor[moved.number])
-        copies.append(
-            Span(
-                moved.link,
-                moved.started_s - begun_s,
-                moved.finished_s - begun_s,
-                f"tensor {tensor}",
-                tensor,
-                moved.size_bytes,
-            )
-        )
-    memory = []
-    for span, in_use, workspace in zip(
-        kernels, recorder.in_use_bytes, trace.kernel_workspace_bytes.tolist(), strict=True
-    ):
-        memory += [Sample(span.start_s, in_use + workspace), Sample(span.end_s, in_use)]
-    stalls = tuple(
-        Stall(
-            wait.started_s - begun_s,
-            wait.finished_s - begun_s,
-            wait.cause,
-            bisect.bisect_left(recorder.begins_s, wait.started_s),
-        )
-        for wait in mover.waits
-    )
-    return Timeline(
-        iteration_s=step_s,
-        spans=(*kernels, *copies),
-        memory={"device": tuple(memory)},
-        stalls=stalls,
-        source="measured",
-    )
