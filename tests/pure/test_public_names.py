@@ -170,6 +170,42 @@ def test_the_policies() -> None:
     assert all(callable(policy) for policy in POLICIES.values())
 
 
+# -- what the documents say -------------------------------------------------------------------------
+
+DOCUMENTS = Path(__file__).parents[2] / "docs"
+VALUES = (penstock.Trace, penstock.Hardware, penstock.Plan, penstock.Timeline)
+
+
+@pytest.mark.parametrize("kind", [*VALUES, penstock.Evict], ids=lambda kind: kind.__name__)
+def test_the_formats_page_names_every_field(kind: type) -> None:
+    page = (DOCUMENTS / "formats.md").read_text(encoding="utf-8")
+    missing = [field.name for field in dataclasses.fields(kind) if f"`{field.name}`" not in page]
+    assert not missing
+
+
+def test_the_examples_of_the_formats_page_can_be_read(tmp_path: Path) -> None:
+    page = (DOCUMENTS / "formats.md").read_text(encoding="utf-8")
+    examples = [block.partition("```")[0] for block in page.split("```json")[1:]]
+    read = []
+    for example in examples:
+        (tmp_path / "example.json").write_text(example, encoding="utf-8")
+        for kind in VALUES:
+            if f"penstock.{kind.__name__.lower()}/" in example and "{...}" not in example:
+                read.append(kind.load(tmp_path / "example.json"))
+    trace, timeline = read
+    assert [(period.begin, period.end) for period in trace.inactive_periods] == [(1, 4), (2, 3)]
+    assert trace.peak_bytes == 300
+    assert timeline.peak_bytes == 200 and timeline.evicted_bytes == 100
+
+
+def test_the_troubleshooting_page_names_every_error() -> None:
+    page = (DOCUMENTS / "troubleshooting.md").read_text(encoding="utf-8")
+    for name in PUBLIC:
+        kind = getattr(penstock, name)
+        if inspect.isclass(kind) and issubclass(kind, penstock.PenstockError):
+            assert f"`{name}`" in page or f"penstock.{name}`" in page
+
+
 # -- imports ---------------------------------------------------------------------------------------
 
 PURE = ("core", "planners", "simulator")
