@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+
+# Tests run side by side, on small tensors: threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
@@ -159,6 +165,29 @@ def _optimizers_restored() -> Iterator[None]:
                 group.update(saved)
 
 
+@contextlib.contextmanager
+def _modules_restored() -> Iterator[None]:
+    """Give every module that runs inside the tensors back that it had as buffers and attributes."""
+    before: dict[int, tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = {}
+
+    def remember(module: torch.nn.Module, *_: Any) -> None:
+        if id(module) not in before:
+            before[id(module)] = (module, dict(module.__dict__), dict(module._buffers))
+
+    hook = register_module_forward_pre_hook(remember)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, attributes, buffers in before.values():
+            for name, value in list(module.__dict__.items()):
+                if isinstance(value, FakeTensor):
+                    del module.__dict__[name]
+                    if name in attributes:
+                        module.__dict__[name] = attributes[name]
+            module._buffers.update(buffers)
+
+
 def fake_mode() -> FakeTensorMode:
     """The mode in which tensors have shapes and no memory: build models inside it to trace them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -194,14 +223,14 @@ def trace(
     twins = _Twins(mode)
     recorders = [_FakeRecorder(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
-        with _optimizers_restored(), torch.random.fork_rng(devices=[]), mode:
+        with _optimizers_restored(), _modules_restored(), torch.random.fork_rng(devices=[]), mode:
             for recorder in recorders:
                 with recorder, _SavedTensors(recorder):
                     step()
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidArgument(
-            f"the step reads a value of a tensor ({error.func}), and a fake tensor has none: take "
-            "calls such as .item() out of the step, or trace a real run with fake=False"
+            f"the step reads a value of a tensor ({error.func}), and a fake tensor has none: take calls such "
+            "as .item(), and indexing with masks, out of the step, or trace a real run with fake=False"
         ) from error
     finally:
         twins.restore_gradients()

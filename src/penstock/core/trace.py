@@ -110,6 +110,22 @@ class Trace:
     measured: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        kernels, tensors = self.kernels, self.tensors
+        for length, names in (
+            (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
+            (tensors, ("tensor_kind", "tensor_persistent")),
+            (tensors, ("tensor_birth", "tensor_death", "tensor_held_until")),
+            (len(self.save_tensor), ("save_kernel",)),
+            (len(self.load_tensor), ("load_kernel",)),
+        ):
+            for name in names:
+                if len(getattr(self, name)) != length:
+                    raise InvalidArgument(f"{name} has {len(getattr(self, name))} entries, not {length}")
+        for named in (self.inputs.values, self.outputs.values, self.save_tensor, self.load_tensor):
+            if len(named) and not 0 <= named.min() <= named.max() < tensors:
+                raise InvalidArgument(f"a trace of {tensors} tensors names one that is not among them")
+
     @property
     def kernels(self) -> int:
         return len(self.kernel_name)

@@ -11,8 +11,8 @@ Rules that keep copies and kernels apart:
 
 from __future__ import annotations
 
+import functools
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -138,56 +138,96 @@ class CudaDevice:
         self._out.wait_event(saved.copy.ready)
         saved.copy.ready.synchronize()
         content = self._bytes(source)
-        gathered = _Gathered(saved, len(_chunks(saved.size_bytes)), done)
-        for begin, size_bytes in _chunks(saved.size_bytes):
-            slot = self._slots.get()
-            begun_s = time.perf_counter()
-            self._copy(self._out, self._slab.tensor(slot, size_bytes), content[begin : begin + size_bytes])
-            gathered.add(Moved("device_to_host", begun_s, time.perf_counter(), saved.number, size_bytes))
-            extent = _part(saved.copy.block, begin, size_bytes)
-            self._engine.write(
-                extent,
-                self._slab.address(slot),
-                size_bytes,
-                self._slab,
-                gathered.part("disk_write", size_bytes, lambda slot=slot: self._slots.put(slot)),  # type: ignore[misc]
-            )
+        moved: list[Moved] = []
+        written: queue.SimpleQueue[tuple[int, Transfer]] = queue.SimpleQueue()
+        asked = 0
+        try:
+            for begin, size_bytes in _chunks(saved.size_bytes):
+                slot = self._slots.get()
+                begun_s = time.perf_counter()
+                try:
+                    staged = self._slab.tensor(slot, size_bytes)
+                    self._copy(self._out, staged, content[begin : begin + size_bytes])
+                    on_written = functools.partial(self._written, written, slot, size_bytes)
+                    extent, address = _part(saved.copy.block, begin, size_bytes), self._slab.address(slot)
+                    self._engine.write(extent, address, size_bytes, self._slab, on_written)
+                except BaseException:
+                    self._slots.put(slot)
+                    raise
+                asked += 1
+                moved.append(Moved("device_to_host", begun_s, time.perf_counter(), saved.number, size_bytes))
+        finally:
+            transfers = [written.get() for _ in range(asked)]
+        moved += [
+            Moved("disk_write", transfer.started_s, transfer.finished_s, saved.number, size_bytes)
+            for size_bytes, transfer in transfers
+        ]
+        done(next((transfer.error for _, transfer in transfers if transfer.error), None), moved)
+
+    def _written(
+        self,
+        written: queue.SimpleQueue[tuple[int, Transfer]],
+        slot: Extent,
+        size_bytes: int,
+        transfer: Transfer,
+    ) -> None:
+        self._slots.put(slot)
+        written.put((size_bytes, transfer))
 
     def _from_disk(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
         """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
         self._in.wait_event(saved.copy.ready)
         content = self._bytes(target)
-        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
         chunks = _chunks(saved.size_bytes)
+        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
         moved: list[Moved] = []
         error: PenstockError | None = None
-        asked = 0
-        for received in range(len(chunks)):
-            # At least one read is under way; more where slots are free.
-            while asked < len(chunks) and (asked == received or not self._slots.empty()):
-                begin, size_bytes = chunks[asked]
-                slot = self._slots.get()
-                self._engine.read(
-                    _part(saved.copy.block, begin, size_bytes),
-                    self._slab.address(slot),
-                    size_bytes,
-                    self._slab,
-                    lambda transfer, begin=begin, size=size_bytes, slot=slot: arrived.put(  # type: ignore[misc]
-                        (begin, size, slot, transfer)
-                    ),
-                )
-                asked += 1
-            begin, size_bytes, slot, transfer = arrived.get()
-            error = error or transfer.error
-            if error is None:
-                moved.append(
-                    Moved("disk_read", transfer.started_s, transfer.finished_s, saved.number, size_bytes)
-                )
-                begun_s = time.perf_counter()
-                self._copy(self._in, content[begin : begin + size_bytes], self._slab.tensor(slot, size_bytes))
-                moved.append(Moved("host_to_device", begun_s, time.perf_counter(), saved.number, size_bytes))
-            self._slots.put(slot)
+        asked = received = 0
+        try:
+            while received < len(chunks):
+                # At least one read is under way; more where slots are free.
+                while asked < len(chunks) and (asked == received or not self._slots.empty()):
+                    self._read(saved, *chunks[asked], arrived)
+                    asked += 1
+                begin, size_bytes, slot, transfer = arrived.get()
+                received += 1
+                try:
+                    error = error or transfer.error
+                    if error is not None:
+                        continue
+                    begun_s = time.perf_counter()
+                    staged = self._slab.tensor(slot, size_bytes)
+                    self._copy(self._in, content[begin : begin + size_bytes], staged)
+                finally:
+                    self._slots.put(slot)
+                number = saved.number
+                moved += [
+                    Moved("disk_read", transfer.started_s, transfer.finished_s, number, size_bytes),
+                    Moved("host_to_device", begun_s, time.perf_counter(), number, size_bytes),
+                ]
+        finally:
+            for _ in range(asked - received):
+                self._slots.put(arrived.get()[2])
         done(error, moved)
+
+    def _read(
+        self,
+        saved: Saved,
+        begin: int,
+        size_bytes: int,
+        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]],
+    ) -> None:
+        slot = self._slots.get()
+        extent, address = _part(saved.copy.block, begin, size_bytes), self._slab.address(slot)
+
+        def on_done(transfer: Transfer) -> None:
+            arrived.put((begin, size_bytes, slot, transfer))
+
+        try:
+            self._engine.read(extent, address, size_bytes, self._slab, on_done)
+        except BaseException:
+            self._slots.put(slot)
+            raise
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
@@ -258,34 +298,3 @@ def _reporting(
         done(error, [])
     except RuntimeError as error:  # the CUDA driver's
         done(PenstockError(f"a copy between the GPU and the host failed: {error}"), [])
-
-
-class _Gathered:
-    """The parts of one transfer to disk; the last one to complete reports the whole."""
-
-    def __init__(self, saved: Saved, parts: int, done: Done) -> None:
-        self._saved = saved
-        self._left = parts
-        self._done = done
-        self._lock = threading.Lock()
-        self._moved: list[Moved] = []
-        self._error: PenstockError | None = None
-
-    def add(self, moved: Moved) -> None:
-        with self._lock:
-            self._moved.append(moved)
-
-    def part(self, link: str, size_bytes: int, release: Callable[[], None]) -> Callable[[Transfer], None]:
-        def on_done(transfer: Transfer) -> None:
-            release()
-            with self._lock:
-                self._error = self._error or transfer.error
-                self._moved.append(
-                    Moved(link, transfer.started_s, transfer.finished_s, self._saved.number, size_bytes)
-                )
-                self._left -= 1
-                if self._left:
-                    return
-            self._done(self._error, self._moved)
-
-        return on_done

@@ -35,7 +35,7 @@ def timeline(trace: Trace, recorder: Recorder, mover: Mover, begun_s: float, ste
     ]
     copies = []
     for moved in sorted(mover.moved, key=lambda moved: moved.started_s):
-        tensor = int(trace.save_tensor[moved.number])
+        tensor = int(trace.save_tensor[moved.number]) if moved.number >= 0 else -1
         copies.append(
             Span(
                 moved.link,

@@ -54,7 +54,7 @@ class Saved:
     )
 
     def __init__(self, number: int, storage: torch.UntypedStorage, tensor: int) -> None:
-        self.number = number  # n-th save of its step
+        self.number = number  # n-th save of its step, -1 once that step is over
         self.tensor = tensor  # index in the recording of its step, -1 where it is not recorded
         self.size_bytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage

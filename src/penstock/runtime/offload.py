@@ -182,6 +182,7 @@ class Offload:
         self._profiled_steps = 0
         self._departures = 0
         self._peak_bytes = 0
+        self._minimum_bytes = 0
         self._step_times_s: list[float] = []
         self._recorded_times_s: list[float] = []
         self._last_moved: list[Moved] = []
@@ -234,14 +235,13 @@ class Offload:
     ) -> None:
         self._steps += 1
         self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
-        departures, self._departures = self._saved.departures, self._departures + self._saved.departures
-        if followed is not None and not departures:
+        departed = self._saved.departed
+        if followed is not None and not departed:
             (self._recorded_times_s if recorder else self._step_times_s).append(step_s)
             self._last_moved = self._mover.moved
             self._stalls_s.append(self._mover.stall_s)
-        if departures:
-            self._log_departures(departures)
-            self._schedule = None
+        if departed:
+            self._note_departure()
             return
         if recorder is None:
             return
@@ -259,21 +259,24 @@ class Offload:
             self._make_plan(trace)
 
     def _make_plan(self, trace: Trace) -> None:
+        self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
         try:
             made = plan(trace, self.hardware, self._policy)
-        except BudgetTooSmall as error:
-            if self.plan is not None:  # the budget is at the edge, and the one in force keeps it
+        except PenstockError as error:
+            if self._schedule is not None:  # the budget is at the edge, and the plan in force keeps it
                 return
-            self._refusal = error
+            if isinstance(error, BudgetTooSmall):
+                self._refusal = error
             raise
-        self.trace, self.plan = trace, made
-        violations = check(trace, self.plan, self.hardware)
+        violations = check(trace, made, self.hardware)
         if violations:
             raise InvalidPlan(violations)
-        self._schedule = schedule(trace, self.plan)
+        self.trace, self.plan, self._schedule = trace, made, schedule(trace, made)
 
-    def _log_departures(self, departures: int) -> None:
-        if self._departures == departures:  # the first time
+    def _note_departure(self) -> None:
+        self._schedule = None
+        self._departures += 1
+        if self._departures == 1:
             logger.warning(
                 "the step was not the one that was traced: the rest of it ran with everything moved out, and "
                 "the next step is profiled again. A model that changes from step to step is exact, but slow."
@@ -314,8 +317,8 @@ class Offload:
             memory_manager=self._device.memory_manager,
             direct_io=self._engine.direct,
             device_budget_bytes=self._budget_bytes,
-            minimum_bytes=minimum_bytes(self.trace),
-            peak_bytes=self._peak_bytes,
+            minimum_bytes=self._minimum_bytes,
+            peak_bytes=self._peak_bytes or peak_resident_bytes,
             predicted_peak_bytes=predicted.peak_bytes,
             peak_resident_bytes=peak_resident_bytes,
             step_s=statistics.median(times_s) if times_s else 0.0,

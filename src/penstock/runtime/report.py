@@ -12,13 +12,14 @@ from penstock.units import format_bytes, format_rate, format_seconds
 class Report:
     """A run so far. Bytes and seconds of one step; measured ones are medians over the planned steps.
 
-    peak_bytes              most device bytes in use in any step, measured
+    peak_bytes              most device bytes in use in any step, measured; on a CPU without the arena,
+                            peak_resident_bytes
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known
-    minimum_bytes           smallest device budget this step can run in
+    minimum_bytes           smallest device budget in which the steps so far could have run
     evicted_bytes, loaded_bytes   left the device, and came back, in one step
-    departures              saves and loads that were not those of the trace
+    departures              steps that were not the one that was traced
     profiled_steps          steps that ran with everything moved out, to learn the iteration
     """
 
@@ -66,7 +67,7 @@ class Report:
             table,
             f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
             f"  {self.steps} steps, {self.profiled_steps} of them profiled; "
-            f"{self.departures} departures from the trace",
+            f"{self.departures} departed from the trace",
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
             f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
         ]

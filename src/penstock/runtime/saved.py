@@ -77,7 +77,7 @@ class _Hold:
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one run. Enter them around a step, after `begin_step`.
 
-    departures     saves and loads of this step that were not those of the trace
+    departed       this step is not the one that was traced
     fingerprints   of every storage saved in this step, in order
     """
 
@@ -119,7 +119,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._of_step.clear()
         self._loads = 0
         self._event = 0
-        self.departures = 0
+        self.departed = False
         self.fingerprints: list[Fingerprint] = []
 
     # -- autograd saves ------------------------------------------------------------------------
@@ -190,11 +190,14 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, _Kept):
             return packed.unpack()
         saved = packed.saved
+        is_of_step = self._of_step.get(saved.number) is saved
+        if not is_of_step:  # of a graph that an earlier step left
+            saved.number = -1
         storage = self._mover.demand(saved)
         tensor = packed.view(storage)
         if self._recorder is not None and packed.recorder is self._recorder:
             self._recorder.loaded(saved.tensor, storage)
-        if self._of_step.get(saved.number) is not saved:  # of a graph that an earlier step left
+        if not is_of_step:
             self._mover.let_go(saved)
             return tensor
         load = self._loads
@@ -236,7 +239,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def _depart(self) -> None:
         """The step is not the one that was traced: for the rest of it, everything moves out."""
-        self.departures += 1
+        self.departed = True
         self._schedule = None
         for saved in list(self._of_step.values()):
             if saved.copy is None:
