@@ -15,7 +15,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gpt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -23,7 +22,7 @@ from ways import UNSETTLED_STEPS, Job, Result, Worker
 
 import penstock
 from penstock import cli
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_seconds, parse_bytes
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 FRACTION = 0.45  # of the activations' memory
@@ -51,10 +50,10 @@ def main() -> int:
     command("trace", f"{script}:build", "-o", str(trace_file))
     trace = penstock.Trace.load(trace_file)
     activations_bytes = trace.peak_bytes - trace.persistent_bytes
-    budget_bytes = trace.persistent_bytes + int(FRACTION * activations_bytes)
+    budget = f"{(trace.persistent_bytes + int(FRACTION * activations_bytes)) >> 20}MiB"
     console.print(
-        f"\nThe budget: weights and optimizer state, {format_bytes(trace.persistent_bytes)}, and {FRACTION:.0%} "
-        f"of the {format_bytes(activations_bytes)} that activations and gradients take."
+        f"\nThe budget: weights and optimizer state, {format_bytes(trace.persistent_bytes)}, "
+        f"and {FRACTION:.0%} of the {format_bytes(activations_bytes)} that activations and gradients take."
     )
     command(
         "plan",
@@ -62,7 +61,7 @@ def main() -> int:
         "--hardware",
         str(hardware_file),
         "--device-budget",
-        str(budget_bytes),
+        budget,
         "-o",
         str(folder / "plan.json"),
     )
@@ -70,9 +69,9 @@ def main() -> int:
     console.rule(f"Three times {options.steps} steps", align="left")
     job = Job(
         "penstock",
-        device_budget_bytes=budget_bytes,
+        device_budget_bytes=parse_bytes(budget),
         hardware_file=str(hardware_file),
-        record_folder=str(folder),
+        record_folder=str(folder / "run"),
         spill_dir=options.spill_dir,
     )
     results = {
@@ -81,7 +80,7 @@ def main() -> int:
 
     console.rule("After", align="left")
     console.print(comparison(results))
-    command("report", str(folder), "-o", str(OUT / "demo.png"))
+    command("report", str(folder / "run"), "-o", str(OUT / "demo.png"))
     return 0
 
 
@@ -119,9 +118,9 @@ def train(job: Job, steps: int) -> Result:
 def comparison(results: dict[str, Result]) -> Table:
     reference = results["in memory"]
     reference_s = statistics.median(reference.settled_s)
-    table = Table("", "step", "of in memory", "peak resident", "of in memory", "loss", "bits", box=None)
+    table = Table("", "step", "ratio", "peak resident", "ratio", "loss", "bits", box=None)
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for way, result in results.items():
         step_s = statistics.median(result.settled_s)
         table.add_row(
@@ -137,4 +136,7 @@ def comparison(results: dict[str, Result]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -81,6 +81,8 @@ class GPT(nn.Module):
                 # What adds to the residual stream is the smaller, the more of it there is.
                 adds = name.endswith(("projection.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if adds else 0.02)
+        # Which character follows which is learnt first: characters outweigh positions.
+        nn.init.normal_(self.characters.weight, std=0.5)
 
     def forward(self, characters: Tensor) -> Tensor:
         """characters: [batch, context] -> logits of the next ones: [batch, context, VOCABULARY]"""

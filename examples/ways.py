@@ -98,7 +98,11 @@ class Worker:
         self.job = job
         self._steps: list[Step] = []
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends its workers
         )
         self._send(asdict(job))
 

@@ -234,7 +234,7 @@ def trace(
         ) from error
     finally:
         twins.restore_gradients()
-    return recorders[-1].trace(measured=False, notes={"device": device, "torch": torch.__version__})
+    return recorders[-1].trace(measured=False, notes={"device": device, "torch": str(torch.__version__)})
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
@@ -245,5 +245,5 @@ def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -
     with recorder, _SavedTensors(recorder):
         step()
     step_s = time.perf_counter() - begun_s
-    notes = {"device": str(device), "torch": torch.__version__, "step_s": f"{step_s:.6f}"}
+    notes = {"device": str(device), "torch": str(torch.__version__), "step_s": f"{step_s:.6f}"}
     return recorder.trace(measured=True, notes=notes)

@@ -24,7 +24,7 @@ from penstock.errors import InvalidArgument
 from penstock.planners import budget_table
 from penstock.report.plot import plot
 from penstock.report.record import Record
-from penstock.runtime.offload import _temporary_directory
+from penstock.runtime.offload import default_spill_dir
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
 ERROR = 1
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 
 def probe(options: Namespace) -> Answer:
-    directory = options.spill_dir or Path(_temporary_directory())
+    directory = options.spill_dir or Path(default_spill_dir())
     hardware = penstock.probe(directory, device=options.device, time_budget_s=options.seconds)
     _save(hardware, options.output)
     links = [link for link in LINKS if link in hardware.measured_rates]
@@ -137,7 +137,7 @@ def plan(options: Namespace) -> Answer:
         ],
     }
     table = Table(
-        ("device budget", "predicted step", "of in-memory", "stalls", "evicted per step", "policy"),
+        ("device budget", "step", "of in-memory", "stalls", "evicted", "policy"),
         [_budget_row(captured, entry, timeline) for entry, timeline in zip(ordered, timelines, strict=True)],
         chosen=ordered.index(chosen),
     )

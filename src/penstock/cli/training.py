@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
+import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,15 +72,37 @@ def _train(
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
     bar = progress.add_task("profiling", total=total, loss="")
     state = progress.add_task("", total=None, visible=False, loss="")
-    for batch in itertools.islice(training.batches, steps):
-        begun_s = time.perf_counter()
-        with offload.step():
-            loss = training.step(batch)
-        value = loss.item()
-        step_s = time.perf_counter() - begun_s
-        yield value
-        progress.update(bar, advance=1, description="training", loss=f"loss {value:.4f}")
-        progress.update(state, description=_state(offload, step_s))
+    with _interrupts_noted() as interrupted:
+        for batch in itertools.islice(training.batches, steps):
+            begun_s = time.perf_counter()
+            with offload.step():
+                loss = training.step(batch)
+            value = loss.item()
+            step_s = time.perf_counter() - begun_s
+            yield value
+            progress.update(bar, advance=1, description="training", loss=f"loss {value:.4f}")
+            progress.update(state, description=_state(offload, step_s))
+            if interrupted():
+                raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt at once.
+
+    An exception amid a step could strike in a destructor, where Python drops it.
+    """
+    noted = threading.Event()
+
+    def note(*_: object) -> None:
+        noted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _state(offload: Offload, step_s: float) -> str:

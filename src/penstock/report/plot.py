@@ -78,7 +78,7 @@ def plot(
         1,
         sharex=True,
         gridspec_kw={
-            "height_ratios": [1.9, 1],
+            "height_ratios": [1.9, len(rows) / 6],
             "hspace": 0.07,
             "left": 0.085,
             "right": 0.865,
@@ -218,7 +218,7 @@ def _draw_streams(axes: Axes, rows: Sequence[Row]) -> None:
                 (place - 0.42, 0.84),
                 color=colour,
                 alpha=0.5 if row.source == "predicted" and colour != STALL else 1.0,
-                linewidth=0,
+                linewidth=0.6,  # the shortest can be seen, too
                 zorder=4 if colour == STALL else 3,
             )
         axes.annotate(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 
@@ -89,7 +90,7 @@ def offload(
         model,
         optimizer,
         device_budget_bytes=parse_bytes(device_budget),
-        spill_dir=Path(spill_dir if spill_dir is not None else _temporary_directory()),
+        spill_dir=Path(spill_dir if spill_dir is not None else default_spill_dir()),
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
         disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
         policy=policy,
@@ -97,7 +98,7 @@ def offload(
     )
 
 
-def _temporary_directory() -> str:
+def default_spill_dir() -> str:
     """The system's directory for temporary files, or /var/tmp where that one is in RAM."""
     directory = tempfile.gettempdir()
     if resident.is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
@@ -143,7 +144,6 @@ class Offload:
                 fixed_bytes,
             )
         resident.release_free_memory()
-        self._peak_resident_known = resident.reset_peak()
         self._resident_before_bytes = resident.resident_bytes() - (
             fixed_bytes if self._device_name.type == "cpu" else 0
         )
@@ -167,6 +167,7 @@ class Offload:
         except BaseException:
             self._engine.close()
             raise
+        self._peak_resident_known = resident.reset_peak()
         self._mover = Mover(self._device, device_budget_bytes)
         self._saved = SavedTensors(self._mover, self._device_name, self._device.is_movable)
         self.trace: Trace | None = None
@@ -246,7 +247,7 @@ class Offload:
         if recorder is None:
             return
         trace = recorder.trace(
-            measured=True, notes={"device": str(self._device_name), "torch": torch.__version__}
+            measured=True, notes={"device": str(self._device_name), "torch": str(torch.__version__)}
         )
         if followed is not None:
             self._recordings_left -= 1
@@ -260,6 +261,10 @@ class Offload:
 
     def _make_plan(self, trace: Trace) -> None:
         self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
+        if self.trace is not None and self.trace.kernel_name == trace.kernel_name:
+            # A kernel is as fast as it has been seen to be: what disturbed it will not come again there.
+            fastest_s = np.minimum(self.trace.kernel_time_s, trace.kernel_time_s)
+            trace = replace(trace, kernel_time_s=fastest_s)
         try:
             made = plan(trace, self.hardware, self._policy)
         except PenstockError as error:

@@ -50,9 +50,9 @@ class _Kept:
 class _Hold:
     """Autograd's hold of one view of a saved storage."""
 
-    __slots__ = ("alias", "dtype", "offset", "recorder", "saved", "shape", "stride", "version")
+    __slots__ = ("alias", "dtype", "offset", "saved", "shape", "stride", "version")
 
-    def __init__(self, saved: Saved, tensor: torch.Tensor, recorder: Recorder | None) -> None:
+    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
         self.shape, self.stride = tensor.shape, tensor.stride()
@@ -60,18 +60,28 @@ class _Hold:
         self.version = tensor._version
         self.alias = tensor.detach()
         self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.recorder = recorder
-        if recorder is not None:
-            recorder.holds(saved.tensor, +1)
-
-    def __del__(self) -> None:
-        if self.recorder is not None:
-            self.recorder.holds(self.saved.tensor, -1)
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         _check_version(self.alias._version, self.version, self.shape, self.dtype)
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         return view.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+class _RecordedHold(_Hold):
+    """A hold whose release is recorded.
+
+    Apart, because an interrupt that strikes while Python code runs in a destructor is lost.
+    """
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, saved: Saved, tensor: torch.Tensor, recorder: Recorder) -> None:
+        super().__init__(saved, tensor)
+        self.recorder = recorder
+        recorder.holds(saved.tensor, +1)
+
+    def __del__(self) -> None:
+        self.recorder.holds(self.saved.tensor, -1)
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -139,7 +149,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if saved is None or not saved.is_in(storage):
             saved = self._first_save(tensor, storage)
             self._known[key] = saved
-        return _Hold(saved, tensor, self._recorder)
+        if self._recorder is None:
+            return _Hold(saved, tensor)
+        return _RecordedHold(saved, tensor, self._recorder)
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         if (
@@ -195,7 +207,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             saved.number = -1
         storage = self._mover.demand(saved)
         tensor = packed.view(storage)
-        if self._recorder is not None and packed.recorder is self._recorder:
+        if isinstance(packed, _RecordedHold) and packed.recorder is self._recorder:
             self._recorder.loaded(saved.tensor, storage)
         if not is_of_step:
             self._mover.let_go(saved)

@@ -1,0 +1,32 @@
+# Every target works by itself on a fresh clone.
+#
+# torch comes from pip's own index. Without a GPU its CPU build is smaller, and enough:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test lint bench
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[cli,report,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python benchmarks/step_time.py -o out/step_time.json
