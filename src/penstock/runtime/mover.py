@@ -136,7 +136,7 @@ class Mover:
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[tuple[int, int, Saved, bool]] = []  # priority, order, what, whether it leaves
         self._order = itertools.count()
-        self._in_flight_bytes = 0
+        self._in_flight: dict[Saved, int] = {}  # to bytes
         self._leaving: dict[Saved, int] = {}  # to the event after which their memory counts as free
         self._deferred: deque[Saved] = deque()  # prefetches that wait for room
         self._forgotten: deque[Any] = deque()  # copies of what died, given back at the next eviction
@@ -184,16 +184,18 @@ class Mover:
         """
         with self._changed:
             self._raise_error()
-            began_s = time.perf_counter()
-            waited = False
-            while self._lacks_room(event, ahead_bytes):
-                waited = True
-                self._changed.wait()
-                self._raise_error()
-            if waited:
-                self.waits.append(Wait("memory", began_s, time.perf_counter()))
+            self._wait_for_room(event, ahead_bytes)
             if ahead_bytes is not None:
                 self._admit(event, ahead_bytes)
+
+    def _wait_for_room(self, event: int, ahead_bytes: int | None) -> None:
+        if not self._lacks_room(event, ahead_bytes):
+            return
+        began_s = time.perf_counter()
+        while self._lacks_room(event, ahead_bytes):
+            self._changed.wait()
+            self._raise_error()
+        self.waits.append(Wait("memory", began_s, time.perf_counter()))
 
     def _lacks_room(self, event: int, ahead_bytes: int | None) -> bool:
         if ahead_bytes is None:  # nobody knows how much room there is: nothing may be late
@@ -226,13 +228,18 @@ class Mover:
             elif saved.away and saved.storage is None and saved.coming is None:
                 self._deferred.append(saved)
 
-    def demand(self, saved: Saved) -> torch.UntypedStorage:
-        """The storage, waiting for its copy to be brought back where it must be."""
+    def demand(self, saved: Saved, event: int, ahead_bytes: int | None) -> torch.UntypedStorage:
+        """The storage, waiting for its copy to be brought back where it must be.
+
+        event, ahead_bytes   as for `settle`, of the load that asks
+        """
         with self._changed:
             self._raise_error()
             if saved.storage is None:
                 if saved in self._deferred:
                     self._deferred.remove(saved)
+                if saved.coming is None and saved.weak() is None:
+                    self._wait_for_room(event, ahead_bytes)
                 began_s = time.perf_counter()
                 self._bring_back(saved, DEMAND)
                 while saved.storage is None:
@@ -274,17 +281,22 @@ class Mover:
     def _start_transfers(self) -> None:
         while self._queue:
             priority, _, saved, leaves = self._queue[0]
-            full = self._in_flight_bytes > 0 and self._in_flight_bytes + saved.size_bytes > IN_FLIGHT_BYTES
+            in_flight_bytes = sum(self._in_flight.values())
+            full = in_flight_bytes > 0 and in_flight_bytes + saved.size_bytes > IN_FLIGHT_BYTES
             if full and priority != DEMAND:
                 return
             heapq.heappop(self._queue)
-            if leaves:
-                self._in_flight_bytes += saved.size_bytes
-                self._carrier.copy_out(saved, functools.partial(self._left, saved))
-            elif saved.coming is not None and not saved.started:  # else a demand overtook its prefetch
-                saved.started = True
-                self._in_flight_bytes += saved.size_bytes
-                self._carrier.copy_in(saved, saved.coming, functools.partial(self._came, saved))
+            try:
+                if leaves:
+                    self._in_flight[saved] = saved.size_bytes
+                    self._carrier.copy_out(saved, functools.partial(self._left, saved))
+                elif saved.coming is not None and not saved.started:  # else a demand overtook its prefetch
+                    saved.started = True
+                    self._in_flight[saved] = saved.size_bytes
+                    self._carrier.copy_in(saved, saved.coming, functools.partial(self._came, saved))
+            except BaseException:  # an interrupt, or a closed engine: nobody will report this transfer
+                self._in_flight.pop(saved, None)
+                raise
 
     def _left(self, saved: Saved, error: PenstockError | None, moved: Sequence[Moved]) -> None:
         with self._changed:
@@ -305,7 +317,7 @@ class Mover:
     def _finish(self, saved: Saved, error: PenstockError | None, moved: Sequence[Moved]) -> None:
         self._error = self._error or error
         self.moved.extend(moved)
-        self._in_flight_bytes -= saved.size_bytes
+        self._in_flight.pop(saved, None)
         self._start_transfers()
         self._changed.notify_all()
 
@@ -321,7 +333,7 @@ class Mover:
                     saved.coming = None if not saved.started else saved.coming
             self._queue.clear()
             self._deferred.clear()
-            while self._in_flight_bytes:
+            while self._in_flight:
                 self._changed.wait()
             if self._error is not None:
                 logger.warning("a transfer failed, and nothing was lost: %s", self._error)

@@ -205,7 +205,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         is_of_step = self._of_step.get(saved.number) is saved
         if not is_of_step:  # of a graph that an earlier step left
             saved.number = -1
-        storage = self._mover.demand(saved)
+        storage = self._mover.demand(saved, self._event, self._ahead_bytes(self._event))
         tensor = packed.view(storage)
         if isinstance(packed, _RecordedHold) and packed.recorder is self._recorder:
             self._recorder.loaded(saved.tensor, storage)
@@ -240,14 +240,18 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         """One more save or load: the runtime's clock."""
         event = self._event
         self._event += 1
-        if self._schedule is None:
-            self._mover.settle(event, None)
-            return
-        for number in self._schedule.prefetches.get(event, ()):
-            saved = self._of_step.get(number)
-            if saved is not None:
-                self._mover.prefetch(saved)
-        self._mover.settle(event, self._schedule.ahead_bytes[event])
+        if self._schedule is not None:
+            for number in self._schedule.prefetches.get(event, ()):
+                saved = self._of_step.get(number)
+                if saved is not None:
+                    self._mover.prefetch(saved)
+        self._mover.settle(event, self._ahead_bytes(event))
+
+    def _ahead_bytes(self, event: int) -> int | None:
+        """What the plan expects before the next event; None where there is no plan, or it ends."""
+        if self._schedule is None or event >= len(self._schedule.ahead_bytes):
+            return None
+        return self._schedule.ahead_bytes[event]
 
     def _depart(self) -> None:
         """The step is not the one that was traced: for the rest of it, everything moves out."""

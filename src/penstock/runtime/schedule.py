@@ -55,7 +55,10 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     event_kernel = np.sort(np.concatenate([trace.save_kernel, trace.load_kernel]), kind="stable")
     resident = resident_bytes(trace, plan.evictions)
     bounds = np.append(event_kernel, trace.kernels)
-    ahead = tuple(int(resident[begin:end].max(initial=0)) for begin, end in pairwise(bounds))
+    ahead = [int(resident[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
+    for event in reversed(range(len(ahead) - 1)):
+        if bounds[event] == bounds[event + 1]:  # no kernel in between: the next event's need counts
+            ahead[event] = ahead[event + 1]
 
     saves: dict[int, list[int]] = defaultdict(list)  # by tensor, one for each version
     for save, tensor in enumerate(trace.save_tensor.tolist()):
@@ -93,5 +96,5 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         ),
         frozenset(drops),
         {at: tuple(save for _, _, save in sorted(entries)) for at, entries in prefetches.items()},
-        ahead,
+        tuple(ahead),
     )
