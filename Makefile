@@ -1,7 +1,7 @@
 # Every target works by itself on a fresh clone.
 #
-# torch comes from pip's own index. Without a GPU its CPU build is smaller, and enough:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+# torch comes from pip's own index. Without a GPU its CPU build is smaller, and enough: point
+# PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds.
 
 PYTHON ?= python3
 BIN := .venv/bin
