@@ -94,8 +94,9 @@ def test_error(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("budget", ["lots", "8 gigs", "-1"])
 def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as refusal:
         cli.main([*RUN[:-1], f"--device-budget={budget}"])
+    assert refusal.value.code == 1
     assert "is not a size" in capsys.readouterr().err
 
 

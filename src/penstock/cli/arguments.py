@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import penstock
 from penstock.capture.roofline import DATA_SHEETS
@@ -29,8 +31,16 @@ batches is an iterable, and loss(model, batch) the scalar to minimise:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what was typed wrong, and exits with 1: argparse's own 2 means "infeasible" here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(1, f"{self.prog}: error: {message}\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = _Parser(
         prog="penstock",
         description="Train PyTorch models that do not fit in memory. Every command reads and writes files.",
         epilog="exit codes: 0 done, 1 error, 2 infeasible, 130 interrupted",
@@ -95,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    names: argparse._SubParsersAction[argparse.ArgumentParser],
+    names: argparse._SubParsersAction[_Parser],
     name: str,
     command: Callable[[argparse.Namespace], Answer],
     summary: str,

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.capture.tracer import CudaMeter
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.runtime.mover import Done, Moved, Saved
 from penstock.runtime.pinned import PinnedSlab
@@ -74,8 +75,8 @@ class CudaDevice:
         self._outbound = ThreadPoolExecutor(1, "penstock-copy-out")
         self._inbound = ThreadPoolExecutor(1, "penstock-copy-in")
         self._foreign_bytes = max(torch.cuda.memory_allocated(device) - fixed_bytes, 0)
+        self._meter = CudaMeter(device)
         self._peak_bytes = 0
-        self._before_bytes = 0
 
     # -- carrying ------------------------------------------------------------------------------
 
@@ -248,13 +249,10 @@ class CudaDevice:
 
     def begin(self) -> None:
         self._note_peak()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before_bytes = torch.cuda.memory_allocated(self._device)
+        self._meter.begin()
 
     def end(self) -> int:
-        self.synchronize()
-        after_bytes = torch.cuda.memory_allocated(self._device)
-        return max(0, torch.cuda.max_memory_allocated(self._device) - max(after_bytes, self._before_bytes))
+        return self._meter.end()
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

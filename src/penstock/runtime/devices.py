@@ -63,6 +63,7 @@ class CpuDevice:
         stats = arena.stats()
         self._foreign_bytes = stats.in_use_bytes if stats is not None else 0
         self._peak_bytes = 0
+        self._before_bytes = 0
 
     # -- carrying ------------------------------------------------------------------------------
 
