@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -91,10 +91,22 @@ class _Watch(weakref.ref):  # type: ignore[type-arg]
     tensor: int
 
 
+class Costs(NamedTuple):
+    """Seconds that recording adds to the iteration it records.
+
+    recorded_s   for each kernel
+    passed_s     for each operator that is not recorded, such as a view
+    """
+
+    recorded_s: float
+    passed_s: float
+
+
 class Recorder(TorchDispatchMode):
     """Records every kernel that runs while it is entered.
 
-    meter      measures real kernels; None where nothing is executed
+    meter      measures real kernels; None where nothing is executed. What recording costs is measured
+               too, once in a process, and taken off their times
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     """
 
@@ -102,10 +114,13 @@ class Recorder(TorchDispatchMode):
         self,
         meter: Meter | None = None,
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
+        *,
+        calibrating: bool = False,
     ) -> None:
         super().__init__()
         self._meter = meter
         self._estimate = estimate
+        self._calibrating = calibrating
         self._names: list[str] = []
         self._times_s: list[float] = []
         self.begins_s: list[float] = []  # when each kernel began and ended, by time.perf_counter
@@ -130,6 +145,8 @@ class Recorder(TorchDispatchMode):
         self._loads_open: dict[int, tuple[int, Any]] = {}  # by tensor: first kernel, backward node
         self._left_s: float | None = None
         self._excluded_s = 0.0
+        self._passed = 0  # operators since the last kernel that were not recorded
+        self._costs = Costs(0.0, 0.0)
         self._in_optimizer = False
         self._hooks: list[Any] = []
         self._paused = False
@@ -217,6 +234,8 @@ class Recorder(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
         ]
+        if self._meter is not None and not self._calibrating:
+            self._costs = _costs_of_recording(self._meter)
         super().__enter__()
         self._left_s = time.perf_counter()
         return self
@@ -247,8 +266,10 @@ class Recorder(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A question about a tensor is no kernel; what runs while paused is not the iteration's.
-        if self._paused or operator.namespace == "prim":
+        # Questions about tensors and marks for profilers are no kernels; what runs while paused is not
+        # the iteration's.
+        if self._paused or operator.namespace in ("prim", "profiler"):
+            self._passed += 1
             return operator(*args, **kwargs)
         entered_s = time.perf_counter()
         self._note_released_holds()
@@ -268,14 +289,18 @@ class Recorder(TorchDispatchMode):
         }
         made = self._results(operator, result, inputs, written)
         if made is None:  # a view: no kernel ran
+            self._passed += 1
+            self._excluded_s += time.perf_counter() - entered_s - (ended_s - begun_s)
             return result
         if self._estimate is not None:
             kernel_s = self._estimate(operator, args, kwargs, result)
         else:
             # The time since the last kernel is the program's own, unless it was spent on moving tensors.
             gap_s = entered_s - self._left_s - self._excluded_s if self._left_s is not None else 0.0
-            kernel_s = ended_s - begun_s + max(gap_s, 0.0)
+            cost_s = self._costs.recorded_s + self._passed * self._costs.passed_s
+            kernel_s = max(ended_s - begun_s + max(gap_s, 0.0) - cost_s, 0.0)
         self._excluded_s = 0.0
+        self._passed = 0
         self._names.append(_name(operator))
         self._times_s.append(kernel_s)
         self.begins_s.append(begun_s)
@@ -415,3 +440,38 @@ class Recorder(TorchDispatchMode):
 
 def _has_tensors(result: Any) -> bool:
     return next(tensors_in(result), None) is not None
+
+
+_known_costs: dict[type, Costs] = {}
+
+
+def _costs_of_recording(meter: Meter) -> Costs:
+    """What recording with such a meter costs, by a kernel that does next to nothing."""
+    kind = type(meter)
+    if kind not in _known_costs:
+        tensor = torch.zeros(1)
+        count = 200
+
+        def run() -> float:
+            begun_s = time.perf_counter()
+            for _ in range(count):
+                tensor.add_(1)
+            return time.perf_counter() - begun_s
+
+        def run_recorded() -> float:
+            with Recorder(meter, calibrating=True) as recorder:
+                run()
+            return sum(recorder._times_s)
+
+        def run_passed() -> float:
+            with Recorder(meter, calibrating=True) as recorder, recorder.paused():
+                return run()
+
+        with torch.no_grad():
+            plain_s, recorded_s, passed_s = (
+                min(measure() for _ in range(5)) for measure in (run, run_recorded, run_passed)
+            )
+        _known_costs[kind] = Costs(
+            max(recorded_s - plain_s, 0.0) / count, max(passed_s - plain_s, 0.0) / count
+        )
+    return _known_costs[kind]
