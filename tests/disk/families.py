@@ -192,3 +192,22 @@ FAMILIES = {
     "unused_branch": Family(_UnusedBranch, _vector_loss),
     "dynamic": Family(_Dynamic, _dynamic_loss),
 }
+
+
+def small_gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same small GPT each time, with an optimizer."""
+    torch.manual_seed(3)
+    model = FAMILIES["gpt"].make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One iteration of a GPT."""
+    FAMILIES["gpt"].loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[bytes]:
+    """The bits of all weights."""
+    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]

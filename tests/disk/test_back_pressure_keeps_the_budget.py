@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import penstock
 from penstock.runtime import offload
 from penstock.storage.engine import SpillEngine
 from penstock.storage.transports import TRANSPORTS, MemoryTransport, Request
-from tests.disk.families import FAMILIES
+from tests.disk.families import iterate, small_gpt, weights
 
 STEPS = 6
 
@@ -35,24 +33,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     yield use
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = FAMILIES["gpt"].make()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    FAMILIES["gpt"].loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def weights(model: nn.Module) -> list[bytes]:
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-
-
 def in_memory() -> list[bytes]:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     for step in range(STEPS):
         iterate(model, optimizer, step)
     return weights(model)
@@ -70,7 +52,7 @@ def test_a_slow_disk_costs_time_only(
     hardware: penstock.Hardware,
 ) -> None:
     def train(budget: int | str) -> tuple[list[bytes], penstock.Report]:
-        model, optimizer = make()
+        model, optimizer = small_gpt()
         with penstock.offload(
             model, optimizer, device_budget=budget, spill_dir=tmp_path, hardware=hardware
         ) as run:
@@ -106,7 +88,7 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
         return errno.EIO if request.kind == kind and count == failing else 0
 
     disk(fault=fault)
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     errors = 0
     with penstock.offload(
         model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware, policy="evict_all"

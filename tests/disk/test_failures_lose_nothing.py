@@ -15,29 +15,13 @@ from torch import nn
 
 import penstock
 from tests.disk import training
-from tests.disk.families import FAMILIES
-
-
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = FAMILIES["gpt"].make()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    FAMILIES["gpt"].loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def weights(model: nn.Module) -> list[bytes]:
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+from tests.disk.families import FAMILIES, iterate, small_gpt, weights
 
 
 @pytest.fixture
 def least_bytes(tmp_path: Path, hardware: penstock.Hardware) -> int:
     """The minimum budget of the model."""
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     with penstock.offload(
         model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
     ) as run:
@@ -79,7 +63,7 @@ def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(
 def test_an_edit_of_a_weight_before_backward_raises_as_autograd_does(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     with (
         penstock.offload(
             model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
@@ -97,7 +81,7 @@ def test_an_edit_of_a_weight_before_backward_raises_as_autograd_does(
 def test_a_budget_below_the_minimum_is_refused_with_the_minimum(
     tmp_path: Path, hardware: penstock.Hardware, least_bytes: int
 ) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     run = penstock.offload(
         model, optimizer, device_budget=least_bytes - 4096, spill_dir=tmp_path, hardware=hardware
     )
@@ -112,7 +96,7 @@ def test_a_budget_below_the_minimum_is_refused_with_the_minimum(
 
 
 def test_weights_that_exceed_the_budget_are_refused_at_once(tmp_path: Path) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     with pytest.raises(penstock.BudgetTooSmall) as refusal:
         penstock.offload(model, optimizer, device_budget=1000, spill_dir=tmp_path)
     assert refusal.value.minimum_bytes >= sum(parameter.nbytes for parameter in model.parameters())
@@ -121,7 +105,7 @@ def test_weights_that_exceed_the_budget_are_refused_at_once(tmp_path: Path) -> N
 def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     run = penstock.offload(
         model, optimizer, device_budget="1GiB", spill_dir=tmp_path, disk_budget="64KiB", hardware=hardware
     )
@@ -155,7 +139,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Hardware) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     with (
         penstock.offload(
             model, optimizer, device_budget="1GiB", spill_dir=small_disk, hardware=hardware
@@ -168,7 +152,7 @@ def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Har
 
 
 def test_a_directory_that_is_not_there_or_is_a_file_is_refused(tmp_path: Path) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     (tmp_path / "file").write_text("")
     for path in ("missing", "file"):
         with pytest.raises(penstock.SpillError, match=path):
@@ -176,7 +160,7 @@ def test_a_directory_that_is_not_there_or_is_a_file_is_refused(tmp_path: Path) -
 
 
 def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     tmp_path.chmod(0o500)
     user = os.geteuid()
     if user == 0:  # who may write anywhere
@@ -190,7 +174,7 @@ def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", ["8 gigs", "", "-1", -1, 1.5, None, True])
 def test_a_budget_that_is_no_size_is_refused(budget: object, tmp_path: Path) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     with pytest.raises(penstock.InvalidSize):
         penstock.offload(model, optimizer, device_budget=budget, spill_dir=tmp_path)  # type: ignore[arg-type]
 
@@ -213,7 +197,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
         pass
 
     def train(offloaded: bool) -> list[bytes]:
-        model, optimizer = make()
+        model, optimizer = small_gpt()
         run = None
         if offloaded:
             run = penstock.offload(
@@ -242,7 +226,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
 def test_a_step_inside_a_step_and_a_step_after_close_are_refused(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
-    model, optimizer = make()
+    model, optimizer = small_gpt()
     run = penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware)
     with run.step(), pytest.raises(penstock.InvalidArgument, match="already open"), run.step():
         pass
@@ -255,7 +239,7 @@ def test_a_step_inside_a_step_and_a_step_after_close_are_refused(
 def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) -> None:
     gradients = []
     for offloaded in (False, True):
-        model, optimizer = make()
+        model, optimizer = small_gpt()
         if not offloaded:
             FAMILIES["gpt"].loss(model, 0).backward()
         else:
