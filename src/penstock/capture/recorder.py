@@ -2,7 +2,7 @@
 
 A storage is one tensor of the trace, followed from the kernel that makes it to the moment its
 memory is freed. Storages that autograd saves may leave memory and come back as another storage:
-whoever moves them says so with `saved`, `loaded` and `released`.
+whoever moves them says so with `saved`, `holds`, `loaded` and `brought_back`.
 """
 
 from __future__ import annotations
@@ -102,11 +102,14 @@ class Costs(NamedTuple):
     passed_s: float
 
 
+NO_COSTS = Costs(0.0, 0.0)
+
+
 class Recorder(TorchDispatchMode):
     """Records every kernel that runs while it is entered.
 
-    meter      measures real kernels; None where nothing is executed. What recording costs is measured
-               too, once in a process, and taken off their times
+    meter      measures real kernels; None where nothing is executed
+    costs      what recording itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     """
 
@@ -115,12 +118,12 @@ class Recorder(TorchDispatchMode):
         meter: Meter | None = None,
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
         *,
-        calibrating: bool = False,
+        costs: Costs = NO_COSTS,
     ) -> None:
         super().__init__()
         self._meter = meter
         self._estimate = estimate
-        self._calibrating = calibrating
+        self._costs = costs
         self._names: list[str] = []
         self._times_s: list[float] = []
         self.begins_s: list[float] = []  # when each kernel began and ended, by time.perf_counter
@@ -146,7 +149,6 @@ class Recorder(TorchDispatchMode):
         self._left_s: float | None = None
         self._excluded_s = 0.0
         self._passed = 0  # operators since the last kernel that were not recorded
-        self._costs = Costs(0.0, 0.0)
         self._in_optimizer = False
         self._hooks: list[Any] = []
         self._paused = False
@@ -234,8 +236,6 @@ class Recorder(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
         ]
-        if self._meter is not None and not self._calibrating:
-            self._costs = _costs_of_recording(self._meter)
         super().__enter__()
         self._left_s = time.perf_counter()
         return self
@@ -445,8 +445,11 @@ def _has_tensors(result: Any) -> bool:
 _known_costs: dict[type, Costs] = {}
 
 
-def _costs_of_recording(meter: Meter) -> Costs:
-    """What recording with such a meter costs, by a kernel that does next to nothing."""
+def costs_of_recording(meter: Meter) -> Costs:
+    """What recording with such a meter costs, by a kernel that does next to nothing.
+
+    Measured once in a process, in some 10 ms.
+    """
     kind = type(meter)
     if kind not in _known_costs:
         tensor = torch.zeros(1)
@@ -459,12 +462,12 @@ def _costs_of_recording(meter: Meter) -> Costs:
             return time.perf_counter() - begun_s
 
         def run_recorded() -> float:
-            with Recorder(meter, calibrating=True) as recorder:
+            with Recorder(meter) as recorder:
                 run()
             return sum(recorder._times_s)
 
         def run_passed() -> float:
-            with Recorder(meter, calibrating=True) as recorder, recorder.paused():
+            with Recorder(meter) as recorder, recorder.paused():
                 return run()
 
         with torch.no_grad():

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from penstock.capture.recorder import Recorder
+from penstock.capture.recorder import Recorder, costs_of_recording
 from penstock.capture.roofline import DATA_SHEETS, estimator, measure_cpu
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -240,7 +240,8 @@ def trace(
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     for _ in range(warmup):
         step()
-    recorder = Recorder(CudaMeter(device) if device.type == "cuda" else _CpuMeter())
+    meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+    recorder = Recorder(meter, costs=costs_of_recording(meter))
     begun_s = time.perf_counter()
     with recorder, _SavedTensors(recorder):
         step()

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from penstock.cli import output
 from penstock.cli.arguments import parser
+from penstock.cli.output import ERROR, INFEASIBLE, INTERRUPTED
 from penstock.errors import BudgetTooSmall, PenstockError, SpillSpaceFull
-
-DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import torch
 
 import penstock
 from penstock.cli import script
-from penstock.cli.output import Answer, Table, own_files
+from penstock.cli.output import ERROR, Answer, Table, own_files
 from penstock.core import files
 from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
@@ -27,7 +27,6 @@ from penstock.report.record import Record
 from penstock.runtime.offload import default_spill_dir
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
-ERROR = 1
 Value = TypeVar("Value")
 
 

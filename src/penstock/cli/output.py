@@ -16,6 +16,9 @@ from penstock.errors import BudgetTooSmall, PenstockError
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Exit codes.
+DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
+
 
 @dataclass(frozen=True)
 class Table:
@@ -41,7 +44,7 @@ class Answer:
     values: dict[str, Any]
     shown: Sequence[str | Table] = ()
     written: Sequence[Path] = field(default_factory=list)
-    exit_code: int = 0
+    exit_code: int = DONE
 
 
 def require_rich() -> None:

@@ -184,7 +184,7 @@ class Trace:
             held_until = int(self.tensor_held_until[tensor])
             for before, after in zip(uses[:-1].tolist(), uses[1:].tolist(), strict=True):
                 begin = max(before + 1, held_until)
-                # A save that comes before the last use cannot be read by it: the copy may start there.
+                # Before it is saved, a tensor is the program's alone, and nobody can take it away.
                 if begin < after and ready_after < begin:
                     periods.append(InactivePeriod(tensor, begin, after, ready_after))
         return tuple(sorted(periods, key=lambda period: (period.begin, period.tensor)))

@@ -16,7 +16,7 @@ from penstock.planners.keep import keep
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up
 
-__all__ = ["POLICIES", "Policy", "budget_table", "plan"]
+__all__ = ["POLICIES", "Policy", "budget_table", "plan", "require_policy"]
 
 Policy = Callable[[Trace, int, Hardware], tuple[Evict, ...]]
 
@@ -41,8 +41,7 @@ def plan(
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
     """
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
-    if policy != "auto" and policy not in POLICIES:
-        raise InvalidArgument(f"there is no policy {policy!r}: choose auto, {', '.join(POLICIES)}")
+    require_policy(policy)
     if budget > hardware.device_bytes:
         raise InvalidArgument(
             f"the device budget of {format_bytes(budget)} exceeds the device, which has "
@@ -61,6 +60,12 @@ def plan(
     )
     timeline = simulate(trace, draft, hardware)
     return replace(draft, predicted_s=timeline.iteration_s, predicted_peak_bytes=timeline.peak_bytes)
+
+
+def require_policy(policy: str) -> None:
+    """Raise InvalidArgument unless ``policy`` is "auto" or a name in POLICIES."""
+    if policy != "auto" and policy not in POLICIES:
+        raise InvalidArgument(f"there is no policy {policy!r}: choose auto, {', '.join(POLICIES)}")
 
 
 def budget_table(

@@ -106,9 +106,6 @@ class CudaDevice:
         saved.copy.ready.record(torch.cuda.current_stream(self._device))
         return target
 
-    def before_use(self, saved: Saved) -> None:
-        pass  # the host has seen the copy complete
-
     def copy_out(self, saved: Saved, done: Done) -> None:
         assert saved.storage is not None
         job = self._to_host if saved.copy.tier == "host" else self._to_disk

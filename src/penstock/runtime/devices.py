@@ -29,7 +29,7 @@ class Device(Carrier, Meter, Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Forget earlier peaks, and note the stream the step computes on."""
+        """Forget earlier peaks."""
         ...
 
     def synchronize(self) -> None:
@@ -98,9 +98,6 @@ class CpuDevice:
             target,
             _report("disk_read", saved, done),
         )
-
-    def before_use(self, saved: Saved) -> None:
-        pass
 
     def _transfer_bytes(self, storage: torch.UntypedStorage) -> int:
         """Blocks of the arena may be read and written up to their end: no odd tail to copy apart."""

@@ -25,6 +25,11 @@ def rates(moved: Sequence[Moved]) -> dict[str, float]:
     return rates
 
 
+def moved_bytes(moved: Sequence[Moved], link: str) -> int:
+    """Bytes that crossed a link."""
+    return sum(transfer.size_bytes for transfer in moved if transfer.link == link)
+
+
 def timeline(trace: Trace, recorder: Recorder, mover: Mover, begun_s: float, step_s: float) -> Timeline:
     """The recorded step, on the same clock and in the same terms as a simulated one."""
     kernels = [

@@ -117,9 +117,6 @@ class Carrier(Protocol):
         done: Done,
     ) -> None: ...
 
-    def before_use(self, saved: Saved) -> None:
-        """Make the device wait for a copy that was brought back."""
-
 
 class Mover:
     """Moves saved storages by order of the plan, or of need.
@@ -246,9 +243,7 @@ class Mover:
                     self._raise_error()
                     self._changed.wait()
                 self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
-            storage = saved.storage
-        self._carrier.before_use(saved)
-        return storage
+            return saved.storage
 
     def let_go(self, saved: Saved) -> None:
         """Keep only the copy, as soon as it is complete."""

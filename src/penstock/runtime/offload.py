@@ -18,7 +18,7 @@ import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 
 from penstock.capture.probe import probe
-from penstock.capture.recorder import Recorder
+from penstock.capture.recorder import Recorder, costs_of_recording
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -32,7 +32,7 @@ from penstock.errors import (
     InvalidPlan,
     PenstockError,
 )
-from penstock.planners import POLICIES, plan
+from penstock.planners import plan, require_policy
 from penstock.runtime import measured, resident
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.devices import CpuDevice, Device
@@ -127,8 +127,7 @@ class Offload:
         policy: str,
         hardware: Hardware | None,
     ) -> None:
-        if policy != "auto" and policy not in POLICIES:
-            raise InvalidArgument(f"no policy is called {policy!r}: give auto, {', '.join(POLICIES)}")
+        require_policy(policy)
         self._model = model
         self._optimizer = optimizer
         self._policy = policy
@@ -143,22 +142,18 @@ class Offload:
                 f"budget is {format_bytes_up(device_budget_bytes)}. Only activations move: raise the budget.",
                 fixed_bytes,
             )
+        on_cpu = self._device_name.type == "cpu"
         resident.release_free_memory()
-        self._resident_before_bytes = resident.resident_bytes() - (
-            fixed_bytes if self._device_name.type == "cpu" else 0
-        )
+        self._resident_before_bytes = resident.resident_bytes() - (fixed_bytes if on_cpu else 0)
         self._engine = SpillEngine(spill_dir, disk_budget_bytes)
         try:
             machine = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
             disk_bytes = machine.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
-            on_cpu = self._device_name.type == "cpu"
-            host_bytes = (
-                0 if on_cpu else (machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes)
-            )
             self._device: Device
             if on_cpu:
                 self._device, host_tier_bytes = CpuDevice(self._engine, device_budget_bytes, fixed_bytes), 0
             else:
+                host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
                 self._device = CudaDevice(self._engine, self._device_name, host_bytes, fixed_bytes)
                 host_tier_bytes = self._device.host_tier_bytes
             self.hardware = replace(
@@ -205,7 +200,9 @@ class Offload:
         if self._refusal is not None:
             raise self._refusal
         following = self._schedule
-        recorder = Recorder(self._device) if following is None or self._recordings_left else None
+        recorder = None
+        if following is None or self._recordings_left:
+            recorder = Recorder(self._device, costs=costs_of_recording(self._device))
         self._saved.begin_step(
             schedule=following,
             expected=self._fingerprints,
@@ -269,6 +266,7 @@ class Offload:
             made = plan(trace, self.hardware, self._policy)
         except PenstockError as error:
             if self._schedule is not None:  # the budget is at the edge, and the plan in force keeps it
+                logger.warning("no better plan could be made, and the one in force is kept: %s", error)
                 return
             if isinstance(error, BudgetTooSmall):
                 self._refusal = error
@@ -305,13 +303,10 @@ class Offload:
             raise PenstockError("nothing to report yet: run at least one step to its end")
         predicted = simulate(self.trace, self.plan, self.hardware)
         times_s = self._step_times_s or self._recorded_times_s[-1:]
-        moved_bytes = {
-            direction: sum(moved.size_bytes for moved in self._last_moved if moved.link in links)
-            for direction, links in (
-                ("out", ("device_to_host",) if self._device_name.type == "cuda" else ("disk_write",)),
-                ("in", ("host_to_device",) if self._device_name.type == "cuda" else ("disk_read",)),
-            )
-        }
+        on_cpu = self._device_name.type == "cpu"
+        evict_link, prefetch_link = (
+            ("disk_write", "disk_read") if on_cpu else ("device_to_host", "host_to_device")
+        )
         peak_resident_bytes = 0
         if self._peak_resident_known:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
@@ -331,9 +326,9 @@ class Offload:
             stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
             predicted_stall_s=predicted.stall_s,
             ideal_s=self.trace.ideal_s,
-            evicted_bytes=moved_bytes["out"],
+            evicted_bytes=measured.moved_bytes(self._last_moved, evict_link),
             predicted_evicted_bytes=predicted.evicted_bytes,
-            loaded_bytes=moved_bytes["in"],
+            loaded_bytes=measured.moved_bytes(self._last_moved, prefetch_link),
             disk_bytes=self._engine.file_bytes,
             steps=self._steps,
             profiled_steps=self._profiled_steps,

@@ -230,9 +230,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     @contextlib.contextmanager
     def _stalls_excluded(self, recorder: Recorder) -> Iterator[None]:
         """Waiting is not the program's own time."""
-        before_s = self._mover.stall_s
+        before = len(self._mover.waits)
         yield
-        recorder.exclude(self._mover.stall_s - before_s)
+        recorder.exclude(sum(wait.finished_s - wait.started_s for wait in self._mover.waits[before:]))
 
     # -- the clock -----------------------------------------------------------------------------
 
