@@ -184,7 +184,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         ):
             self._depart()
         if self._schedule is None:
-            self._mover.evict(saved, self._default_tier, self._event)
+            if saved.copy is None:  # a departure just now may have seen to it
+                self._mover.evict(saved, self._default_tier, self._event)
         elif departure := self._schedule.departures.get(number):
             self._mover.evict(saved, departure.tier, departure.due, stays=departure.stays)
         self._tick()
