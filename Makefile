@@ -7,11 +7,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test lint bench sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[cli,report,dev]'
 	touch $@
@@ -30,3 +30,15 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step_time.py -o out/step_time.json
+
+# The tests of the C++ parts, for errors of memory and undefined behaviour, and for races. Needs CMake,
+# a C++ compiler with its sanitizers, and no Python.
+sanitize: sanitize-asan sanitize-tsan
+
+sanitize-asan: SANITIZERS := address,undefined
+sanitize-tsan: SANITIZERS := thread
+sanitize-asan sanitize-tsan: sanitize-%:
+	cmake -S . -B build/$* -D PENSTOCK_TESTS=ON -D CMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all"
+	cmake --build build/$* --parallel 2
+	ctest --test-dir build/$* --output-on-failure

@@ -1,0 +1,14 @@
+// What each part adds to penstock._native.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace penstock {
+
+void bind_checksum(nanobind::module_& module);
+
+// Linux only.
+void bind_arena(nanobind::module_& module);
+void bind_transfers(nanobind::module_& module);
+
+}  // namespace penstock

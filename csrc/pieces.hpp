@@ -1,0 +1,77 @@
+// How a request is cut into what can be read or written at once. No file, no memory is touched.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace penstock {
+
+enum class Way { direct, staged, buffered };
+
+struct Request {
+  std::uint64_t token;  // the requester's name for it
+  bool write;
+  Way way;
+  bool padded;  // the file is the requester's up to multiples of the alignment
+  int buffered_file, direct_file;
+  std::uint32_t alignment_bytes;  // of the direct file: a power of two
+  std::uint64_t offset;
+  std::byte* address;
+  std::uint64_t size_bytes;
+};
+
+// The file bytes [begin, end) are read or written; of these, [data_begin, data_end) are the request's.
+struct Piece {
+  Way way;
+  std::uint64_t begin, end;
+  std::uint64_t data_begin, data_end;
+};
+
+// In order of the file. Together their data is the request, once each.
+inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes) {
+  std::vector<Piece> pieces;
+  const auto data_begin = request.offset, data_end = request.offset + request.size_bytes;
+  const auto add = [&](Way way, std::uint64_t begin, std::uint64_t end) {
+    while (begin < end) {
+      const auto next = std::min(end, (begin / piece_bytes + 1) * piece_bytes);
+      pieces.push_back({way, begin, next, std::max(begin, data_begin), std::min(next, data_end)});
+      begin = next;
+    }
+  };
+  if (request.way == Way::buffered || request.direct_file < 0) {
+    add(Way::buffered, data_begin, data_end);
+    return pieces;
+  }
+  const std::uint64_t alignment = request.alignment_bytes;
+  const auto outer_begin = data_begin / alignment * alignment;
+  const auto outer_end = (data_end + alignment - 1) / alignment * alignment;
+  const auto inner_begin = std::min(data_end, (data_begin + alignment - 1) / alignment * alignment);
+  const auto inner_end = std::max(inner_begin, data_end / alignment * alignment);
+  const auto address = reinterpret_cast<std::uintptr_t>(request.address) + (inner_begin - data_begin);
+  const bool direct = request.way == Way::direct && address % alignment == 0;
+  const bool whole_blocks = !request.write || request.padded;  // edges may be moved as whole blocks
+  if (!direct && whole_blocks) {
+    add(Way::staged, outer_begin, outer_end);
+    return pieces;
+  }
+  // A block that is shared with others is changed through the page cache, which knows its other bytes.
+  if (data_begin < inner_begin) {
+    if (whole_blocks) {
+      add(Way::staged, outer_begin, outer_begin + alignment);
+    } else {
+      add(Way::buffered, data_begin, inner_begin);
+    }
+  }
+  add(direct ? Way::direct : Way::staged, inner_begin, inner_end);
+  if (inner_end < data_end) {
+    if (whole_blocks) {
+      add(Way::staged, inner_end, outer_end);
+    } else {
+      add(Way::buffered, inner_end, data_end);
+    }
+  }
+  return pieces;
+}
+
+}  // namespace penstock

@@ -1,0 +1,283 @@
+// Whatever the device does, every request ends once, with its bytes or with an error.
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "transfers.hpp"
+
+using namespace penstock;
+
+namespace {
+
+constexpr std::uint32_t kAlignment = 512;
+constexpr std::uint64_t kPiece = 4096;
+constexpr int kBuffered = 3, kDirect = 4;
+
+// A device in memory that is short, busy and late at random.
+class Device final : public Io {
+ public:
+  struct Faults {
+    unsigned seed = 1;
+    bool short_moves = false, busy = false, late = false;
+    int error = 0;        // every tenth operation fails with it
+    bool breaks = false;  // the ring fails
+  };
+  Device(std::vector<std::byte>& file, const Faults& faults)
+      : file_(file), faults_(faults), random_(faults.seed) {}
+
+  bool register_memory(std::byte*, std::size_t) override { return faults_.seed % 2 == 0; }
+  void prepare(const Operation& operation, std::uint64_t tag) override {
+    prepared_.push_back({operation, tag});
+  }
+  void submit() override {
+    for (const auto& [operation, tag] : prepared_) results_.push_back({tag, perform(operation)});
+    prepared_.clear();
+  }
+  void wait() override {
+    submit();
+    if (faults_.breaks) throw std::system_error(EBADF, std::generic_category());
+    std::unique_lock lock(mutex_);
+    while (results_.empty() && !woken_) changed_.wait(lock);
+    woken_ = false;
+  }
+  bool next(Result& result) override {
+    if (results_.empty()) return false;
+    const auto which = faults_.late ? random_() % results_.size() : 0;
+    result = results_[which];
+    results_.erase(results_.begin() + static_cast<std::ptrdiff_t>(which));
+    return true;
+  }
+  void wake() override {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    changed_.notify_one();
+  }
+
+ private:
+  int perform(const Operation& operation) {
+    const auto draw = random_() % 10;
+    if (faults_.busy && draw < 3) return draw == 0 ? -EINTR : -EAGAIN;
+    if (faults_.error != 0 && draw == 9) return -faults_.error;
+    if (operation.file == kDirect) {
+      CHECK(operation.offset % kAlignment == 0 && operation.size_bytes % kAlignment == 0);
+      CHECK(reinterpret_cast<std::uintptr_t>(operation.address) % kAlignment == 0);
+    }
+    if (operation.offset >= file_.size()) return 0;
+    auto size = std::min<std::uint64_t>(operation.size_bytes, file_.size() - operation.offset);
+    // Direct I/O stops at a block, but for the end of the file.
+    if (faults_.short_moves && size > kAlignment) size = kAlignment + random_() % (size - kAlignment);
+    if (operation.write) {
+      std::memcpy(file_.data() + operation.offset, operation.address, size);
+    } else {
+      std::memcpy(operation.address, file_.data() + operation.offset, size);
+    }
+    return static_cast<int>(size);
+  }
+
+  std::vector<std::byte>& file_;
+  const Faults faults_;
+  std::mt19937 random_;
+  std::vector<std::pair<Operation, std::uint64_t>> prepared_;
+  std::deque<Result> results_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool woken_ = false;
+};
+
+std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::byte> bytes(size);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+std::map<std::uint64_t, int> wait_for(Transfers& transfers, std::size_t count) {
+  std::map<std::uint64_t, int> errors;
+  while (errors.size() < count) {
+    for (const auto& one : transfers.wait()) {
+      CHECK(errors.emplace(one.token, one.error).second);
+      CHECK(one.started_s <= one.finished_s);
+    }
+  }
+  return errors;
+}
+
+// Requests of every kind over one file, each with room of its own.
+void check_everything_moves(const Device::Faults& faults) {
+  constexpr std::size_t kRoom = 8 * kPiece, kCount = 60;
+  auto file = random_bytes(kRoom * kCount, 7);
+  auto expected = file;
+  auto memory = random_bytes(kRoom * kCount, 8);
+  auto expected_memory = memory;
+  std::mt19937 random(faults.seed);
+  std::vector<Request> requests;
+  for (std::size_t index = 0; index < kCount; ++index) {
+    const auto offset = index * kRoom + random() % (2 * kAlignment), size = 1 + random() % (6 * kPiece);
+    const auto place = index * kRoom + (random() % 2 != 0 ? 0 : random() % kAlignment);
+    requests.push_back({index, random() % 2 == 0, static_cast<Way>(random() % 3), false, kBuffered,
+                        random() % 4 == 0 ? -1 : kDirect, kAlignment, offset, memory.data() + place, size});
+    auto& asked = requests.back();
+    if (asked.write) {
+      std::memcpy(expected.data() + offset, asked.address, size);
+    } else {
+      std::memcpy(expected_memory.data() + place, file.data() + offset, size);
+    }
+  }
+  Transfers transfers([&] { return std::make_unique<Device>(file, faults); }, {4, kPiece, 2});
+  CHECK(transfers.submit(requests));
+  for (const auto& [token, error] : wait_for(transfers, kCount)) {
+    CHECK(error == 0 || error == faults.error);
+    if (error == 0) continue;
+    const auto& failed = requests[token];  // its bytes are anything
+    const auto begin = token * kRoom, at = static_cast<std::size_t>(failed.address - memory.data());
+    std::copy_n(file.begin() + static_cast<std::ptrdiff_t>(begin), kRoom,
+                expected.begin() + static_cast<std::ptrdiff_t>(begin));
+    std::copy_n(memory.begin() + static_cast<std::ptrdiff_t>(at), failed.size_bytes,
+                expected_memory.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+  transfers.close();
+  CHECK(file == expected);
+  CHECK(memory == expected_memory);
+}
+
+}  // namespace
+
+TEST(everything_moves_on_a_device_without_faults) {
+  for (unsigned seed = 1; seed <= 6; ++seed) check_everything_moves({seed});
+}
+
+TEST(short_and_late_moves_are_continued) {
+  for (unsigned seed = 1; seed <= 6; ++seed) check_everything_moves({seed, true, false, true});
+}
+
+TEST(an_error_ends_its_own_request_alone) {
+  for (unsigned seed = 1; seed <= 6; ++seed) check_everything_moves({seed, true, false, true, ENOSPC});
+}
+
+TEST(a_busy_device_is_tried_again) { check_everything_moves({1, true, true, true}); }
+
+TEST(the_end_of_a_file) {
+  auto file = random_bytes(3 * kAlignment + 100, 1);
+  std::vector<std::byte> memory(8 * kAlignment);
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); }, {4, kPiece, 2});
+  const auto read = [&](Way way, std::uint64_t offset, std::uint64_t size) {
+    const Request asked{1,   false, way, false, kBuffered, kDirect, kAlignment, offset, memory.data() + 1,
+                        size};
+    CHECK(transfers.submit({&asked, 1}));
+    return wait_for(transfers, 1).at(1);
+  };
+  for (const auto way : {Way::direct, Way::staged, Way::buffered}) {
+    CHECK(read(way, 10, file.size() - 10) == 0);
+    CHECK(std::memcmp(memory.data() + 1, file.data() + 10, file.size() - 10) == 0);
+    CHECK(read(way, 10, file.size() - 9) == EIO);
+    CHECK(read(way, file.size(), 1) == EIO);
+  }
+}
+
+TEST(cancel_and_close) {
+  constexpr std::size_t kCount = 200;
+  auto file = random_bytes(kPiece * kCount, 2);
+  auto memory = random_bytes(kPiece * kCount, 3);
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); }, {1, kPiece, 1});
+  std::vector<Request> requests;
+  std::vector<std::uint64_t> tokens;
+  for (std::uint64_t index = 0; index < kCount; ++index) {
+    requests.push_back({index, true, Way::direct, true, kBuffered, -1, kAlignment, index * kPiece,
+                        memory.data() + index * kPiece, kPiece});
+    tokens.push_back(index);
+  }
+  CHECK(transfers.submit(requests));
+  const auto cancelled = transfers.cancel(tokens);
+  CHECK(transfers.cancel(tokens) == 0 || cancelled < kCount);
+  std::size_t found = 0, done = 0;
+  for (const auto& [token, error] : wait_for(transfers, kCount)) {
+    CHECK(error == 0 || error == ECANCELED);
+    found += error == ECANCELED;
+    done += error == 0;
+    if (error == 0)
+      CHECK(std::memcmp(file.data() + token * kPiece, memory.data() + token * kPiece, kPiece) == 0);
+  }
+  CHECK(found >= cancelled && found + done == kCount);
+  transfers.close();
+  CHECK(!transfers.submit(requests));
+  CHECK(transfers.wait().empty());
+  transfers.close();
+}
+
+TEST(close_finishes_what_was_submitted) {
+  auto file = random_bytes(100 * kPiece, 4);
+  auto memory = random_bytes(100 * kPiece, 5);
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{2, true, true, true}); },
+                      {3, kPiece, 2});
+  const Request asked{9,       true,       Way::staged, false,         kBuffered,
+                      kDirect, kAlignment, 0,           memory.data(), memory.size()};
+  CHECK(transfers.submit({&asked, 1}));
+  transfers.close();
+  CHECK(file == memory);
+  const auto finished = transfers.wait();
+  CHECK(finished.size() == 1 && finished[0].error == 0);
+  CHECK(transfers.wait().empty());
+}
+
+TEST(a_broken_ring_ends_everything) {
+  auto file = random_bytes(kPiece, 6);
+  auto memory = random_bytes(kPiece, 7);
+  Transfers transfers(
+      [&] { return std::make_unique<Device>(file, Device::Faults{1, false, false, false, 0, true}); },
+      {4, kPiece, 2});
+  const Request asked{1, true, Way::direct, true, kBuffered, kDirect, kAlignment, 0, memory.data(), kPiece};
+  if (transfers.submit({&asked, 1})) {
+    const auto finished = transfers.wait();
+    CHECK(finished.size() == 1 && finished[0].error == EBADF && finished[0].abandoned);
+  }
+  transfers.close();
+  CHECK(!transfers.submit({&asked, 1}));
+}
+
+TEST(a_refusal_is_thrown) {
+  bool thrown = false;
+  try {
+    Transfers transfers(
+        []() -> std::unique_ptr<Io> { throw std::system_error(EPERM, std::generic_category()); }, {});
+  } catch (const std::system_error& error) {
+    thrown = error.code().value() == EPERM;
+  }
+  CHECK(thrown);
+}
+
+TEST(many_threads) {
+  constexpr std::size_t kThreads = 4, kEach = 100;
+  auto file = random_bytes(kThreads * kEach * kPiece, 9);
+  auto memory = random_bytes(file.size(), 10);
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{3, true, false, true}); },
+                      {8, kPiece, 4});
+  std::vector<std::thread> threads;
+  std::atomic<std::size_t> over = 0;
+  for (std::size_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (std::size_t index = thread * kEach; index < (thread + 1) * kEach; ++index) {
+        const Request asked{
+            index,      true,           static_cast<Way>(index % 3),    true,  kBuffered, kDirect,
+            kAlignment, index * kPiece, memory.data() + index * kPiece, kPiece};
+        CHECK(transfers.submit({&asked, 1}));
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (over < kThreads * kEach) over += transfers.wait().size();
+  });
+  for (auto& thread : threads) thread.join();
+  transfers.close();
+  CHECK(file == memory);
+}

@@ -1,0 +1,247 @@
+#include "transfers.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <utility>
+
+namespace penstock {
+
+namespace {
+
+constexpr int kBusyRetries = 100;
+constexpr auto kBusyPause = std::chrono::milliseconds(1);
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+Transfers::Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits)
+    : limits_(limits), staging_(limits.slots, limits.piece_bytes), process_(getpid()) {
+  thread_ = std::thread([this, make_io] { run(make_io); });
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return started_; });
+  if (start_error_ != 0) {
+    lock.unlock();
+    thread_.join();
+    throw std::system_error(start_error_, std::generic_category(), "io_uring");
+  }
+}
+
+Transfers::~Transfers() { close(); }
+
+bool Transfers::submit(std::span<const Request> requests) {
+  // Cut before the lock is taken: the thread goes on meanwhile.
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  std::vector<std::unique_ptr<Part>> parts;
+  for (const auto& request : requests) {
+    const auto pieces = cut(request, limits_.piece_bytes);
+    transfers.push_back(std::make_unique<Transfer>(Transfer{request, pieces.size()}));
+    for (const auto& piece : pieces)
+      parts.push_back(std::make_unique<Part>(Part{transfers.back().get(), piece}));
+  }
+  const std::lock_guard lock(mutex_);
+  if (closed_ || process_ != getpid()) return false;
+  for (auto& transfer : transfers) transfers_.emplace(transfer->request.token, std::move(transfer));
+  for (auto& part : parts) waiting_.push_back(std::move(part));
+  if (io_ != nullptr) io_->wake();
+  return true;
+}
+
+std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Transfer*> cancelled;
+  for (const auto token : tokens) {
+    const auto found = transfers_.find(token);
+    if (found != transfers_.end() && found->second->pieces_begun == 0)
+      cancelled.push_back(found->second.get());
+  }
+  for (auto* transfer : cancelled) {
+    std::erase_if(waiting_, [transfer](const auto& part) { return part->transfer == transfer; });
+    transfer->started_s = now_s();
+    finish_locked(*transfer, ECANCELED);
+  }
+  return cancelled.size();
+}
+
+std::vector<Finished> Transfers::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !finished_.empty() || ended_; });
+  return std::exchange(finished_, {});
+}
+
+void Transfers::close() {
+  if (process_ != getpid()) {  // after a fork: the thread is the parent's
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    if (io_ != nullptr) io_->wake();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+// -- on the thread -------------------------------------------------------------------------------
+
+void Transfers::run(const std::function<std::unique_ptr<Io>()>& make_io) {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
+  pthread_setname_np(pthread_self(), "penstock-ring");
+  std::unique_ptr<Io> io;
+  int error = 0;
+  try {
+    io = make_io();
+    registered_ = io->register_memory(staging_.start(), staging_.size_bytes());
+  } catch (const std::system_error& failure) {
+    error = failure.code().value();
+  } catch (const std::bad_alloc&) {
+    error = ENOMEM;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    io_ = io.get();
+    start_error_ = error;
+    started_ = true;
+    changed_.notify_all();
+  }
+  if (error == 0) {
+    try {
+      serve(*io);
+    } catch (const std::system_error& failure) {  // such as a ring that the program has closed
+      error = failure.code().value();
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  io_ = nullptr;
+  closed_ = ended_ = true;
+  while (!transfers_.empty()) {
+    auto& transfer = *transfers_.begin()->second;
+    finish_locked(transfer, error, transfer.pieces_begun > 0);
+  }
+  changed_.notify_all();
+}
+
+void Transfers::serve(Io& io) {
+  std::unique_ptr<Part> part;
+  while (true) {
+    while (next_part(part)) start(io, std::move(part));
+    {
+      const std::lock_guard lock(mutex_);
+      if (closed_ && in_flight_.empty() && waiting_.empty()) return;
+    }
+    io.wait();
+    Result result;
+    while (io.next(result)) {
+      part = advance(take_back(result.tag), result.moved);
+      if (part) issue(io, std::move(part));
+    }
+  }
+}
+
+// The next part that may begin now.
+bool Transfers::next_part(std::unique_ptr<Part>& part) {
+  if (in_flight_.size() >= limits_.depth) return false;
+  const std::lock_guard lock(mutex_);
+  if (waiting_.empty()) return false;
+  auto& first = waiting_.front();
+  if (first->piece.way == Way::staged && (first->slot = staging_.take()) == nullptr) return false;
+  part = std::move(first);
+  waiting_.pop_front();
+  if (part->transfer->pieces_begun++ == 0) part->transfer->started_s = now_s();
+  return true;
+}
+
+void Transfers::start(Io& io, std::unique_ptr<Part> part) {
+  const auto& piece = part->piece;
+  const auto& request = part->transfer->request;
+  const bool copies = piece.way == Way::staged && request.write;
+  if (copies) {
+    io.submit();  // what is prepared need not wait for the copy
+    std::memcpy(part->slot + (piece.data_begin - piece.begin),
+                request.address + (piece.data_begin - request.offset), piece.data_end - piece.data_begin);
+  }
+  issue(io, std::move(part));
+}
+
+// What is left of the part.
+void Transfers::issue(Io& io, std::unique_ptr<Part> part) {
+  const auto& piece = part->piece;
+  const auto& request = part->transfer->request;
+  const auto begin = piece.begin + part->done_bytes;
+  auto* address =
+      piece.way == Way::staged ? part->slot + part->done_bytes : request.address + (begin - request.offset);
+  io.prepare(
+      {request.write, piece.way == Way::buffered ? request.buffered_file : request.direct_file, begin,
+       address, static_cast<std::uint32_t>(piece.end - begin), piece.way == Way::staged && registered_},
+      reinterpret_cast<std::uint64_t>(part.get()));
+  auto* tag = part.get();
+  in_flight_.emplace(tag, std::move(part));
+}
+
+std::unique_ptr<Transfers::Part> Transfers::take_back(std::uint64_t tag) {
+  return std::move(in_flight_.extract(reinterpret_cast<Part*>(tag)).mapped());
+}
+
+// Short moves, interrupted and busy ones are dealt with here, and nowhere else. Gives the part back
+// if it has to go on.
+std::unique_ptr<Transfers::Part> Transfers::advance(std::unique_ptr<Part> part, int moved) {
+  const auto& piece = part->piece;
+  const auto& request = part->transfer->request;
+  if (moved == -EINTR || moved == -EAGAIN) {
+    if (++part->retries > kBusyRetries) {
+      finish_part(std::move(part), EAGAIN);
+      return nullptr;
+    }
+    if (part->retries > 1) std::this_thread::sleep_for(kBusyPause);
+    return part;
+  }
+  if (moved < 0) {
+    finish_part(std::move(part), -moved);
+    return nullptr;
+  }
+  const auto reached = piece.begin + part->done_bytes + static_cast<std::uint64_t>(moved);
+  // A file may end inside its last block: what was asked for of it has been read.
+  if (reached >= piece.end || (!request.write && reached >= piece.data_end)) {
+    if (piece.way == Way::staged && !request.write) {
+      std::memcpy(request.address + (piece.data_begin - request.offset),
+                  part->slot + (piece.data_begin - piece.begin), piece.data_end - piece.data_begin);
+    }
+    finish_part(std::move(part), 0);
+    return nullptr;
+  }
+  auto step = static_cast<std::uint64_t>(moved);
+  if (piece.way != Way::buffered) step -= step % request.alignment_bytes;
+  if (step == 0) {  // the file ends here, or the device gave up
+    finish_part(std::move(part), EIO);
+    return nullptr;
+  }
+  part->done_bytes += step;
+  return part;
+}
+
+void Transfers::finish_part(std::unique_ptr<Part> part, int error) {
+  if (part->slot != nullptr) staging_.give(part->slot);
+  const std::lock_guard lock(mutex_);
+  auto& transfer = *part->transfer;
+  if (transfer.error == 0) transfer.error = error;
+  if (--transfer.pieces_left == 0) finish_locked(transfer, transfer.error);
+}
+
+void Transfers::finish_locked(Transfer& transfer, int error, bool abandoned) {
+  finished_.push_back({transfer.request.token, error, transfer.started_s, now_s(), abandoned});
+  transfers_.erase(transfer.request.token);
+  changed_.notify_all();
+}
+
+}  // namespace penstock

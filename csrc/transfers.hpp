@@ -1,0 +1,94 @@
+// Requests carried out in the background on one thread, which needs nobody's attention.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "io.hpp"
+#include "pieces.hpp"
+#include "staging.hpp"
+
+namespace penstock {
+
+struct Limits {
+  unsigned depth = 32;                   // operations at once
+  std::uint64_t piece_bytes = 1U << 20;  // largest operation
+  std::size_t slots = 8;                 // staging buffers, of piece_bytes each
+};
+
+struct Finished {
+  std::uint64_t token;
+  int error;                     // 0, or an errno
+  double started_s, finished_s;  // on the monotonic clock
+  bool abandoned;                // the ring broke: the memory may still be read or written, for ever
+};
+
+class Transfers {
+ public:
+  // `make_io` is called on the thread that will use it; what it throws is thrown here.
+  Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits);
+  Transfers(const Transfers&) = delete;
+  Transfers& operator=(const Transfers&) = delete;
+  ~Transfers();
+
+  // Begins the requests. False, and nothing begins, after close.
+  bool submit(std::span<const Request> requests);
+  // Ends with ECANCELED those of which nothing has begun. Gives how many.
+  std::size_t cancel(std::span<const std::uint64_t> tokens);
+  // What has finished since the last call: at least one, waiting for it; none after close.
+  std::vector<Finished> wait();
+  // Waits for everything that was submitted. Idempotent.
+  void close();
+  bool registered() const { return registered_; }
+
+ private:
+  struct Transfer {
+    Request request;
+    std::size_t pieces_left;
+    std::size_t pieces_begun = 0;
+    int error = 0;
+    double started_s = 0;
+  };
+  struct Part {
+    Transfer* transfer;
+    Piece piece;
+    std::uint64_t done_bytes = 0;  // from piece.begin on
+    int retries = 0;
+    std::byte* slot = nullptr;
+  };
+
+  void run(const std::function<std::unique_ptr<Io>()>& make_io);
+  void serve(Io& io);
+  bool next_part(std::unique_ptr<Part>& part);
+  void start(Io& io, std::unique_ptr<Part> part);
+  void issue(Io& io, std::unique_ptr<Part> part);
+  std::unique_ptr<Part> take_back(std::uint64_t tag);
+  std::unique_ptr<Part> advance(std::unique_ptr<Part> part, int moved);
+  void finish_part(std::unique_ptr<Part> part, int error);
+  void finish_locked(Transfer& transfer, int error, bool abandoned = false);
+
+  const Limits limits_;
+  Staging staging_;
+  bool registered_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::deque<std::unique_ptr<Part>> waiting_;
+  std::vector<Finished> finished_;
+  std::unordered_map<Part*, std::unique_ptr<Part>> in_flight_;  // the thread's own
+  Io* io_ = nullptr;                                            // while the thread serves
+  int start_error_ = 0;
+  bool started_ = false, closed_ = false, ended_ = false;
+  const int process_;
+  std::thread thread_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,94 @@
+// What Python sees of io_uring.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <string_view>
+#include <system_error>
+
+#include "bindings.hpp"
+#include "ring.hpp"
+#include "transfers.hpp"
+
+namespace nb = nanobind;
+
+namespace penstock {
+
+namespace {
+
+Way way_of(std::string_view name) {
+  if (name == "direct") return Way::direct;
+  if (name == "staged") return Way::staged;
+  if (name == "buffered") return Way::buffered;
+  throw nb::value_error("no such way");
+}
+
+void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::size_t slots) {
+  if (depth == 0 || piece_bytes == 0 || slots == 0) throw nb::value_error("limits must be above zero");
+  int error = 0;
+  {
+    const nb::gil_scoped_release release;
+    try {
+      new (self) Transfers([depth] { return std::make_unique<Ring>(depth); }, {depth, piece_bytes, slots});
+    } catch (const std::system_error& failure) {
+      error = failure.code().value();
+    }
+  }
+  if (error != 0) {
+    errno = error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
+// (token, write, way, padded, buffered, direct, alignment_bytes, offset, address, size_bytes)
+Request request_of(const nb::tuple& fields) {
+  return {nb::cast<std::uint64_t>(fields[0]),
+          nb::cast<bool>(fields[1]),
+          way_of(nb::cast<std::string_view>(fields[2])),
+          nb::cast<bool>(fields[3]),
+          nb::cast<int>(fields[4]),
+          nb::cast<int>(fields[5]),
+          nb::cast<std::uint32_t>(fields[6]),
+          nb::cast<std::uint64_t>(fields[7]),
+          reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[8])),
+          nb::cast<std::uint64_t>(fields[9])};
+}
+
+bool submit(Transfers& self, const nb::list& list) {
+  std::vector<Request> requests;
+  for (const auto item : list) requests.push_back(request_of(nb::cast<nb::tuple>(item)));
+  const nb::gil_scoped_release release;
+  return self.submit(requests);
+}
+
+nb::list wait(Transfers& self) {
+  std::vector<Finished> finished;
+  {
+    const nb::gil_scoped_release release;
+    finished = self.wait();
+  }
+  nb::list result;
+  for (const auto& one : finished) {
+    result.append(nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned));
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_transfers(nb::module_& module) {
+  nb::class_<Transfers>(module, "Transfers",
+                        "Reads and writes by io_uring. Raises OSError where it is refused.")
+      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slots"))
+      .def("submit", &submit, nb::arg("requests"))
+      .def(
+          "cancel",
+          [](Transfers& self, const std::vector<std::uint64_t>& tokens) { return self.cancel(tokens); },
+          nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
+      .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool]]"))
+      .def("close", &Transfers::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("registered", &Transfers::registered);
+}
+
+}  // namespace penstock
