@@ -1,0 +1,189 @@
+"""What was learned about the ways to move a tensor, as a value that can be saved and shared.
+
+These are Fastensor's dictionaries (section 4): by size class, the cost of each way. Its WDic and RDic
+are the entries of one kind; its WRDic, their sum by domain, follows from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from penstock.errors import InvalidArgument
+from penstock.units import format_bytes, format_rate
+
+Kind = Literal["write", "read"]
+Mode = Literal["write", "read", "write+read"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def size_class(size_bytes: int) -> int:
+    """The k of the class ``[2**k, 2**(k + 1))`` that holds ``size_bytes``.
+
+    Raises InvalidArgument where the size is not above zero.
+    """
+    if size_bytes < 1:
+        raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
+    return size_bytes.bit_length() - 1
+
+
+def domain_cost(mode: Mode, write: float, read: float) -> float:
+    """What a domain costs by its best write and its best read, as ``mode`` counts: the least wins."""
+    if mode == "write":
+        return write
+    return read if mode == "read" else write + read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The cost of one way for one kind of transfer of one size class.
+
+    class_bytes   the smallest size of the class, a power of two; the class ends below its double
+    samples       how many recent costs the median stands on
+    s_per_byte    their median
+    """
+
+    class_bytes: int
+    kind: Kind
+    way: str
+    domain: str
+    samples: int
+    s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.class_bytes < 1 or self.class_bytes & (self.class_bytes - 1):
+            raise InvalidArgument(f"class_bytes is {self.class_bytes}: it is a power of two")
+        if self.samples < 1 or not 0 < self.s_per_byte < math.inf:
+            raise InvalidArgument(
+                f"{self.way}, {self.kind}: {self.samples} samples with a median of {self.s_per_byte} s per "
+                "byte cannot be: both are above zero, and finite"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way in one size class, for people. Rates are None where nothing was measured.
+
+    writes, reads   it is the fastest one, as the mode counts: what a choice with these tables uses
+    """
+
+    class_bytes: int
+    way: str
+    domain: str
+    write_bytes_per_s: float | None
+    read_bytes_per_s: float | None
+    write_samples: int
+    read_samples: int
+    writes: bool
+    reads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Every cost known. Holds plain values only: `penstock.core.files` saves and loads it."""
+
+    entries: tuple[Entry, ...] = ()
+
+    def rows(self, mode: Mode = "write+read") -> tuple[Row, ...]:
+        """By size class and domain, with the fastest ways marked as ``mode`` counts."""
+        classes: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            classes.setdefault(entry.class_bytes, []).append(entry)
+        return tuple(row for size in sorted(classes) for row in _rows_of_class(mode, classes[size]))
+
+    def describe(self, mode: Mode = "write+read") -> str:
+        """The rows as text; ``*`` marks what is used."""
+        heads = ("size from", "way", "domain", "write", "read", "samples")
+        lines = [
+            (
+                format_bytes(row.class_bytes),
+                row.way,
+                row.domain,
+                _rate(row.write_bytes_per_s, row.writes),
+                _rate(row.read_bytes_per_s, row.reads),
+                f"{row.write_samples} + {row.read_samples}",
+            )
+            for row in self.rows(mode)
+        ]
+        return aligned([heads, *lines])
+
+
+def merge(a: Tables, b: Tables) -> Tables:
+    """What two processes learned about devices of one kind: ``merge(a, b) == merge(b, a)``.
+
+    Samples add up; a median is weighted by the samples that it stands on.
+    """
+    merged: dict[tuple[int, Kind, str, str], Entry] = {}
+    for entry in (*a.entries, *b.entries):
+        key = (entry.class_bytes, entry.kind, entry.way, entry.domain)
+        other = merged.get(key)
+        merged[key] = entry if other is None else _combine(entry, other)
+    return Tables(tuple(merged[key] for key in sorted(merged)))
+
+
+def _combine(a: Entry, b: Entry) -> Entry:
+    samples = a.samples + b.samples
+    median = (a.samples * a.s_per_byte + b.samples * b.s_per_byte) / samples
+    return Entry(
+        class_bytes=a.class_bytes,
+        kind=a.kind,
+        way=a.way,
+        domain=a.domain,
+        samples=samples,
+        s_per_byte=median,
+    )
+
+
+def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
+    known = {(entry.kind, entry.domain, entry.way): entry for entry in entries}
+    best: dict[str, dict[Kind, Entry]] = {}  # by domain
+    for entry in entries:
+        held = best.setdefault(entry.domain, {}).get(entry.kind)
+        if held is None or entry.s_per_byte < held.s_per_byte:
+            best[entry.domain][entry.kind] = entry
+    home = _fastest_domain(mode, best)
+    rows = []
+    for domain, way in sorted({(entry.domain, entry.way) for entry in entries}):
+        write, read = (known.get((kind, domain, way)) for kind in KINDS)
+        rows.append(
+            Row(
+                class_bytes=entries[0].class_bytes,
+                way=way,
+                domain=domain,
+                write_bytes_per_s=1 / write.s_per_byte if write else None,
+                read_bytes_per_s=1 / read.s_per_byte if read else None,
+                write_samples=write.samples if write else 0,
+                read_samples=read.samples if read else 0,
+                writes=domain == home and write is not None and best[domain].get("write") is write,
+                reads=domain == home and read is not None and best[domain].get("read") is read,
+            )
+        )
+    return rows
+
+
+def _fastest_domain(mode: Mode, best: Mapping[str, Mapping[Kind, Entry]]) -> str:
+    """The domain of the least cost; by its writes alone where no domain is measured in full."""
+
+    def costs(domain: str) -> tuple[float, float]:
+        write, read = (best[domain][kind].s_per_byte if kind in best[domain] else math.inf for kind in KINDS)
+        return domain_cost(mode, write, read), write
+
+    return min(best, key=costs)
+
+
+def _rate(rate_bytes_per_s: float | None, used: bool) -> str:
+    if rate_bytes_per_s is None:
+        return "-"
+    return format_rate(rate_bytes_per_s) + (" *" if used else "  ")
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as text in columns; the first line is the head."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
