@@ -168,8 +168,10 @@ void Transfers::start(Io& io, std::unique_ptr<Part> part) {
   const bool copies = piece.way == Way::staged && request.write;
   if (copies) {
     io.submit();  // what is prepared need not wait for the copy
-    std::memcpy(part->slot + (piece.data_begin - piece.begin),
-                request.address + (piece.data_begin - request.offset), piece.data_end - piece.data_begin);
+    const auto before = piece.data_begin - piece.begin, size = piece.data_end - piece.data_begin;
+    std::memset(part->slot, 0, before);  // no other request's bytes go into the padding
+    std::memcpy(part->slot + before, request.address + (piece.data_begin - request.offset), size);
+    std::memset(part->slot + before + size, 0, piece.end - piece.data_end);
   }
   issue(io, std::move(part));
 }

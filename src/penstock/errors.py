@@ -11,6 +11,7 @@
     ├── DeviceUnavailable     the device asked for is not there
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
+    ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
     └── SavedTensorModified   a tensor that backward needs was edited in place (also a RuntimeError)
 """
 
@@ -69,6 +70,10 @@ class SpillError(PenstockError, OSError):
 
 class SpillSpaceFull(SpillError):
     """The disk, or the disk budget, has no room for a tensor that has to leave memory."""
+
+
+class CheckpointError(PenstockError, OSError):
+    """A checkpoint cannot be written or read."""
 
 
 class SavedTensorModified(PenstockError, RuntimeError):

@@ -11,8 +11,9 @@ import pytest
 
 import penstock
 from penstock.runtime import offload
-from penstock.storage.engine import SpillEngine
-from penstock.storage.transports import TRANSPORTS, MemoryTransport, Request
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transports import TRANSPORTS, Request
+from penstock.storage.transports.memory import MemoryTransport
 from tests.disk.families import iterate, small_gpt, weights
 
 STEPS = 6
@@ -26,9 +27,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setitem(
             TRANSPORTS,
             "faulty",
-            lambda threads, alignment: MemoryTransport(threads, alignment, **faults),  # type: ignore[arg-type]
+            lambda: MemoryTransport(**faults),  # type: ignore[arg-type]
         )
-        monkeypatch.setattr(offload, "SpillEngine", functools.partial(SpillEngine, transport="faulty"))
+        monkeypatch.setattr(offload, "SpillSpace", functools.partial(SpillSpace, ways=["faulty direct"]))
 
     yield use
 

@@ -13,7 +13,7 @@ import torch
 from penstock.capture.probe import SIZES_BYTES, probe
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
-from penstock.storage.engine import SpillEngine
+from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS
 from penstock.storage.transports.memory import MemoryTransport
 
@@ -47,7 +47,8 @@ def test_what_was_measured_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_is_not_measured_at_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRANSPORTS, "posix", lambda threads, _: MemoryTransport(threads, delay_s=0.01))
+    monkeypatch.delitem(TRANSPORTS, "io_uring")
+    monkeypatch.setitem(TRANSPORTS, "posix", lambda: MemoryTransport(delay_s=0.01))
     start_s = time.perf_counter()
     hardware = probe(tmp_path, time_budget_s=1)
     assert time.perf_counter() - start_s < 15
@@ -69,10 +70,10 @@ def test_little_room_leaves_the_large_sizes_out(tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_room_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: SpillEngine, size_bytes: int) -> None:
+    def full(self: SpillSpace, size_bytes: int) -> None:
         raise SpillSpaceFull("full")
 
-    monkeypatch.setattr(SpillEngine, "allocate", full)
+    monkeypatch.setattr(SpillSpace, "allocate", full)
     with pytest.raises(SpillSpaceFull):
         probe(tmp_path)
 

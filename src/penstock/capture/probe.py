@@ -18,8 +18,8 @@ import torch
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, view_at
-from penstock.storage.engine import SpillEngine, Transfer
 from penstock.storage.extents import Extent
+from penstock.storage.spill import Directories, SpillSpace, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -43,8 +43,8 @@ class Disk(NamedTuple):
     direct: bool
 
 
-def probe(spill_dir: str | Path, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
-    """Measure this machine, with the tier below memory in ``spill_dir``.
+def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
+    """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several.
 
     Takes about ``time_budget_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
     file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge
@@ -58,7 +58,7 @@ def probe(spill_dir: str | Path, device: str = "cpu", time_budget_s: float = 10.
     if not time_budget_s > 0:
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
     target = _device(device)
-    disk = _measure_disk(Path(spill_dir), time_budget_s * (1 if target.type == "cpu" else 0.8))
+    disk = _measure_disk(spill_dir, time_budget_s * (1 if target.type == "cpu" else 0.8))
     path = "direct I/O" if disk.direct else "through the page cache"
     if target.type == "cpu":
         return _hardware(disk, _memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
@@ -99,18 +99,18 @@ def _hardware(
 
 
 class _Batches:
-    """Transfers of one size between the engine and two buffers of random bytes, all waited for."""
+    """Transfers of one size between the spill space and two buffers of random bytes, all waited for."""
 
     def __init__(
         self,
-        engine: SpillEngine,
+        spill: SpillSpace,
         size_bytes: int,
         source: AlignedBuffer,
         target: AlignedBuffer,
         share_s: float,
     ) -> None:
         """A batch takes a small part of ``share_s``, if the disk is not too slow for that."""
-        self.engine = engine
+        self.spill = spill
         self.size_bytes = size_bytes
         self.buffers = {"write": source, "read": target}
         self.extents: list[Extent] = []
@@ -124,11 +124,11 @@ class _Batches:
             raise
 
     def _add(self) -> None:
-        self.extents.append(self.engine.allocate(self.size_bytes))
+        self.extents.append(self.spill.allocate(self.size_bytes))
 
     def close(self) -> None:
         for extent in self.extents:
-            self.engine.release(extent)
+            self.spill.release(extent)
 
     def move(self, moves: Sequence[tuple[str, Extent]]) -> dict[str, list[Transfer]]:
         """Begin transfers in the order given, and wait for all: what they took, by kind."""
@@ -142,7 +142,7 @@ class _Batches:
         places = self.buffers["write"].size_bytes // self.size_bytes
         for index, (kind, extent) in enumerate(moves):
             buffer = self.buffers[kind]
-            start = self.engine.write if kind == "write" else self.engine.read
+            start = self.spill.write if kind == "write" else self.spill.read
             address = buffer.address + index % places * self.size_bytes
             start(extent, address, self.size_bytes, buffer, partial(on_done, kind))
         for _ in moves:
@@ -178,7 +178,7 @@ def _samples(until_s: float) -> Iterator[int]:
         yield sample
 
 
-def _measure_disk(directory: Path, budget_s: float) -> Disk:
+def _measure_disk(directories: Directories, budget_s: float) -> Disk:
     source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
     source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
     target.view()[:] = source.view()  # touched before it is timed
@@ -187,15 +187,15 @@ def _measure_disk(directory: Path, budget_s: float) -> Disk:
     latency_s = {"write": 0.0, "read": 0.0}
     duplex = 1.0
     start_s = time.perf_counter()
-    with SpillEngine(directory) as engine:
-        free_bytes = engine.free_bytes
+    with SpillSpace(directories) as spill:
+        free_bytes = spill.free_bytes
         share_s = budget_s / (len(SIZES_BYTES) + 1)
         for index, size in enumerate(SIZES_BYTES):
             until_s = start_s + share_s * (index + 1)
             if size > SURE_BYTES and not _affordable(size, write, read, start_s + budget_s):
                 break
             try:
-                batches = _Batches(engine, size, source, target, share_s)
+                batches = _Batches(spill, size, source, target, share_s)
             except SpillSpaceFull:
                 if not write:
                     raise
@@ -217,7 +217,7 @@ def _measure_disk(directory: Path, budget_s: float) -> Disk:
             latency_s["read"],
             duplex,
             free_bytes,
-            engine.direct,
+            spill.direct,
         )
 
 

@@ -181,6 +181,8 @@ def _install_arena() -> str | None:
     """None once torch allocates through the arena, else why it cannot."""
     if os.environ.get("PENSTOCK_ARENA", "1") == "0":
         return "PENSTOCK_ARENA=0 is set"
+    if not sys.platform.startswith("linux"):
+        return "it is Linux's"
     if _missing:
         return (
             f"penstock._native cannot be imported ({_missing}): install penstock again, with a C++ compiler"

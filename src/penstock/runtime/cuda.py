@@ -1,9 +1,12 @@
 """A CUDA device as the device tier: copies on streams of their own, through page-locked host memory.
 
+To disk it goes through staging buffers in that memory, or where there is a direct path and it is faster,
+by that: see penstock.runtime.direct.
+
 Rules that keep copies and kernels apart:
 
 - what is copied out was made by kernels before an event on the compute stream, which the copy
-  stream waits for;
+  stream waits for, and for the direct path the host;
 - what is copied in lands in memory taken on the compute stream, and waits for an event recorded
   then: until it the allocator's former owner may still be using the memory;
 - storages are let go, and handed out, only after the host has seen the copy complete.
@@ -22,10 +25,11 @@ import torch
 
 from penstock.capture.tracer import CudaMeter
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.runtime.direct import Outcome, Paths
 from penstock.runtime.mover import Done, Moved, Saved
 from penstock.runtime.pinned import PinnedSlab
-from penstock.storage.engine import SpillEngine, Transfer
 from penstock.storage.extents import Extent
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes
 
 CHUNK_BYTES = 8 << 20  # staged at once: large enough for full speed on bus and disk
@@ -51,18 +55,20 @@ class CudaDevice:
 
     host_bytes        page-locked host memory, staging included
     host_tier_bytes   what of it is left as a tier
+    paths             between the device and the disk
     """
 
     memory_manager = "CUDA caching allocator"
 
-    def __init__(self, engine: SpillEngine, device: torch.device, host_bytes: int, fixed_bytes: int) -> None:
+    def __init__(self, spill: SpillSpace, device: torch.device, host_bytes: int, fixed_bytes: int) -> None:
         if host_bytes < STAGING_BYTES:
             raise InvalidArgument(
                 f"host_budget is {format_bytes(host_bytes)}: transfers between a GPU and disk need "
                 f"{format_bytes(STAGING_BYTES)} of host memory for staging. Give that, or more."
             )
-        self._engine = engine
+        self._spill = spill
         self._device = device
+        self.paths = Paths(spill, device)
         self._slab = PinnedSlab(host_bytes)
         self.host_tier_bytes = host_bytes - STAGING_BYTES
         self.default_tier = "host"
@@ -88,7 +94,7 @@ class CudaDevice:
         copy = (
             _Copy("host", block)
             if block is not None
-            else _Copy("disk", self._engine.allocate(saved.size_bytes))
+            else _Copy("disk", self.paths.allocate(saved.size_bytes))
         )
         copy.ready.record(torch.cuda.current_stream(self._device))
         return copy
@@ -97,7 +103,7 @@ class CudaDevice:
         if copy.tier == "host":
             self._slab.release(copy.block)
         else:
-            self._engine.release(copy.block)
+            self._spill.release(copy.block)
 
     def prepare(self, saved: Saved) -> torch.UntypedStorage:
         with torch.cuda.device(self._device):
@@ -132,9 +138,15 @@ class CudaDevice:
         done(None, [Moved("host_to_device", begun_s, time.perf_counter(), saved.number, size_bytes)])
 
     def _to_disk(self, saved: Saved, source: torch.UntypedStorage, done: Done) -> None:
+        saved.copy.ready.synchronize()
+        done(*self.paths.write(saved, source, self._bounce_out))
+
+    def _from_disk(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
+        done(*self.paths.read(saved, target, self._bounce_in))
+
+    def _bounce_out(self, saved: Saved, source: torch.UntypedStorage) -> Outcome:
         """Chunk by chunk through staging: the next one crosses the bus while this one is written."""
         self._out.wait_event(saved.copy.ready)
-        saved.copy.ready.synchronize()
         content = self._bytes(source)
         moved: list[Moved] = []
         written: queue.SimpleQueue[tuple[int, Transfer]] = queue.SimpleQueue()
@@ -148,7 +160,7 @@ class CudaDevice:
                     self._copy(self._out, staged, content[begin : begin + size_bytes])
                     on_written = functools.partial(self._written, written, slot, size_bytes)
                     extent, address = _part(saved.copy.block, begin, size_bytes), self._slab.address(slot)
-                    self._engine.write(extent, address, size_bytes, self._slab, on_written)
+                    self._spill.write(extent, address, size_bytes, self._slab, on_written)
                 except BaseException:
                     self._slots.put(slot)
                     raise
@@ -160,7 +172,7 @@ class CudaDevice:
             Moved("disk_write", transfer.started_s, transfer.finished_s, saved.number, size_bytes)
             for size_bytes, transfer in transfers
         ]
-        done(next((transfer.error for _, transfer in transfers if transfer.error), None), moved)
+        return next((transfer.error for _, transfer in transfers if transfer.error), None), moved
 
     def _written(
         self,
@@ -172,7 +184,7 @@ class CudaDevice:
         self._slots.put(slot)
         written.put((size_bytes, transfer))
 
-    def _from_disk(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
+    def _bounce_in(self, saved: Saved, target: torch.UntypedStorage) -> Outcome:
         """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
         self._in.wait_event(saved.copy.ready)
         content = self._bytes(target)
@@ -206,7 +218,7 @@ class CudaDevice:
         finally:
             for _ in range(asked - received):
                 self._slots.put(arrived.get()[2])
-        done(error, moved)
+        return error, moved
 
     def _read(
         self,
@@ -222,7 +234,7 @@ class CudaDevice:
             arrived.put((begin, size_bytes, slot, transfer))
 
         try:
-            self._engine.read(extent, address, size_bytes, self._slab, on_done)
+            self._spill.read(extent, address, size_bytes, self._slab, on_done)
         except BaseException:
             self._slots.put(slot)
             raise
@@ -277,7 +289,7 @@ def _chunks(size_bytes: int) -> list[tuple[int, int]]:
 
 
 def _part(extent: Extent, begin: int, size_bytes: int) -> Extent:
-    return Extent(extent.offset + begin, min(extent.size_bytes - begin, CHUNK_BYTES), extent.file)
+    return Extent(extent.offset + begin, min(extent.size_bytes - begin, CHUNK_BYTES), extent.space)
 
 
 def _reporting(

@@ -10,8 +10,8 @@ import torch
 from penstock.capture.recorder import Meter
 from penstock.runtime import arena
 from penstock.runtime.mover import Carrier, Done, Moved, Saved
-from penstock.storage.engine import SpillEngine, Transfer
 from penstock.storage.extents import ALIGNMENT_BYTES
+from penstock.storage.spill import SpillSpace, Transfer
 
 
 class Device(Carrier, Meter, Protocol):
@@ -55,8 +55,8 @@ class CpuDevice:
 
     default_tier = "disk"
 
-    def __init__(self, engine: SpillEngine, budget_bytes: int, fixed_bytes: int) -> None:
-        self._engine = engine
+    def __init__(self, spill: SpillSpace, budget_bytes: int, fixed_bytes: int) -> None:
+        self._spill = spill
         self._fixed_bytes = fixed_bytes
         self._lease = arena.activate(max(budget_bytes - fixed_bytes, 0))
         self.memory_manager = arena.memory_manager()
@@ -71,15 +71,15 @@ class CpuDevice:
         return self.memory_manager != arena.ARENA or arena.block(storage.data_ptr()) is not None
 
     def reserve(self, saved: Saved, tier: str) -> Any:
-        return self._engine.allocate(saved.size_bytes)
+        return self._spill.allocate(saved.size_bytes)
 
     def forget(self, copy: Any) -> None:
-        self._engine.release(copy)
+        self._spill.release(copy)
 
     def copy_out(self, saved: Saved, done: Done) -> None:
         storage = saved.storage
         assert storage is not None
-        self._engine.write(
+        self._spill.write(
             saved.copy,
             storage.data_ptr(),
             self._transfer_bytes(storage),
@@ -91,7 +91,7 @@ class CpuDevice:
         return torch.UntypedStorage(saved.size_bytes)
 
     def copy_in(self, saved: Saved, target: torch.UntypedStorage, done: Done) -> None:
-        self._engine.read(
+        self._spill.read(
             saved.copy,
             target.data_ptr(),
             self._transfer_bytes(target),

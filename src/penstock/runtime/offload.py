@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,9 @@ from penstock.runtime.report import Report
 from penstock.runtime.saved import Fingerprint, SavedTensors
 from penstock.runtime.schedule import Schedule, schedule
 from penstock.simulator import simulate
-from penstock.storage.engine import SpillEngine
+from penstock.storage.rounds import ChoiceReport
+from penstock.storage.spill import Directories, SpillSpace, as_paths
+from penstock.storage.tables import Tables
 from penstock.units import format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -58,11 +60,16 @@ def offload(
     optimizer: torch.optim.Optimizer,
     *,
     device_budget: int | str,
-    spill_dir: str | os.PathLike[str] | None = None,
+    spill_dir: Directories | None = None,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     policy: str = "auto",
     hardware: Hardware | None = None,
+    page_cache_budget: int | str = 0,
+    ways: str | Sequence[str] | None = None,
+    way_tables: str | os.PathLike[str] | None = None,
+    reexplore: float = 0.005,
+    verify_spill: bool = False,
 ) -> Offload:
     """Train ``model`` with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -73,15 +80,28 @@ def offload(
     device_budget   most bytes of weights, gradients, optimizer state, activations and workspace on
                     the device of the model's parameters: an integer, or text such as "600MiB". On a
                     CPU, bytes of RAM.
-    spill_dir       a directory on the disk to use; one on NVMe is best. None: the system's
-                    directory for temporary files. What is written there has no name, is readable
-                    by nobody else, and is gone with the process, however that ends.
+    spill_dir       a directory on the disk to use; one on NVMe is best. With several, on as many
+                    disks, every tensor is striped over all of them. None: the system's directory
+                    for temporary files. What is written there has no name, is readable by nobody
+                    else, and is gone with the process, however that ends.
     host_budget     pinned host memory to use as a tier and for staging, for a model on a GPU; None
                     for an eighth of what is free
     disk_budget     most bytes on disk; None for what is free there
     policy          "auto", or a key of penstock.planners.POLICIES
     hardware        rates of this machine's links, as `penstock.probe` measures them; None to
                     measure them now, in about two seconds
+    page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other
+                    budgets; it serves small tensors faster. 0: none
+    ways            how tensors move between memory and disk. None: whatever proves fastest, size by
+                    size, in the first steps, and from then on while they run. A name such as
+                    "io_uring direct": that way only. Several: whichever of them. `run.ways` names
+                    those there are
+    way_tables      a file to begin with what other runs on disks of the same kind learned of the
+                    ways, and to leave there what this one learned
+    reexplore       share of the transfer time to spend on trying slower ways again, since machines
+                    change; 0 for none after the first steps
+    verify_spill    checksum what leaves for the disk, and check it when it comes back: about 0.05
+                    CPU seconds a gigabyte each
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, SpillError, and BudgetTooSmall where
     weights and optimizer state alone exceed the budget.
@@ -90,11 +110,16 @@ def offload(
         model,
         optimizer,
         device_budget_bytes=parse_bytes(device_budget),
-        spill_dir=Path(spill_dir if spill_dir is not None else default_spill_dir()),
+        spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
         disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
         policy=policy,
         hardware=hardware,
+        page_cache_bytes=parse_bytes(page_cache_budget),
+        ways=[ways] if isinstance(ways, str) else ways,
+        way_tables=None if way_tables is None else Path(way_tables),
+        reexplore=reexplore,
+        verify_spill=verify_spill,
     )
 
 
@@ -121,11 +146,16 @@ class Offload:
         optimizer: torch.optim.Optimizer,
         *,
         device_budget_bytes: int,
-        spill_dir: Path,
+        spill_dirs: Sequence[Path],
         host_budget_bytes: int | None,
         disk_budget_bytes: int | None,
         policy: str,
         hardware: Hardware | None,
+        page_cache_bytes: int,
+        ways: Sequence[str] | None,
+        way_tables: Path | None,
+        reexplore: float,
+        verify_spill: bool,
     ) -> None:
         require_policy(policy)
         self._model = model
@@ -145,22 +175,30 @@ class Offload:
         on_cpu = self._device_name.type == "cpu"
         resident.release_free_memory()
         self._resident_before_bytes = resident.resident_bytes() - (fixed_bytes if on_cpu else 0)
-        self._engine = SpillEngine(spill_dir, disk_budget_bytes)
+        self._spill = SpillSpace(
+            spill_dirs,
+            disk_budget_bytes,
+            page_cache_bytes=page_cache_bytes,
+            ways=ways,
+            tables_path=way_tables,
+            reexplore=reexplore,
+            verify=verify_spill,
+        )
         try:
-            machine = hardware or probe(spill_dir, device=str(self._device_name), time_budget_s=PROBE_S)
+            machine = hardware or probe(spill_dirs, device=str(self._device_name), time_budget_s=PROBE_S)
             disk_bytes = machine.disk_bytes if disk_budget_bytes is None else disk_budget_bytes
             self._device: Device
             if on_cpu:
-                self._device, host_tier_bytes = CpuDevice(self._engine, device_budget_bytes, fixed_bytes), 0
+                self._device, host_tier_bytes = CpuDevice(self._spill, device_budget_bytes, fixed_bytes), 0
             else:
                 host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
-                self._device = CudaDevice(self._engine, self._device_name, host_bytes, fixed_bytes)
+                self._device = CudaDevice(self._spill, self._device_name, host_bytes, fixed_bytes)
                 host_tier_bytes = self._device.host_tier_bytes
             self.hardware = replace(
                 machine, device_bytes=device_budget_bytes, host_bytes=host_tier_bytes, disk_bytes=disk_bytes
             )
         except BaseException:
-            self._engine.close()
+            self._spill.close()
             raise
         self._peak_resident_known = resident.reset_peak()
         self._mover = Mover(self._device, device_budget_bytes)
@@ -255,6 +293,8 @@ class Offload:
         self._fingerprints = tuple(self._saved.fingerprints)
         if followed is None or self._recordings_left:
             self._make_plan(trace)
+        else:  # the first steps are over: others can use what they taught
+            self._spill.save_tables()
 
     def _make_plan(self, trace: Trace) -> None:
         self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
@@ -297,6 +337,19 @@ class Offload:
 
     # -- what it says --------------------------------------------------------------------------
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways there are to move a tensor between memory and disk."""
+        return tuple(self._spill.ways)
+
+    def way_tables(self) -> Tables:
+        """What the ways cost, by size of tensor, as far as it is known."""
+        return self._spill.choice.tables()
+
+    def way_report(self) -> ChoiceReport:
+        """How often each way was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
+        return self._spill.choice.report()
+
     def report(self) -> Report:
         """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
         if self.trace is None or self.plan is None:
@@ -315,7 +368,7 @@ class Offload:
             policy=self.plan.policy,
             reason=self.plan.reason,
             memory_manager=self._device.memory_manager,
-            direct_io=self._engine.direct,
+            direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,
             minimum_bytes=self._minimum_bytes,
             peak_bytes=self._peak_bytes or peak_resident_bytes,
@@ -329,7 +382,9 @@ class Offload:
             evicted_bytes=measured.moved_bytes(self._last_moved, evict_link),
             predicted_evicted_bytes=predicted.evicted_bytes,
             loaded_bytes=measured.moved_bytes(self._last_moved, prefetch_link),
-            disk_bytes=self._engine.file_bytes,
+            disk_bytes=self._spill.file_bytes,
+            moved_bytes_by_way={way: moved for way, moved in self._spill.moved_bytes_by_way.items() if moved},
+            unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._profiled_steps,
             departures=self._departures,
@@ -344,7 +399,7 @@ class Offload:
             return
         self._closed = True
         self._mover.drain()
-        self._engine.close()
+        self._spill.close()
         self._device.close()
 
     def __enter__(self) -> Offload:

@@ -21,6 +21,8 @@ class Report:
     evicted_bytes, loaded_bytes   left the device, and came back, in one step
     departures              steps that were not the one that was traced
     profiled_steps          steps that ran with everything moved out, to learn the iteration
+    moved_bytes_by_way      of the whole run, between memory and disk
+    unavailable_transports  why ways to move tensors are missing, by transport
     """
 
     device: str
@@ -46,6 +48,8 @@ class Report:
     profiled_steps: int
     departures: int
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    moved_bytes_by_way: Mapping[str, int] = field(default_factory=dict)
+    unavailable_transports: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [
@@ -71,6 +75,14 @@ class Report:
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
             f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
         ]
+        if total_bytes := sum(self.moved_bytes_by_way.values()):
+            by_share = sorted(self.moved_bytes_by_way.items(), key=lambda item: -item[1])
+            lines.append(
+                "  moved by "
+                + ", ".join(f"{way} ({moved_bytes / total_bytes:.0%})" for way, moved_bytes in by_share)
+            )
+        for transport, why in self.unavailable_transports.items():
+            lines.append(f"  {transport} is not used: {why}")
         if self.peak_resident_bytes:
             lines.append(f"  peak resident growth of the process: {format_bytes(self.peak_resident_bytes)}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Memory at a known address: aligned buffers of our own, and views of other people's."""
+"""Memory at a known address: aligned buffers of our own, views of other people's, and rounding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
+
+
+def align_down(value: int, alignment_bytes: int) -> int:
+    """The largest multiple of ``alignment_bytes`` that is not above ``value``."""
+    return value // alignment_bytes * alignment_bytes
+
+
+def align_up(value: int, alignment_bytes: int) -> int:
+    """The smallest multiple of ``alignment_bytes`` that is not below ``value``."""
+    return -(-value // alignment_bytes) * alignment_bytes
 
 
 def view_at(address: int, size_bytes: int, writable: bool) -> memoryview:
@@ -36,7 +46,7 @@ class AlignedBuffer:
             with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.address = align_up(start, HUGE_PAGE_BYTES)
         self.size_bytes = size_bytes
 
     def view(self) -> memoryview:

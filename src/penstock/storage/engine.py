@@ -1,224 +1,193 @@
-"""Spill space on one or several disks, and the transfers between it and memory."""
+"""The one door to storage: the transports of this machine, and the ways they offer.
+
+Spill space, checkpoints and samples ask for a way by name and hand over requests; which way is best
+is decided by `choose`.
+"""
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
-from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
-from penstock.storage.spillfile import SpillFile
-from penstock.storage.transports import TRANSPORTS, Completion, Request, Transport
-from penstock.units import format_bytes
+from penstock.errors import InvalidArgument
+from penstock.storage.transports import (
+    DOMAINS,
+    GPU_TRANSPORTS,
+    TRANSPORTS,
+    Completion,
+    File,
+    Request,
+    Transport,
+    TransportUnavailable,
+)
 
-# Tensors are cut into pieces of this size, so that several threads share one.
-REQUEST_BYTES = 4 << 20
-THREADS = 4
+logger = logging.getLogger("penstock")
 
 
-class Transfer(NamedTuple):
-    """A write or a read that is over.
+class Way(NamedTuple):
+    """One way to move bytes.
 
-    error                  None, or what went wrong: then the destination holds anything
-    started_s, finished_s  time.perf_counter() when its first piece began and its last one ended
+    name        such as "io_uring direct"
+    transport   key of TRANSPORTS, or of GPU_TRANSPORTS
+    kind        what `Request.way` is to be
+    domain      where it leaves what it writes: "disk" or "page cache"
     """
 
-    error: SpillError | None
+    name: str
+    transport: str
+    kind: str
+    domain: str
+
+
+class Outcome(NamedTuple):
+    """Requests that were started together are over.
+
+    failed                 the first completion that carries an error, None where all went well
+    started_s, finished_s  time.perf_counter() when the first began and the last ended
+    """
+
+    failed: Completion | None
     started_s: float
     finished_s: float
 
 
-OnDone = Callable[[Transfer], None]
+OnOutcome = Callable[[Outcome], None]
 
 
-class SpillEngine:
-    """Extents of spill space, written from memory and read back in the background. A context manager.
+@runtime_checkable
+class _Probing(Protocol):
+    """A transport that may refuse single files."""
 
-    directories     where the spill files go; with several, extents alternate between them
-    capacity_bytes  most bytes on disk, None for as many as the disks hold
-    threads         requests carried out at once
-    request_bytes   size of the pieces a transfer is cut into, a multiple of 4096
-    transport       a key of penstock.storage.transports.TRANSPORTS
+    def probe(self, file: File) -> str | None: ...
 
-    direct          every file bypasses the page cache
-    written_bytes, read_bytes   moved so far
 
-    Every method may be called from any thread. Raises SpillError where a directory cannot be used.
+class Engine:
+    """The transports of this machine that can be used. A context manager.
+
+    ways            names of the ways wanted, None for all there are. Transports nobody wants are
+                    not opened
+    domains         only ways of these domains, None for any
+    gpu             also ways that move the memory of a GPU. Where only such are wanted, there are all
+                    others too, for what the former cannot move
+
+    ways            the ways there are to move host memory, by name, in order of preference
+    gpu_ways        those to move the memory of a GPU
+    unavailable     why transports cannot be used, by their name
+
+    Raises InvalidArgument where a name is unknown, or none of the ways is there.
     """
 
     def __init__(
         self,
-        directories: Sequence[Path | str] | Path | str,
-        capacity_bytes: int | None = None,
-        threads: int = THREADS,
-        *,
-        request_bytes: int = REQUEST_BYTES,
-        transport: str = "posix",
+        ways: Sequence[str] | None = None,
+        domains: Collection[str] | None = None,
+        gpu: bool = False,
     ) -> None:
-        paths = [directories] if isinstance(directories, Path | str) else list(directories)
-        if not paths or threads < 1 or request_bytes < 1 or request_bytes % ALIGNMENT_BYTES:
-            raise InvalidArgument(
-                f"{len(paths)} directories, {threads} threads and requests of {request_bytes} bytes cannot "
-                f"be used: give one or more of each, and requests in multiples of {ALIGNMENT_BYTES} bytes"
-            )
-        if transport not in TRANSPORTS:
-            raise InvalidArgument(f"{transport!r} is no transport: give one of {', '.join(TRANSPORTS)}")
-        self._files: list[SpillFile] = []
-        try:
-            for path in paths:
-                self._files.append(SpillFile(Path(path)))
-        except BaseException:
-            for file in self._files:
-                file.close()
-            raise
-        share = None if capacity_bytes is None else capacity_bytes // len(paths)
-        self._extents = [Extents(share, file=index) for index in range(len(paths))]
-        self.direct = all(file.direct for file in self._files)
-        self.capacity_bytes = capacity_bytes
-        self.request_bytes = request_bytes
-        self.written_bytes = 0
-        self.read_bytes = 0
-        self._lock = threading.Lock()
-        self._closed = False
-        alignment_bytes = ALIGNMENT_BYTES if any(file.direct for file in self._files) else 1
-        self._transport: Transport = TRANSPORTS[transport](threads, alignment_bytes)
+        self.ways: dict[str, Way] = {}
+        self.gpu_ways: dict[str, Way] = {}
+        self.unavailable: dict[str, str] = {}
+        self._transports: dict[str, Transport] = {}
+        self._wanted = None if ways is None else list(ways)
+        on_gpu = [way for way in self._wanted or () if way.partition(" ")[0] in GPU_TRANSPORTS]
+        if gpu:
+            self._open_all(GPU_TRANSPORTS, self.gpu_ways, self._wanted, domains)
+        else:
+            reason = "it moves nothing but the memory of a GPU"
+            self.unavailable.update((way.partition(" ")[0], reason) for way in on_gpu)
+        only_gpu = gpu and bool(on_gpu) and on_gpu == self._wanted
+        self._open_all(TRANSPORTS, self.ways, None if only_gpu else self._wanted, domains)
+        self._check()
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the extents in use."""
-        return sum(extents.used_bytes for extents in self._extents)
+    def start(self, way: Way, requests: Sequence[Request], on_outcome: OnOutcome) -> None:
+        """Begin ``requests``, whose way is ``way.kind``; ``on_outcome`` is called once, on another thread.
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes the spill files occupy on disk."""
-        return sum(file.size_bytes for file in self._files)
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes the file systems have free. Two directories on one file system count it twice."""
-        return sum(file.free_bytes() for file in self._files)
-
-    def allocate(self, size_bytes: int) -> Extent:
-        """Space for ``size_bytes``. Raises SpillSpaceFull where the disk, or the capacity, is full."""
-        with self._lock:
-            self._check_open()
-            refusal: SpillSpaceFull | None = None
-            for index in sorted(range(len(self._files)), key=lambda index: self._extents[index].used_bytes):
-                try:
-                    return self._allocate_in(index, size_bytes)
-                except SpillSpaceFull as error:
-                    refusal = refusal or error
-            assert refusal is not None
-            raise refusal
-
-    def release(self, extent: Extent) -> None:
-        """Take the space back. No transfer of the extent may be in flight."""
-        with self._lock:
-            self._extents[extent.file].release(extent)
-
-    def write(self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone) -> None:
-        """Copy memory to the extent; ``on_done`` is called once, on a thread of the engine.
-
-        address   of the memory; a multiple of 4096 spares a copy
-        keep      what keeps the memory alive: held until the transfer is over
+        Raises ValueError after `close`.
         """
-        self._start("write", extent, address, size_bytes, keep, on_done)
+        gathered = _Gathered(len(requests), on_outcome)
+        self._transports[way.transport].submit(requests, gathered.completed)
 
-    def read(self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone) -> None:
-        """Copy from the extent to memory; as `write`."""
-        self._start("read", extent, address, size_bytes, keep, on_done)
+    def refusal(self, way: Way, file: File) -> str | None:
+        """Why ``way`` cannot move ``file``; None where nothing speaks against it."""
+        transport = self._transports[way.transport]
+        return transport.probe(file) if isinstance(transport, _Probing) else None
+
+    def give_up(self, way: Way, reason: str) -> None:
+        """Do without a way that proved unusable. Raises InvalidArgument where it was asked for by name."""
+        for ways in (self.ways, self.gpu_ways):
+            ways.pop(way.name, None)
+        self.unavailable[way.transport] = reason
+        _log_once(way.transport, reason, logging.WARNING)
+        self._check()
 
     def close(self) -> None:
-        """Wait for transfers in flight, then give the disk space back. Idempotent."""
-        with self._lock:
-            self._closed = True
-        self._transport.close()
-        for file in self._files:
-            file.close()
+        """Wait for what is in flight, then end the transports. Idempotent."""
+        for transport in self._transports.values():
+            transport.close()
 
-    def __enter__(self) -> SpillEngine:
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SpillError("the spill engine is closed: no tensor can be moved any more")
-
-    def _allocate_in(self, index: int, size_bytes: int) -> Extent:
-        extents, file = self._extents[index], self._files[index]
-        extent = extents.allocate(size_bytes)
-        try:
-            file.grow_to(extent.end, extents.capacity_bytes)
-        except BaseException:
-            extents.release(extent)
-            raise
-        return extent
-
-    def _start(
+    def _open_all(
         self,
-        kind: Literal["write", "read"],
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
+        transports: Mapping[str, Callable[[], Transport]],
+        ways: dict[str, Way],
+        wanted: Sequence[str] | None,
+        domains: Collection[str] | None,
     ) -> None:
-        if not 0 < size_bytes <= extent.size_bytes:
-            raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
-        self._check_open()
-        descriptor = self._files[extent.file].descriptor
-        step = self.request_bytes
-        requests = [
-            Request(
-                kind, descriptor, extent.offset + begin, address + begin, min(step, size_bytes - begin), keep
-            )
-            for begin in range(0, size_bytes, step)
-        ]
-        parts = _Parts(self, extent, kind, size_bytes, len(requests), on_done)
+        for name, make in transports.items():
+            if wanted is None or any(way.startswith(name + " ") for way in wanted):
+                used = self._open(name, make, wanted, domains)
+                ways.update((way.name, way) for way in used)
+
+    def _open(
+        self,
+        name: str,
+        make: Callable[[], Transport],
+        wanted: Sequence[str] | None,
+        domains: Collection[str] | None,
+    ) -> list[Way]:
         try:
-            self._transport.submit(requests, parts.completed)
-        except ValueError:
-            self._check_open()
-            raise
+            transport = make()
+        except TransportUnavailable as reason:
+            self.unavailable[name] = str(reason)
+            _log_once(name, str(reason), logging.INFO if reason.expected else logging.WARNING)
+            return []
+        ways = [Way(f"{name} {kind}", name, kind, DOMAINS[kind]) for kind in transport.ways]
+        used = [
+            way
+            for way in ways
+            if (wanted is None or way.name in wanted) and (domains is None or way.domain in domains)
+        ]
+        if used:
+            self._transports[name] = transport
+        else:
+            transport.close()
+        return used
 
-    def _count(self, kind: str, size_bytes: int) -> None:
-        with self._lock:
-            if kind == "write":
-                self.written_bytes += size_bytes
-            else:
-                self.read_bytes += size_bytes
-
-    def _error(self, completion: Completion, extent: Extent) -> SpillError:
-        request, number = completion.request, completion.error_number
-        full = number in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
-        error = (SpillSpaceFull if full else SpillError)(
-            f"the {request.kind} of {format_bytes(request.size_bytes)} at offset {request.offset} of the "
-            f"spill file in {self._files[extent.file].directory} failed: {os.strerror(number)}. {remedy}, or "
-            "choose another spill_dir."
+    def _check(self) -> None:
+        missing = [name for name in self._wanted or () if name not in self.ways and name not in self.gpu_ways]
+        if not missing and self.ways:
+            return
+        self.close()
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unavailable.items())
+        raise InvalidArgument(
+            f"{', '.join(missing) or 'no way'} cannot be used to move tensors: there are "
+            f"{', '.join((*self.ways, *self.gpu_ways)) or 'none'}" + (f" ({reasons})" if reasons else "")
         )
-        error.errno = number
-        return error
 
 
-class _Parts:
-    """Gathers the completions of one transfer's requests."""
+class _Gathered:
+    """Makes one outcome of several completions."""
 
-    def __init__(
-        self, engine: SpillEngine, extent: Extent, kind: str, size_bytes: int, count: int, on_done: OnDone
-    ) -> None:
-        self._engine = engine
-        self._extent = extent
-        self._kind = kind
-        self._size_bytes = size_bytes
+    def __init__(self, count: int, on_outcome: OnOutcome) -> None:
         self._left = count
-        self._on_done = on_done
+        self._on_outcome = on_outcome
         self._lock = threading.Lock()
         self._failed: Completion | None = None
         self._started_s = float("inf")
@@ -233,9 +202,35 @@ class _Parts:
                 self._failed = self._failed or completion
             if self._left:
                 return
-        if self._failed is None:
-            error = None
-            self._engine._count(self._kind, self._size_bytes)
-        else:
-            error = self._engine._error(self._failed, self._extent)
-        self._on_done(Transfer(error, self._started_s, self._finished_s))
+        self._on_outcome(Outcome(self._failed, self._started_s, self._finished_s))
+
+
+_logged: set[str] = set()
+
+
+def _log_once(transport: str, reason: str, level: int) -> None:
+    if transport not in _logged:
+        _logged.add(transport)
+        logger.log(level, "%s is not used to move tensors: %s. Other ways take its place.", transport, reason)
+
+
+_shared: Engine | None = None
+_shared_lock = threading.Lock()
+
+
+def _forget_shared() -> None:
+    global _shared
+    _shared = None
+
+
+if hasattr(os, "register_at_fork"):  # the threads of an engine stay with the parent
+    os.register_at_fork(after_in_child=_forget_shared)
+
+
+def shared_engine() -> Engine:
+    """The engine of this process for what is not spilled: checkpoints and samples. Never closed."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Engine()
+        return _shared

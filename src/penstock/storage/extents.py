@@ -19,12 +19,12 @@ ALIGNMENT_BYTES = 4096
 class Extent(NamedTuple):
     """Spill space ``[offset, offset + size_bytes)``.
 
-    file   index of the file it lies in
+    space   which of several spaces it is of
     """
 
     offset: int
     size_bytes: int
-    file: int = 0
+    space: str = ""
 
     @property
     def end(self) -> int:
@@ -32,14 +32,14 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Gives out disjoint extents of one file, in multiples of ``alignment_bytes``.
+    """Gives out disjoint extents of one space, in multiples of ``alignment_bytes``.
 
     capacity_bytes   where the space ends; None for no end
-    file             index given to every extent
+    space            name given to every extent
     """
 
     def __init__(
-        self, capacity_bytes: int | None = None, alignment_bytes: int = ALIGNMENT_BYTES, file: int = 0
+        self, capacity_bytes: int | None = None, alignment_bytes: int = ALIGNMENT_BYTES, space: str = ""
     ) -> None:
         if alignment_bytes <= 0 or (capacity_bytes is not None and capacity_bytes < 0):
             raise InvalidArgument(
@@ -48,7 +48,7 @@ class Extents:
             )
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = alignment_bytes
-        self.file = file
+        self.space = space
         self.used_bytes = 0
         self.end = 0  # of the highest byte ever given out
         # Free ranges below `end`, ascending: range i is [_starts[i], _ends[i]).
@@ -66,11 +66,11 @@ class Extents:
         self._next = offset + size
         self.used_bytes += size
         self._live[offset] = size
-        return Extent(offset, size, self.file)
+        return Extent(offset, size, self.space)
 
     def release(self, extent: Extent) -> None:
         """Take an extent back. Raises InvalidArgument if it was not given out, or was released."""
-        if extent.file != self.file or self._live.get(extent.offset) != extent.size_bytes:
+        if extent.space != self.space or self._live.get(extent.offset) != extent.size_bytes:
             raise InvalidArgument(f"{extent} is not in use: release an extent once, where it was allocated")
         del self._live[extent.offset]
         self.used_bytes -= extent.size_bytes

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import tempfile
 from pathlib import Path
 
 from penstock.errors import SpillError, SpillSpaceFull
-from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import ALIGNMENT_BYTES
+from penstock.storage.files import from_descriptor
 from penstock.units import format_bytes, format_bytes_up
-
-logger = logging.getLogger("penstock")
 
 STEP_BYTES = 256 << 20
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 
 
 class SpillFile:
     """An open file that no path leads to: its space is free again when the process ends, however it ends.
 
-    descriptor   open for reading and writing, mode 0600
-    direct       reads and writes bypass the page cache, and must be aligned to 4096 bytes
+    file         for transports; open for reading and writing, mode 0600
+    direct       it can bypass the page cache
     size_bytes   space allocated on the disk so far
     """
 
@@ -34,20 +30,11 @@ class SpillFile:
         self.directory = directory
         self.size_bytes = 0
         try:
-            self.descriptor = _open_unlinked(directory)
+            self._open = from_descriptor(_open_unlinked(directory), f"the spill_dir {directory}")
         except OSError as error:
             raise _unusable(directory, error) from error
-        try:
-            self.direct = self._try_direct()
-        except BaseException:
-            self.close()
-            raise
-        if not self.direct:
-            logger.warning(
-                "the file system of %s takes no direct I/O: spilled tensors also pass through the page "
-                "cache. Choose a spill_dir on a local disk (ext4, xfs) for full speed.",
-                directory,
-            )
+        self.file = self._open.file
+        self.direct = self.file.direct >= 0
 
     def grow_to(self, size_bytes: int, most_bytes: int | None = None) -> None:
         """Have at least ``size_bytes`` allocated, and for speed somewhat more, up to ``most_bytes``.
@@ -64,7 +51,7 @@ class SpillFile:
                 self._allocate(target)
                 return
             except OSError as error:
-                os.ftruncate(self.descriptor, self.size_bytes)
+                os.ftruncate(self.file.buffered, self.size_bytes)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise _unusable(self.directory, error) from error
                 full = error
@@ -79,42 +66,22 @@ class SpillFile:
 
     def free_bytes(self) -> int:
         """Bytes of the file system that are not in use."""
-        status = os.fstatvfs(self.descriptor)
+        status = os.fstatvfs(self.file.buffered)
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Give the space back. Idempotent."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._open.close()
+        self.file = self._open.file
 
     def _allocate(self, size_bytes: int) -> None:
         try:
-            os.posix_fallocate(self.descriptor, self.size_bytes, size_bytes - self.size_bytes)
+            os.posix_fallocate(self.file.buffered, self.size_bytes, size_bytes - self.size_bytes)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
-            os.ftruncate(self.descriptor, size_bytes)
+            os.ftruncate(self.file.buffered, size_bytes)
         self.size_bytes = size_bytes
-
-    def _try_direct(self) -> bool:
-        """Switch to direct I/O if a block can be written that way. Raises SpillSpaceFull on a full disk."""
-        if not _DIRECT:
-            return False
-        import fcntl
-
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | _DIRECT)
-            self.grow_to(ALIGNMENT_BYTES, ALIGNMENT_BYTES)
-            block = AlignedBuffer(ALIGNMENT_BYTES)
-            os.pwrite(self.descriptor, block.view(), 0)
-        except SpillError:
-            raise
-        except OSError:
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
-            return False
-        return True
 
 
 def _open_unlinked(directory: Path) -> int:

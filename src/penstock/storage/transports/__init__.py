@@ -1,18 +1,52 @@
-"""How bytes get to a file and back. Adding one takes a file, a line in TRANSPORTS, and a pass of the
-contract suite."""
+"""How bytes get to a file and back. Adding one takes a file, a line in TRANSPORTS or GPU_TRANSPORTS, and
+a pass of the contract suite."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.storage.transports.contract import Completion, OnComplete, Request, Transport
-from penstock.storage.transports.memory import MemoryTransport
+from penstock.storage.transports.contract import (
+    Completion,
+    File,
+    Kind,
+    OnComplete,
+    Request,
+    Transport,
+    TransportUnavailable,
+)
+from penstock.storage.transports.gpudirect import GpuDirectTransport
 from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.uring import UringTransport
 
-# Each takes (threads, alignment_bytes).
-TRANSPORTS: dict[str, Callable[[int, int], Transport]] = {
+# In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "io_uring": UringTransport,
     "posix": PosixTransport,
-    "memory": MemoryTransport,
 }
 
-__all__ = ["TRANSPORTS", "Completion", "OnComplete", "Request", "Transport"]
+# Those that move the memory of a GPU, and no other.
+GPU_TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "kvikio": GpuDirectTransport,
+}
+
+# Where each way leaves what it writes: a way reads only what was written to the same place.
+DOMAINS = {
+    "direct": "disk",
+    "staged": "disk",
+    "gpu-direct": "disk",
+    "buffered": "page cache",
+    "mapped": "page cache",
+}
+
+__all__ = [
+    "DOMAINS",
+    "GPU_TRANSPORTS",
+    "TRANSPORTS",
+    "Completion",
+    "File",
+    "Kind",
+    "OnComplete",
+    "Request",
+    "Transport",
+    "TransportUnavailable",
+]

@@ -10,31 +10,60 @@ from typing import Literal, NamedTuple, Protocol
 _BUSY_RETRIES = 100
 _BUSY_PAUSE_S = 1e-3
 
+Kind = Literal["write", "read"]
+
+
+class TransportUnavailable(Exception):
+    """This machine, or this process, cannot use the transport; says why.
+
+    expected   most machines cannot: nothing that a user should be warned of
+    """
+
+    def __init__(self, reason: str, expected: bool = False) -> None:
+        super().__init__(reason)
+        self.expected = expected
+
+
+class File(NamedTuple):
+    """An open file, as transports see it.
+
+    buffered          descriptor whose reads and writes pass through the page cache
+    direct            descriptor of the same file that bypasses it; -1 where the file system takes no
+                      direct I/O: then every way is "buffered"
+    alignment_bytes   what direct I/O demands of offsets, sizes and addresses: a power of two
+    """
+
+    buffered: int
+    direct: int = -1
+    alignment_bytes: int = 4096
+
 
 class Request(NamedTuple):
-    """Move bytes between memory and an open file.
+    """Move bytes between memory and an open file. Offset, address and size may be odd.
 
     kind         "write" (to the file) or "read" (from it)
-    file         descriptor of the file
-    offset       first byte in the file, a multiple of the transport's alignment
-    address      of the memory, any alignment
-    size_bytes   how many, above zero; the file is the requester's up to the next multiple of the
-                 transport's alignment, and a write may put anything there
+    size_bytes   how many, above zero; a transport cuts large requests itself
+    way          how, one of the transport's `ways`
+    padded       the file is the requester's from the multiple of its alignment below ``offset`` to
+                 the one above the end: a write may put anything there
     keep         what keeps the memory alive: held until the request completes
     """
 
-    kind: Literal["write", "read"]
-    file: int
+    kind: Kind
+    file: File
     offset: int
     address: int
     size_bytes: int
+    way: str = "direct"
+    padded: bool = False
     keep: object = None
 
 
 class Completion(NamedTuple):
     """A request is over, and its memory free to be used.
 
-    error_number           0, or an errno; ECANCELED where it was cancelled before it began
+    error_number           0, or an errno; ECANCELED where it was cancelled before it began. EIO also
+                           where the file ends before the request does
     started_s, finished_s  time.perf_counter() when the transport began and ended it
     """
 
@@ -48,12 +77,24 @@ OnComplete = Callable[[Completion], None]
 
 
 class Transport(Protocol):
-    """Moves bytes in the background, in any order, without being polled."""
+    """Moves bytes in the background, in any order, without being polled.
+
+    ways   how it can move them:
+           "direct"      past the page cache, straight between memory and disk where alignment
+                         allows; odd heads and tails go by the way that is correct for them
+           "staged"      past the page cache, through aligned buffers of the transport's own
+           "buffered"    through the page cache
+           "mapped"      through a mapping of the file, which must be allocated up to the request's end
+           "gpu-direct"  between the memory of a GPU and the disk; the address is a device pointer
+    """
+
+    ways: tuple[str, ...]
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        """Begin ``requests``. ``on_complete`` is called once for each, on a thread of the transport.
+        """Begin ``requests``. ``on_complete`` is called once for each, on a thread of the transport; of a
+        request that is cancelled, it may be on that of who cancels.
 
-        Raises ValueError after `close`, before any of the requests begins.
+        Raises ValueError after `close`, or where a way is unknown, before any of the requests begins.
         """
 
     def cancel(self, requests: Sequence[Request]) -> int:

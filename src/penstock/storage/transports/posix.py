@@ -1,31 +1,43 @@
-"""Blocking reads and writes on a few threads: works wherever Python does."""
+"""Blocking reads, writes and mappings on a few threads: works wherever Python does."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import mmap
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
-from penstock.storage.aligned import AlignedBuffer, view_at
+import numpy as np
+
+from penstock.storage.aligned import AlignedBuffer, align_down, align_up, view_at
 from penstock.storage.transports.contract import OnComplete, Request, move_fully
 from penstock.storage.transports.workers import Workers
 
-BOUNCE_BYTES = 2 << 20
+STAGING_BYTES = 2 << 20
+
+# A read with odd ends costs three calls, or one and a copy. The copy is quicker up to about here.
+_COPIED_READ_BYTES = 256 << 10
+
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+
+# Moves the bytes [low, high) of the request's file; gives 0, or an errno.
+_Move = Callable[[Request, int, int], int]
 
 
 class PosixTransport:
-    """Satisfies Transport with ``preadv`` and ``pwrite``, which run without the GIL.
+    """Satisfies Transport with system calls that wait, all made without the GIL.
 
-    threads           requests carried out at once
-    alignment_bytes   what the files demand of addresses, offsets and sizes: 4096 where they were
-                      opened for direct I/O, else 1. Memory that does not meet it is copied
-                      through a buffer that each thread keeps.
+    threads         pieces of requests that are under way at once
+    request_bytes   larger requests are cut into pieces of about this size
     """
 
-    def __init__(self, threads: int = 4, alignment_bytes: int = 1) -> None:
-        self._alignment = alignment_bytes
-        self._workers = Workers(threads, "posix", lambda: _Mover(alignment_bytes).perform)
+    ways: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
+
+    def __init__(self, threads: int = 4, request_bytes: int = 4 << 20) -> None:
+        self._workers = Workers(threads, "posix", self.ways, lambda: _Mover().perform, request_bytes)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         self._workers.submit(requests, on_complete)
@@ -40,47 +52,133 @@ class PosixTransport:
 class _Mover:
     """What one thread needs to carry out requests."""
 
-    def __init__(self, alignment_bytes: int) -> None:
-        self._alignment = alignment_bytes
-        self._bounce: AlignedBuffer | None = None
+    def __init__(self) -> None:
+        self._staging: AlignedBuffer | None = None
 
-    def perform(self, request: Request) -> int:
-        if request.offset % self._alignment:
-            return errno.EINVAL
-        direct = request.size_bytes
-        if request.address % self._alignment:
-            direct = 0
-        direct -= direct % self._alignment
-        return self._move(request, request.address, 0, direct) or self._move_copied(request, direct)
-
-    def _move_copied(self, request: Request, begin: int) -> int:
-        """Move what of the request lies from ``begin`` on through the bounce buffer."""
-        while begin < request.size_bytes:
-            if self._bounce is None:
-                self._bounce = AlignedBuffer(BOUNCE_BYTES)
-            size = min(BOUNCE_BYTES, request.size_bytes - begin)
-            padded = -(-size // self._alignment) * self._alignment
-            if request.kind == "write":
-                ctypes.memmove(self._bounce.address, request.address + begin, size)
-            if error_number := self._move(request, self._bounce.address, begin, padded):
+    def perform(self, request: Request, begin: int, end: int) -> int:
+        for move, low, high in self._route(request, request.offset + begin, request.offset + end):
+            if error_number := move(request, low, high):
                 return error_number
-            if request.kind == "read":
-                ctypes.memmove(request.address + begin, self._bounce.address, size)
-            begin += size
         return 0
 
-    def _move(self, request: Request, address: int, begin: int, size_bytes: int) -> int:
-        """Move file bytes ``begin`` and on of the request, from or to ``address``."""
-        if size_bytes == 0:
-            return 0
-        file, offset = request.file, request.offset + begin
-        memory = view_at(address, size_bytes, writable=request.kind == "read")
-        if request.kind == "write":
-            return move_fully(
-                lambda done, end: os.pwrite(file, memory[done:end], offset + done),
-                size_bytes,
-                self._alignment,
-            )
-        return move_fully(
-            lambda done, end: os.preadv(file, [memory[done:end]], offset + done), size_bytes, self._alignment
-        )
+    def _route(self, request: Request, low: int, high: int) -> list[tuple[_Move, int, int]]:
+        """By which calls the bytes [low, high) of the file are moved."""
+        if request.way == "mapped":
+            return [(_move_mapped, low, high)]
+        if request.way == "buffered" or request.file.direct < 0:
+            return [(_move_buffered, low, high)]
+        alignment = request.file.alignment_bytes
+        inner_low, inner_high = align_up(low, alignment), align_down(high, alignment)
+        # A block that is shared with others is changed in the page cache, which knows its other bytes.
+        shared = request.kind == "write" and not request.padded
+        edges = _move_buffered if shared else self._move_staged
+        inner = self._move_staged
+        if request.way == "direct" and (request.address - request.offset) % alignment == 0:
+            inner = _move_direct
+        odd = (inner_low, inner_high) != (low, high)
+        if odd and request.kind == "read" and high - low <= _COPIED_READ_BYTES:
+            inner = self._move_staged
+        if inner_low >= inner_high or edges == inner:
+            return [(edges, low, high)]
+        parts = [(edges, low, inner_low), (inner, inner_low, inner_high), (edges, inner_high, high)]
+        return [part for part in parts if part[1] < part[2]]
+
+    def _move_staged(self, request: Request, low: int, high: int) -> int:
+        """Move whole blocks through the staging buffer, and copy what is wanted of them."""
+        file, alignment = request.file, request.file.alignment_bytes
+        if self._staging is None:
+            self._staging = AlignedBuffer(max(STAGING_BYTES, alignment))
+        staging, view = self._staging.address, self._staging.view()
+        while low < high:
+            block_low = align_down(low, alignment)
+            stop = min(high, block_low + self._staging.size_bytes)
+            block_high = align_up(stop, alignment)
+            address, skipped = request.address + low - request.offset, low - block_low
+            size = stop - low
+            if request.kind == "write":
+                ctypes.memset(staging, 0, skipped)  # no other tensor's bytes go to the file
+                ctypes.memmove(staging + skipped, address, size)
+                ctypes.memset(staging + skipped + size, 0, block_high - stop)
+                error_number = _write(file.direct, view[: block_high - block_low], block_low, alignment)
+            else:
+                # The file may end inside the last block.
+                needed_bytes = stop - block_low
+                blocks = view[: block_high - block_low]
+                error_number = _read(file.direct, blocks, block_low, alignment, needed_bytes)
+                if not error_number:
+                    ctypes.memmove(address, staging + skipped, size)
+            if error_number:
+                return error_number
+            low = stop
+        return 0
+
+
+def _move_direct(request: Request, low: int, high: int) -> int:
+    return _move_in_place(request, low, high, request.file.direct, request.file.alignment_bytes)
+
+
+def _move_buffered(request: Request, low: int, high: int) -> int:
+    return _move_in_place(request, low, high, request.file.buffered, 1)
+
+
+def _move_in_place(request: Request, low: int, high: int, file: int, alignment_bytes: int) -> int:
+    address = request.address + low - request.offset
+    memory = view_at(address, high - low, writable=request.kind == "read")
+    if request.kind == "write":
+        return _write(file, memory, low, alignment_bytes)
+    return _read(file, memory, low, alignment_bytes, high - low)
+
+
+def _write(file: int, memory: memoryview, offset: int, alignment_bytes: int) -> int:
+    return move_fully(
+        lambda done, _: os.pwrite(file, memory[done:], offset + done), len(memory), alignment_bytes
+    )
+
+
+def _read(file: int, memory: memoryview, offset: int, alignment_bytes: int, needed_bytes: int) -> int:
+    """Fill ``memory``, of which the first ``needed_bytes`` must be there."""
+    return move_fully(
+        lambda done, _: os.preadv(file, [memory[done:]], offset + done), needed_bytes, alignment_bytes
+    )
+
+
+def _move_mapped(request: Request, low: int, high: int) -> int:
+    writes = request.kind == "write"
+    try:
+        # Touching a page of a mapping that the file does not reach would end the process.
+        if os.fstat(request.file.buffered).st_size < high:
+            return errno.EIO
+        with _mapping(request.file.buffered, low, high, writes) as mapped:
+            address = request.address + low - request.offset
+            ctypes.memmove(*((mapped, address) if writes else (address, mapped)), high - low)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+@contextlib.contextmanager
+def _mapping(file: int, low: int, high: int, writes: bool) -> Iterator[int]:
+    """The address at which byte ``low`` of the file is mapped. Raises OSError."""
+    begin = align_down(low, mmap.ALLOCATIONGRANULARITY)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+    with mmap.mmap(file, high - begin, flags=mmap.MAP_SHARED, prot=access, offset=begin) as mapping:
+        address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+        _populate(address, high - begin, writes)
+        yield address + low - begin
+
+
+def _populate(address: int, size_bytes: int, writes: bool) -> None:
+    """Bring all pages in by one call, which gives an error where the disk fails, or is full: touching
+    them would end the process instead. Raises OSError.
+
+    Python's own madvise keeps the GIL.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    advice = _MADV_POPULATE_WRITE if writes else _MADV_POPULATE_READ
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice) == 0:
+        return
+    error_number = ctypes.get_errno()
+    if error_number != errno.EINVAL:  # a kernel that does not know the advice
+        raise OSError(errno.EIO if error_number == errno.EFAULT else error_number, "cannot map")

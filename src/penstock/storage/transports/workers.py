@@ -9,23 +9,37 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.storage.aligned import align_down
 from penstock.storage.transports.contract import Completion, OnComplete, Request
 
 logger = logging.getLogger("penstock")
 
-Perform = Callable[[Request], int]
+# Carries out the bytes [begin, end) of a request; gives 0, or an errno.
+Perform = Callable[[Request, int, int], int]
 
 
 class Workers:
     """The half of the transport contract that does not depend on where the bytes go.
 
-    make_perform   called once in each thread; gives the function that carries out a request there
-                   and gives 0 or an errno
+    ways           of the requests; submitting one of another way raises ValueError
+    make_perform   called once in each thread; gives the function that carries out pieces of
+                   requests there
+    piece_bytes    larger requests are cut into pieces of about this size, which several threads
+                   carry out at once; None to leave them whole. A multiple of the files' alignment
     """
 
-    def __init__(self, threads: int, name: str, make_perform: Callable[[], Perform]) -> None:
+    def __init__(
+        self,
+        threads: int,
+        name: str,
+        ways: tuple[str, ...],
+        make_perform: Callable[[], Perform],
+        piece_bytes: int | None = None,
+    ) -> None:
+        self._ways = ways
         self._make_perform = make_perform
-        self._waiting: deque[tuple[Request, OnComplete]] = deque()
+        self._piece_bytes = piece_bytes
+        self._waiting: deque[_Job] = deque()  # those of which some piece has not begun
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
@@ -36,20 +50,25 @@ class Workers:
             thread.start()
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        for request in requests:
+            if request.way not in self._ways:
+                raise ValueError(f"there is no way {request.way!r}, only {', '.join(self._ways)}")
+        jobs = [_Job(request, on_complete, self._piece_bytes) for request in requests]
         with self._changed:
             if self._closed:
                 raise ValueError("the transport is closed")
-            self._waiting.extend((request, on_complete) for request in requests)
-            self._changed.notify(len(requests))
+            self._waiting.extend(jobs)
+            self._changed.notify(sum(job.pieces for job in jobs))
 
     def cancel(self, requests: Sequence[Request]) -> int:
         unwanted = {id(request) for request in requests}
         with self._changed:
-            cancelled = [job for job in self._waiting if id(job[0]) in unwanted]
-            self._waiting = deque(job for job in self._waiting if id(job[0]) not in unwanted)
-        now = time.perf_counter()
-        for request, on_complete in cancelled:
-            _complete(on_complete, Completion(request, errno.ECANCELED, now, now))
+            cancelled = [job for job in self._waiting if id(job.request) in unwanted and not job.begun]
+            for job in cancelled:
+                job.stop(errno.ECANCELED)
+            self._waiting = deque(job for job in self._waiting if job.begun < job.pieces)
+        for job in cancelled:
+            job.complete()
         return len(cancelled)
 
     def close(self) -> None:
@@ -72,19 +91,68 @@ class Workers:
                 if self._closed:
                     return False
                 self._changed.wait()
-            request, on_complete = self._waiting.popleft()
-        started_s = time.perf_counter()
+            job = self._waiting[0]
+            begin, end = job.begin_piece()
+            if job.begun == job.pieces:
+                self._waiting.popleft()
         try:
-            error_number = perform(request)
+            error_number = perform(job.request, begin, end)
         except Exception:
-            logger.exception("a transport failed on %s", request[:5])
+            logger.exception("a transport failed on %s", job.request[:7])
             error_number = errno.EIO
-        _complete(on_complete, Completion(request, error_number, started_s, time.perf_counter()))
+        with self._changed:
+            job.ended += 1
+            if error_number and not job.error_number:
+                if job.begun < job.pieces:  # the rest is not worth the effort
+                    self._waiting.remove(job)
+                job.stop(error_number)
+            over = job.ended == job.pieces
+        if over:
+            job.complete()
         return True
 
 
-def _complete(on_complete: OnComplete, completion: Completion) -> None:
-    try:
-        on_complete(completion)
-    except Exception:  # the requester's fault: the other requests go on
-        logger.exception("the completion of %s failed", completion.request[:5])
+class _Job:
+    """A request under way. All but `complete` happens under the lock of the workers.
+
+    pieces         how many it is cut into
+    begun, ended   how many of these are
+    """
+
+    def __init__(self, request: Request, on_complete: OnComplete, piece_bytes: int | None) -> None:
+        self.request = request
+        self.pieces = 1 if piece_bytes is None else max(1, -(-request.size_bytes // piece_bytes))
+        self.begun = self.ended = self.error_number = 0
+        self._on_complete = on_complete
+        self._started_s = 0.0
+
+    def begin_piece(self) -> tuple[int, int]:
+        """The bytes of the request that are to be moved next."""
+        if not self.begun:
+            self._started_s = time.perf_counter()
+        begin = self._cut_at(self.begun)
+        self.begun += 1
+        return begin, self._cut_at(self.begun)
+
+    def stop(self, error_number: int) -> None:
+        """Begin no further piece."""
+        self.error_number = error_number
+        self.ended += self.pieces - self.begun
+        self.begun = self.pieces
+
+    def complete(self) -> None:
+        finished_s = time.perf_counter()
+        completion = Completion(self.request, self.error_number, self._started_s or finished_s, finished_s)
+        try:
+            self._on_complete(completion)
+        except Exception:  # the requester's fault: the other requests go on
+            logger.exception("the completion of %s failed", self.request[:7])
+
+    def _cut_at(self, piece: int) -> int:
+        """Where a piece begins, counted from the first byte of the request. The pieces are about equal,
+        and share no block of the file."""
+        request = self.request
+        if piece in (0, self.pieces):
+            return request.size_bytes if piece else 0
+        end = request.offset + request.size_bytes * piece // self.pieces
+        return align_down(end, request.file.alignment_bytes) - request.offset

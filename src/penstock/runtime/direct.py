@@ -1,0 +1,130 @@
+"""The direct path between a GPU and the disk, beside the bounce path through host memory.
+
+The direct path (GPUDirect Storage) needs drivers and a file system that allow it, and is not always the
+faster one. It is tried before anything depends on it; then `Choice` decides by what whole transfers cost,
+size by size.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.runtime.mover import Moved, Saved
+from penstock.storage.choose import Choice
+from penstock.storage.extents import Extent
+from penstock.storage.spill import OnDone, SpillSpace, Transfer
+from penstock.storage.tables import Kind
+
+BOUNCE = "bounce"  # its part between host memory and disk goes by ways of its own
+SMALLEST_DIRECT_BYTES = 16 << 10  # kvikio itself copies less than this through host memory
+TRIAL_BYTES = (1 << 20) + 1001
+
+# What went wrong, and what was moved.
+Outcome = tuple[PenstockError | None, Sequence[Moved]]
+Bounce = Callable[[Saved, torch.UntypedStorage], Outcome]
+
+
+class Paths:
+    """Moves storages between a device and the disk, each by the path that is best for its size.
+
+    choice   between the paths; None where there is only the bounce path
+
+    Raises InvalidArgument where the direct path was asked for by name, and is not usable.
+    """
+
+    def __init__(self, spill: SpillSpace, device: torch.device) -> None:
+        self._spill = spill
+        self._lock = threading.Lock()
+        self.choice: Choice | None = None
+        if (direct := spill.gpu_direct) is None:
+            return
+        if (failure := self._trial_failure(device)) is not None:
+            spill.give_up_gpu_direct(failure)
+            return
+        self.choice = Choice(
+            {BOUNCE: "disk", direct: "disk"},
+            mode=spill.choice.mode,
+            reexplore=spill.choice.reexplore,
+            pinned=direct if spill.gpu_direct_only else None,
+        )
+
+    def allocate(self, size_bytes: int) -> Extent:
+        """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
+        return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
+
+    def write(self, saved: Saved, source: torch.UntypedStorage, bounce: Bounce) -> Outcome:
+        """Copy ``source`` to the disk. Blocks."""
+        return self._move("write", saved, source, bounce)
+
+    def read(self, saved: Saved, target: torch.UntypedStorage, bounce: Bounce) -> Outcome:
+        """Copy to ``target`` from the disk. Blocks."""
+        return self._move("read", saved, target, bounce)
+
+    def _move(self, kind: Kind, saved: Saved, storage: torch.UntypedStorage, bounce: Bounce) -> Outcome:
+        choice, size_bytes = self.choice, saved.size_bytes
+        if choice is None or saved.copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES:
+            return bounce(saved, storage)
+        with self._lock:
+            if kind == "write":
+                path = choice.way_to_write(size_bytes)
+            else:
+                path = choice.way_to_read(size_bytes, "disk")
+        begun_s = time.perf_counter()
+        moved_well = False
+        try:
+            outcome = bounce(saved, storage) if path == BOUNCE else self._directly(kind, saved, storage)
+            moved_well = outcome[0] is None
+        finally:
+            # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
+            cost_s = time.perf_counter() - begun_s
+            with self._lock:
+                if moved_well:
+                    choice.observe(kind, size_bytes, path, cost_s)
+                else:
+                    choice.withdraw(kind, size_bytes, path)
+        return outcome
+
+    def _directly(self, kind: Kind, saved: Saved, storage: torch.UntypedStorage) -> Outcome:
+        saved.copy.ready.synchronize()  # no stream carries it out that could wait
+        move = self._spill.write_from_gpu if kind == "write" else self._spill.read_to_gpu
+        transfer = _wait_for(move, saved.copy.block, storage)
+        if transfer.error is not None:
+            return transfer.error, []
+        # It occupies both links at once.
+        links = ("device_to_host", "disk_write") if kind == "write" else ("disk_read", "host_to_device")
+        times = transfer.started_s, transfer.finished_s
+        return None, [Moved(link, *times, saved.number, saved.size_bytes) for link in links]
+
+    def _trial_failure(self, device: torch.device) -> str | None:
+        """What goes wrong when bytes are written by the direct path and read back; None if all is well."""
+        # Made without random numbers: the program's stay what they would be without penstock. A copy from
+        # ordinary host memory is complete when it returns.
+        written = (torch.arange(TRIAL_BYTES) * 131 % 251).to(torch.uint8).to(device)
+        read = torch.zeros(TRIAL_BYTES, dtype=torch.uint8).to(device)
+        try:
+            extent = self._spill.allocate(TRIAL_BYTES, on_disk=True)
+            try:
+                for move, content in ((self._spill.write_from_gpu, written), (self._spill.read_to_gpu, read)):
+                    transfer = _wait_for(move, extent, content.untyped_storage())
+                    if transfer.error is not None:
+                        return str(transfer.error)
+            finally:
+                self._spill.release(extent)
+        except PenstockError as error:
+            return str(error)
+        return None if torch.equal(written, read) else "bytes come back from it other than they were written"
+
+
+def _wait_for(
+    move: Callable[[Extent, int, int, object, OnDone], Any], extent: Extent, storage: torch.UntypedStorage
+) -> Transfer:
+    over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+    move(extent, storage.data_ptr(), storage.nbytes(), storage, over.put)
+    return over.get()

@@ -1,0 +1,169 @@
+"""Open files for transports: one descriptor through the page cache, and one past it where that works."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal
+
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.transports.contract import File
+
+logger = logging.getLogger("penstock")
+
+Mode = Literal["r", "r+", "w"]
+
+# No smaller alignment is used, even where a disk takes multiples of 512 bytes. A page that one request
+# writes in part through the page cache and another in part past it could lose either part. A direct
+# write of part of a file system's block (4096 bytes on ext4 and XFS) also waits for all others.
+SMALLEST_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_FLAGS = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STATX_MEMORY_ALIGN_AT = 152  # then the alignment of offsets, both 32 bits
+_STATFS_BYTES = 256
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+
+class OpenFile:
+    """Owns the descriptors of ``file``. A context manager."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent. Raises OSError where what was written is lost."""
+        file, self.file = self.file, self.file._replace(buffered=-1, direct=-1)
+        try:
+            if file.direct >= 0:
+                os.close(file.direct)
+        finally:
+            if file.buffered >= 0:
+                os.close(file.buffered)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_file(path: str | os.PathLike[str], mode: Mode) -> OpenFile:
+    """Open the file at ``path`` for transports.
+
+    mode   "r" to read it, "r+" to read and change it, "w" to make it anew, empty, and read and change it
+
+    Raises OSError as os.open does.
+    """
+    return from_descriptor(os.open(path, _FLAGS[mode] | getattr(os, "O_CLOEXEC", 0), 0o666), os.fspath(path))
+
+
+def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
+    """Make an open descriptor usable by transports, also where no path leads to its file any more.
+
+    descriptor   open for reading, or for reading and writing. It belongs to the OpenFile from now on
+    name         what the log calls the file
+    """
+    try:
+        direct, alignment_bytes, reason = _open_direct(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if direct < 0:
+        _log_once(descriptor, name or "an unlinked file", reason)
+    return OpenFile(File(descriptor, direct, alignment_bytes))
+
+
+def _open_direct(descriptor: int) -> tuple[int, int, str]:
+    """A second descriptor of the same file past the page cache, its alignment, and "". Else -1 and why."""
+    refused = -1, SMALLEST_ALIGNMENT_BYTES
+    if not _DIRECT:
+        return *refused, "this system has none"
+    import fcntl
+
+    if name := _memory_file_system(descriptor):
+        return *refused, f"{name} keeps its files in the page cache"
+    demanded_bytes = _demanded_alignment(descriptor)
+    if demanded_bytes == 0:
+        return *refused, "the file system takes none for this file"
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    try:
+        # Not by its path: that may lead nowhere, or to another file by now.
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags | _DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        return *refused, os.strerror(error.errno or errno.EIO)
+    if demanded_bytes is None and (error_number := _try_to_read(direct)):
+        os.close(direct)
+        return *refused, os.strerror(error_number)
+    return direct, max(demanded_bytes or 0, SMALLEST_ALIGNMENT_BYTES), ""
+
+
+def _demanded_alignment(descriptor: int) -> int | None:
+    """What direct I/O on the file must be aligned to; 0 where there is none, None where nobody knows.
+
+    Linux says since 6.1, for the file systems that tell it.
+    """
+    answer = _ask("statx", _STATX_BYTES, descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
+    if answer is None or not struct.unpack_from("=I", answer)[0] & _STATX_DIOALIGN:
+        return None
+    memory_bytes, offset_bytes = struct.unpack_from("=II", answer, _STATX_MEMORY_ALIGN_AT)
+    return max(memory_bytes, offset_bytes) if memory_bytes and offset_bytes else 0
+
+
+def _memory_file_system(descriptor: int) -> str | None:
+    """The name of the file's file system if it has no disk. Such a one opens files for direct I/O all
+    the same, and ignores it."""
+    answer = _ask("fstatfs", _STATFS_BYTES, descriptor)
+    if answer is None or not sys.platform.startswith("linux"):
+        return None
+    return _MEMORY_FILE_SYSTEMS.get(ctypes.c_long.from_buffer_copy(answer).value & 0xFFFFFFFF)
+
+
+def _ask(name: str, size_bytes: int, *arguments: int | bytes) -> bytes | None:
+    """What a function of the C library puts into its last argument; None where it fails or is missing."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    answer = ctypes.create_string_buffer(size_bytes)
+    if function is None or function(*arguments, answer):
+        return None
+    return answer.raw
+
+
+def _try_to_read(direct: int) -> int:
+    """Read a block; give 0, or the errno."""
+    block = AlignedBuffer(SMALLEST_ALIGNMENT_BYTES)
+    try:
+        os.preadv(direct, [block.view()], 0)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+_logged: set[int] = set()
+
+
+def _log_once(descriptor: int, name: str, reason: str) -> None:
+    """Say once per file system that its files pass through the page cache."""
+    with contextlib.suppress(OSError):
+        device = os.fstat(descriptor).st_dev
+        if device not in _logged:
+            _logged.add(device)
+            logger.warning(
+                "direct I/O cannot be used on the file system of %s: %s. Its files also pass through the "
+                "page cache, which costs memory and time; a local disk (ext4, xfs) does without.",
+                name,
+                reason,
+            )

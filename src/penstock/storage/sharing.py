@@ -1,0 +1,111 @@
+"""What was learned about ways, in a file that processes on devices of the same kind share.
+
+On machines with several devices of one kind, what one process learns serves all (Fastensor section
+4.3); the next run begins with it. Where the kinds differ, each kind has its own entry in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from penstock.core import files
+from penstock.errors import InvalidFile
+from penstock.storage.tables import Tables, merge
+
+logger = logging.getLogger("penstock")
+
+# What the file says weighs no more than a run: it follows a machine that changes.
+MOST_SAMPLES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class WayTables:
+    """The content of the file.
+
+    devices   tables by kind of device, as `device_kind` names it
+    """
+
+    devices: Mapping[str, Tables] = field(default_factory=dict)
+
+
+def read_tables(path: Path, device: str) -> Tables:
+    """What the file at ``path`` knows about devices of that kind; nothing where there is no file.
+
+    Raises InvalidFile where it holds something else.
+    """
+    try:
+        return files.load(WayTables, path).devices.get(device, Tables())
+    except FileNotFoundError:
+        return Tables()
+
+
+def add_tables(path: Path, device: str, learned: Tables) -> None:
+    """Merge what a process learned into the file. Several may do so at once.
+
+    A file that cannot be written is logged: nothing but time is lost. Raises InvalidFile where it
+    holds something else.
+    """
+    try:
+        with _locked(path):
+            devices: Mapping[str, Tables] = {}
+            with contextlib.suppress(FileNotFoundError):
+                devices = files.load(WayTables, path).devices
+            known = _limited(devices.get(device, Tables()))
+            files.save(WayTables({**devices, device: merge(known, learned)}), path)
+    except InvalidFile:
+        raise
+    except OSError as error:
+        logger.warning("what was learned about transfers was not saved to %s: %s", path, error.strerror)
+
+
+def device_kind(directories: Sequence[Path]) -> str:
+    """What the directories lie on, in words that are the same on machines of the same kind."""
+    return ", ".join(sorted({_kind_of(directory) for directory in directories}))
+
+
+def _limited(tables: Tables) -> Tables:
+    return Tables(tuple(replace(entry, samples=min(entry.samples, MOST_SAMPLES)) for entry in tables.entries))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time. The lock is a file beside it, since the file itself is replaced."""
+    import fcntl
+
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _kind_of(directory: Path) -> str:
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return f"{_file_system(number)} on {_model(number)}"
+
+
+def _file_system(number: str) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            if line.split()[2] == number:
+                return line.partition(" - ")[2].split()[0]
+    return "unknown file system"
+
+
+def _model(number: str) -> str:
+    """Of a disk, or of the disk that a partition is of."""
+    with contextlib.suppress(OSError):
+        block = Path("/sys/dev/block", number).resolve(strict=True)
+        for place in (block, block.parent):
+            with contextlib.suppress(OSError):
+                return (place / "device" / "model").read_text().strip()
+        return re.sub(r"\d+$", "", block.name)  # a kind of disk without models: nvme0n, vda
+    return "an unknown device"

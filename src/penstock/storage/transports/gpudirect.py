@@ -1,0 +1,263 @@
+"""NVIDIA's direct path (GPUDirect Storage) through kvikio: between the memory of a GPU and the disk, with
+no copy in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from penstock.storage.aligned import align_down, align_up
+from penstock.storage.transports.contract import File, OnComplete, Request, TransportUnavailable, move_fully
+from penstock.storage.transports.workers import Workers
+
+logger = logging.getLogger("penstock")
+
+THREADS = 8
+PIECE_BYTES = 4 << 20  # what kvikio itself makes of larger ones
+
+# Less than this kvikio copies through host memory and, where it is odd, through the page cache.
+SMALLEST_BYTES = 16 << 10
+
+
+class GpuDirectTransport:
+    """Satisfies Transport; a request's address is a device pointer, of any CUDA device.
+
+    A file that takes no direct I/O, or that cuFile refuses, fails with the errno of its registration;
+    `probe` says why. Kernels that make the content of a write, or still use the target of a read, must
+    be over: it waits for none but those of the device's default stream, as kvikio does. cuFile's own
+    compatibility mode for single files cannot be seen from here: where cufile.json allows it
+    (properties.allow_compat_mode), cuFile may copy a file that it cannot reach directly.
+
+    threads       pieces of requests that are under way at once; kvikio's pool gets as many threads
+    piece_bytes   larger requests are cut into pieces of about this size
+
+    Raises TransportUnavailable where there is no CUDA device, no kvikio, or no direct path.
+    """
+
+    ways: tuple[str, ...] = ("gpu-direct",)
+
+    def __init__(self, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
+        kvikio = _open_kvikio(threads)
+        self._files = _Files(kvikio)
+        self._workers = Workers(threads, "kvikio", self.ways, lambda: self._perform, piece_bytes)
+
+    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        self._workers.submit(requests, on_complete)
+
+    def cancel(self, requests: Sequence[Request]) -> int:
+        return self._workers.cancel(requests)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._files.close()
+
+    def probe(self, file: File) -> str | None:
+        """Why ``file`` cannot be moved to and from the memory of a GPU directly; None where it can."""
+        try:
+            self._files.registered(file)
+        except OSError as error:
+            return error.strerror
+        return None
+
+    def _perform(self, request: Request, begin: int, end: int) -> int:
+        try:
+            registered = self._files.registered(request.file)
+        except OSError as error:
+            return error.errno or errno.EIO
+        for low, high in _parts(request, request.offset + begin, request.offset + end):
+            if error_number := _move(registered, request, low, high):
+                return error_number
+        return 0
+
+
+def _parts(request: Request, low: int, high: int) -> list[tuple[int, int]]:
+    """The ranges of the file that are moved by one call each.
+
+    Of a block that is shared with others a write may touch its own bytes only. kvikio does so with small
+    ranges; cuFile would read, change and write back the whole block.
+    """
+    if request.kind == "read" or request.padded or high - low < SMALLEST_BYTES:
+        return [(low, high)]
+    alignment = request.file.alignment_bytes
+    inner_low = min(align_up(low, alignment), high)
+    inner_high = max(align_down(high, alignment), inner_low)
+    parts = [(low, inner_low), (inner_low, inner_high), (inner_high, high)]
+    return [part for part in parts if part[0] < part[1]]
+
+
+def _move(registered: Any, request: Request, low: int, high: int) -> int:
+    """Move the bytes [low, high) of the file; give 0, or an errno."""
+    start = registered.pwrite if request.kind == "write" else registered.pread
+    address = request.address + low - request.offset
+
+    def move(done: int, size_bytes: int) -> int:
+        left_bytes = size_bytes - done
+        memory = _DeviceMemory(address + done, left_bytes)
+        try:
+            # One task: of several, some may still be under way when another has failed.
+            future = start(memory, size=left_bytes, file_offset=low + done, task_size=left_bytes)
+            moved: int = future.get()  # waits without the GIL
+        except Exception as error:
+            _log_once(f"kvikio failed to {request.kind}: {error}")
+            number = _error_number(error, errno.EIO)
+            # "Operation not permitted" is kvikio's word for every read that fails.
+            raise OSError(errno.EIO if number == errno.EPERM else number, str(error)) from error
+        return moved
+
+    return move_fully(move, high - low)
+
+
+class _DeviceMemory:
+    """Bytes on a GPU, as others' libraries know them: by CUDA's array interface."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class _Entry(NamedTuple):
+    """What became of registering a file under a descriptor.
+
+    identity     of the file: the number of the descriptor may become another's
+    registered   kvikio's CuFile, None where it failed
+    error        why it failed
+    """
+
+    identity: tuple[int, int]
+    registered: Any
+    error: OSError | None
+
+
+class _Files:
+    """Files registered with cuFile, each once for as long as its descriptor is open."""
+
+    def __init__(self, kvikio: Any) -> None:
+        self._kvikio = kvikio
+        self._entries: dict[int, _Entry] = {}  # by descriptor
+        self._lock = threading.Lock()
+
+    def registered(self, file: File) -> Any:
+        """The CuFile of ``file``. Raises OSError, whose strerror says more than its errno."""
+        descriptor = file.direct if file.direct >= 0 else file.buffered
+        identity = _identity(descriptor)
+        with self._lock:
+            entry = self._entries.get(descriptor)
+            if entry is None or entry.identity != identity:
+                self._forget_closed()
+                entry = self._entries[descriptor] = self._register(descriptor, identity)
+        if entry.error is not None:
+            raise OSError(*entry.error.args)
+        return entry.registered
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
+    def _register(self, descriptor: int, identity: tuple[int, int]) -> _Entry:
+        import fcntl  # of no other system than Unix
+
+        written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        try:
+            # Left to itself, kvikio falls back to copies through the host without a word. The path leads
+            # to the open file, whether or not it still has a name.
+            if True:
+                registered = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if written else "r")
+        except Exception as error:
+            number = _error_number(error, errno.EOPNOTSUPP)
+            return _Entry(identity, None, OSError(number, f"cuFile refuses it: {error}"))
+        return _Entry(identity, registered, None)
+
+    def _forget_closed(self) -> None:
+        """Let go of files whose descriptors were closed: they would keep their disk space.
+
+        A piece that still uses one keeps it, and the last one closes it.
+        """
+        for descriptor, entry in list(self._entries.items()):
+            try:
+                still_open = _identity(descriptor) == entry.identity
+            except OSError:
+                still_open = False
+            if not still_open:
+                del self._entries[descriptor]
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+_configuring = threading.Lock()  # kvikio's settings are the process's
+
+
+@contextlib.contextmanager
+def _no_compatibility_mode(kvikio: Any) -> Iterator[None]:
+    with _configuring, kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
+        yield
+
+
+def _open_kvikio(threads: int) -> Any:
+    """kvikio, with the driver open. Raises TransportUnavailable."""
+    torch = sys.modules.get("torch")  # who has memory on a GPU has imported it
+    if torch is None or not torch.cuda.is_available():
+        raise TransportUnavailable("there is no CUDA device", expected=True)
+    try:
+        kvikio = importlib.import_module("kvikio")
+        defaults = importlib.import_module("kvikio.defaults")
+        driver = importlib.import_module("kvikio.cufile_driver")
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install 'penstock[gds]'"
+        raise TransportUnavailable(reason, expected=True) from error
+    except Exception as error:  # a library of NVIDIA's cannot be loaded
+        raise TransportUnavailable(f"kvikio cannot be loaded: {error}") from error
+    try:
+        if defaults.is_compat_mode_preferred():
+            raise TransportUnavailable(
+                "kvikio is in compatibility mode, and would copy through host memory: KVIKIO_COMPAT_MODE "
+                "asks for it, or libcufile or /run/udev is missing"
+            )
+        driver.driver_open()  # the process keeps it open, as if by its first use
+        if not driver.get("is_gds_available") and driver.get("allow_compat_mode"):
+            raise TransportUnavailable(
+                "nvidia-fs is not loaded, and cuFile may copy through host memory instead. Load it; or, if "
+                "cuFile works without it, set properties.allow_compat_mode to false in cufile.json"
+            )
+        with _configuring:
+            if defaults.get("num_threads") < threads:
+                defaults.set("num_threads", threads)
+            if defaults.get("gds_threshold") < SMALLEST_BYTES:  # see _parts
+                defaults.set("gds_threshold", SMALLEST_BYTES)
+    except TransportUnavailable:
+        raise
+    except Exception as error:  # the driver's, or a kvikio before 25.4
+        raise TransportUnavailable(f"kvikio cannot be used: {error}") from error
+    return kvikio
+
+
+def _error_number(error: Exception, otherwise: int) -> int:
+    """kvikio gives the system's errors in words alone, at the end of what it says."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    text = str(error)
+    found = [number for number in errno.errorcode if text.endswith(os.strerror(number))]
+    return max(found, key=lambda number: len(os.strerror(number)), default=otherwise)
+
+
+_logged: set[str] = set()
+
+
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        logger.warning("%s", text)

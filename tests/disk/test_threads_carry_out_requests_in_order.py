@@ -1,0 +1,262 @@
+"""What the transports of threads promise beyond the contract: order, pieces, retries, faults on demand."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.files import open_file
+from penstock.storage.transports.contract import Completion, File, Request, Transport, move_fully
+from penstock.storage.transports.faulty import FaultyTransport
+from penstock.storage.transports.memory import MemoryTransport
+from penstock.storage.transports.posix import PosixTransport
+from tests.disk.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory
+
+
+class TestThreads:
+    """What `posix` and `memory` promise beyond the contract: requests begin in the order they came."""
+
+    @pytest.fixture(params=["posix", "memory"])
+    def blocked(
+        self, request: pytest.FixtureRequest, tmp_path: Path
+    ) -> Iterator[tuple[Transport, File, Callable[[], None]]]:
+        """A transport of one thread that waits in a completion until the function is called."""
+        make = {"posix": PosixTransport, "memory": MemoryTransport}[request.param]
+        transport, release, busy = make(threads=1), threading.Event(), threading.Event()
+
+        def block(_: Completion) -> None:
+            busy.set()
+            assert release.wait(WAIT_S)
+
+        with open_file(tmp_path / "file", "w") as opened:
+            buffer = AlignedBuffer(4096)
+            transport.submit([Request("write", opened.file, 0, buffer.address, 4096, keep=buffer)], block)
+            assert busy.wait(WAIT_S)
+            yield transport, opened.file, release.set
+            release.set()
+            transport.close()
+
+    def test_what_has_not_begun_is_cancelled_and_nothing_else(
+        self, blocked: tuple[Transport, File, Callable[[], None]]
+    ) -> None:
+        transport, file, release = blocked
+        buffer = AlignedBuffer(9 << 20)
+        requests = [Request("write", file, 0, buffer.address, 9 << 20, keep=buffer) for _ in range(5)]
+        gathered = Gathered(5)
+        transport.submit(requests, gathered)
+        assert transport.cancel(requests[1:4]) == 3
+        assert transport.cancel(requests[1:4]) == 0
+        release()
+        errors = {id(completion.request): completion.error_number for completion in gathered.wait()}
+        assert [errors[id(request)] for request in requests] == [0, *[errno.ECANCELED] * 3, 0]
+
+    def test_requests_begin_in_the_order_they_came(
+        self, blocked: tuple[Transport, File, Callable[[], None]]
+    ) -> None:
+        transport, file, release = blocked
+        buffer = AlignedBuffer(9 << 20)
+        sizes = [9 << 20, 1, 5 << 20, 4096, 100_000]
+        gathered = Gathered(len(sizes))
+        for size in sizes:
+            transport.submit([Request("write", file, 0, buffer.address, size, keep=buffer)], gathered)
+        release()
+        assert [completion.request.size_bytes for completion in gathered.wait()] == sizes
+
+
+class TestPieces:
+    """How `posix` carries out one large request, seen from the system calls that it makes."""
+
+    SIZE = 1 << 20
+    PIECE = 64 << 10
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[File]:
+        (tmp_path / "file").write_bytes(ORIGINAL[: self.SIZE])
+        with open_file(tmp_path / "file", "r+") as opened:
+            yield opened.file
+
+    def run(self, request: Request, threads: int = 4) -> int:
+        transport, gathered = PosixTransport(threads, self.PIECE), Gathered(1)
+        transport.submit([request], gathered)
+        transport.close()
+        return gathered.wait()[0].error_number
+
+    @pytest.mark.parametrize("way", ["direct", "staged", "buffered"])
+    def test_they_are_carried_out_by_several_threads(
+        self, file: File, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        meeting, read = threading.Barrier(4), os.preadv
+        pieces: list[tuple[int, int]] = []
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            pieces.append((offset, len(buffers[0])))
+            meeting.wait(WAIT_S)  # four of them are under way at once, or this raises
+            return read(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        buffer = AlignedBuffer(self.SIZE)
+        assert self.run(Request("read", file, 0, buffer.address, self.SIZE, way, keep=buffer)) == 0
+        assert buffer.view() == ORIGINAL[: self.SIZE]
+        assert sorted(pieces) == [(begin, self.PIECE) for begin in range(0, self.SIZE, self.PIECE)]
+
+    def test_a_request_that_has_begun_is_not_cancelled(
+        self, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, release, write = threading.Event(), threading.Event(), os.pwrite
+
+        def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+            begun.set()
+            assert release.wait(WAIT_S)
+            return write(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        buffer = AlignedBuffer(self.SIZE)
+        request = Request("write", file, 0, buffer.address, self.SIZE, "direct", keep=buffer)
+        transport, gathered = PosixTransport(1, self.PIECE), Gathered(1)
+        transport.submit([request], gathered)
+        assert begun.wait(WAIT_S)
+        assert transport.cancel([request]) == 0
+        release.set()
+        assert gathered.wait()[0].error_number == 0
+        transport.close()
+        assert os.pread(file.buffered, self.SIZE, 0) == bytes(self.SIZE)
+
+    def test_no_piece_begins_after_one_has_failed(self, file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[int] = []
+
+        def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+            calls.append(offset)
+            if offset == 3 * self.PIECE:
+                raise OSError(errno.ENOSPC, "expected by the test")
+            return len(data)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        buffer = AlignedBuffer(self.SIZE)
+        request = Request("write", file, 0, buffer.address, self.SIZE, "direct", keep=buffer)
+        assert self.run(request, threads=1) == errno.ENOSPC
+        assert calls == [begin * self.PIECE for begin in range(4)]
+
+    def test_pieces_that_fail_together_complete_the_request_once(
+        self, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        meeting = threading.Barrier(4)
+
+        def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+            meeting.wait(WAIT_S)
+            raise OSError(errno.ENOSPC, "expected by the test")
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        buffer = AlignedBuffer(self.SIZE)
+        assert (
+            self.run(Request("write", file, 0, buffer.address, self.SIZE, "direct", keep=buffer))
+            == errno.ENOSPC
+        )
+
+    @pytest.mark.parametrize("way", ["direct", "staged", "buffered"])
+    @pytest.mark.parametrize("short_bytes", [5000, 8192])
+    def test_short_and_busy_calls_are_made_again(
+        self, file: File, way: str, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read, write, turns = os.preadv, os.pwrite, itertools.count()
+
+        def interrupt() -> None:
+            if next(turns) % 3 == 0:
+                raise BlockingIOError(errno.EAGAIN, "expected by the test")
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            interrupt()
+            return min(read(descriptor, buffers, offset), short_bytes)
+
+        def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+            interrupt()
+            return min(write(descriptor, data, offset), short_bytes)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        source, target = AlignedBuffer(self.SIZE), AlignedBuffer(self.SIZE)
+        source.view()[:] = DATA[: self.SIZE]
+        for offset, size in ((0, self.SIZE), (333, 200_001)):
+            for kind, buffer in (("write", source), ("read", target)):
+                request = Request(kind, file, offset, buffer.address, size, way, keep=buffer)
+                assert self.run(request) == 0
+            assert target.view()[:size] == DATA[:size]
+
+
+class TestFaults:
+    def test_the_chosen_requests_fail_and_move_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
+        memory, turns = Memory(), itertools.count()
+        faults = {2: errno.ENOSPC, 5: errno.EIO, 6: errno.EIO}
+        transport = FaultyTransport(PosixTransport(), lambda request: faults.get(next(turns), 0))
+        with open_file(tmp_path / "file", "r+") as opened:
+            request = Request("write", opened.file, 0, memory.take(DATA[:4096]), 4096)
+            requests = [request._replace(offset=4096 * number) for number in range(10)]
+            gathered = Gathered(10)
+            transport.submit(requests[:4], gathered)
+            transport.submit(requests[4:], gathered)
+            errors = {c.request.offset // 4096: c.error_number for c in gathered.wait()}
+            transport.close()
+        assert errors == {number: faults.get(number, 0) for number in range(10)}
+        content = (tmp_path / "file").read_bytes()
+        for number in range(10):
+            blocks = ORIGINAL[4096 * number : 4096 * number + 4096] if number in faults else DATA[:4096]
+            assert content[4096 * number : 4096 * number + 4096] == blocks
+
+    def test_memory_fails_on_demand_too(self) -> None:
+        transport = MemoryTransport(fault=lambda request: errno.ENOSPC if request.offset else 0)
+        memory, gathered = Memory(), Gathered(2)
+        request = Request("write", File(7), 0, memory.take(DATA[:100]), 100)
+        transport.submit([request, request._replace(offset=100)], gathered)
+        errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+        assert errors == {0: 0, 100: errno.ENOSPC}
+        assert transport.content(7) == DATA[:100]
+        transport.close()
+
+
+class TestMovingFully:
+    def test_short_moves_are_continued(self) -> None:
+        moves: list[tuple[int, int]] = []
+
+        def move(begin: int, end: int) -> int:
+            moves.append((begin, end))
+            return min(300, end - begin)
+
+        assert move_fully(move, 1000) == 0
+        assert moves == [(0, 1000), (300, 1000), (600, 1000), (900, 1000)]
+
+    def test_a_short_direct_move_goes_on_at_a_block(self) -> None:
+        begins: list[int] = []
+
+        def move(begin: int, end: int) -> int:
+            begins.append(begin)
+            return min(5000, end - begin)
+
+        assert move_fully(move, 12_288, 4096) == 0
+        assert begins == [0, 4096, 8192]
+
+    @pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, ""), InterruptedError(errno.EINTR, "")])
+    def test_a_busy_device_is_tried_again(self, error: OSError) -> None:
+        answers: list[OSError | int] = [error, error, 10]
+
+        def move(begin: int, end: int) -> int:
+            answer = answers.pop(0)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        assert move_fully(move, 10) == 0
+
+    def test_what_never_moves_ends_in_an_error(self) -> None:
+        def busy(begin: int, end: int) -> int:
+            raise BlockingIOError(errno.EAGAIN, "")
+
+        assert move_fully(busy, 10) == errno.EAGAIN
+        assert move_fully(lambda begin, end: 0, 10) == errno.EIO
+        assert move_fully(lambda begin, end: 100, 8192, 4096) == errno.EIO

@@ -1,0 +1,179 @@
+"""A run learns which way is fastest, says so, and leaves what it learned to the next."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.core import files
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.engine import Engine
+from penstock.storage.sharing import WayTables, add_tables, device_kind, read_tables
+from penstock.storage.spill import SpillSpace
+from penstock.storage.tables import Entry, Tables
+from penstock.storage.transports import TRANSPORTS, Request, TransportUnavailable
+from penstock.storage.transports.memory import MemoryTransport
+from tests.disk.families import iterate, small_gpt
+
+MIB = 1 << 20
+
+
+def cycle(space: SpillSpace, size_bytes: int, times: int) -> None:
+    """Write and read back, as often as that."""
+    buffer = AlignedBuffer(size_bytes)
+    over = threading.Semaphore(0)
+    for _ in range(times):
+        extent = space.allocate(size_bytes)
+        for move in (space.write, space.read):
+            move(extent, buffer.address, size_bytes, buffer, lambda _: over.release())
+            assert over.acquire(timeout=30)
+        space.release(extent)
+
+
+@pytest.fixture
+def slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two transports alone: one that takes 2 ms a request, and one that takes none."""
+    monkeypatch.delitem(TRANSPORTS, "io_uring")
+    monkeypatch.delitem(TRANSPORTS, "posix")
+    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(delay_s=0.002))
+    monkeypatch.setitem(TRANSPORTS, "fast", MemoryTransport)
+
+
+@pytest.mark.usefixtures("slow_and_fast")
+def test_a_new_transport_joins_by_one_line_and_wins_if_it_is_faster(tmp_path: Path) -> None:
+    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], reexplore=0) as space:
+        cycle(space, MIB, 30)
+        moved = space.moved_bytes_by_way
+        assert moved["fast direct"] > 5 * moved["slow direct"] > 0
+        (row,) = [row for row in space.choice.tables().rows() if row.writes]
+        assert row.way == "fast direct"
+
+
+@pytest.mark.usefixtures("slow_and_fast")
+def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    ways = ["slow direct", "fast direct"]
+    with SpillSpace(tmp_path, ways=ways, tables_path=path, reexplore=0) as space:
+        cycle(space, MIB, 20)
+    with SpillSpace(tmp_path, ways=ways, tables_path=path, reexplore=0) as space:
+        cycle(space, MIB, 5)
+        assert space.moved_bytes_by_way == {"slow direct": 0, "fast direct": 10 * MIB}
+    assert files.load(WayTables, path).devices.keys() == {device_kind([tmp_path])}
+
+
+@pytest.mark.usefixtures("slow_and_fast")
+def test_a_pinned_way_is_the_only_one(tmp_path: Path) -> None:
+    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], pinned="slow direct") as space:
+        cycle(space, MIB, 5)
+        assert space.moved_bytes_by_way == {"slow direct": 10 * MIB, "fast direct": 0}
+
+
+def entry(way: str, samples: int, s_per_byte: float) -> Entry:
+    return Entry(
+        class_bytes=MIB, kind="write", way=way, domain="disk", samples=samples, s_per_byte=s_per_byte
+    )
+
+
+def test_kinds_of_device_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    add_tables(path, "ext4 on a", Tables((entry("x", 3, 1e-9),)))
+    add_tables(path, "xfs on b", Tables((entry("x", 3, 5e-9),)))
+    assert read_tables(path, "ext4 on a").entries == (entry("x", 3, 1e-9),)
+    assert read_tables(path, "xfs on b").entries == (entry("x", 3, 5e-9),)
+    assert read_tables(path, "tmpfs on c") == Tables()
+
+
+def test_the_file_follows_a_machine_that_changes(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    for _ in range(100):
+        add_tables(path, "disk", Tables((entry("x", 9, 1e-9),)))
+    for _ in range(10):
+        add_tables(path, "disk", Tables((entry("x", 9, 3e-9),)))
+    (known,) = read_tables(path, "disk").entries
+    assert known.s_per_byte > 2.9e-9
+
+
+def _add(path: Path, number: int) -> None:
+    for index in range(10):
+        add_tables(path, f"disk {number} {index}", Tables((entry("x", 3, 1e-9),)))
+
+
+def test_processes_share_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_add, args=(path, number)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(files.load(WayTables, path).devices) == 30
+
+
+def test_another_file_is_refused_and_a_full_disk_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InvalidFile, match="plan.json"):
+        SpillSpace(tmp_path, tables_path=tmp_path / "plan.json")
+    with caplog.at_level(logging.WARNING, "penstock"):
+        add_tables(tmp_path / "absent" / "ways.json", "disk", Tables((entry("x", 3, 1e-9),)))
+    assert "was not saved" in caplog.text
+
+
+def test_a_transport_that_cannot_work_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> MemoryTransport:
+        raise TransportUnavailable("the system refuses it: Operation not permitted")
+
+    monkeypatch.setitem(TRANSPORTS, "io_uring", refuse)
+    monkeypatch.setattr("penstock.storage.engine._logged", set())
+    for _ in range(2):
+        with SpillSpace(tmp_path) as space:
+            assert space.unavailable == {"io_uring": "the system refuses it: Operation not permitted"}
+            assert {way.transport for way in space.ways.values()} == {"posix"}
+            cycle(space, MIB, 2)
+    assert caplog.text.count("io_uring is not used") == 1
+    with pytest.raises(InvalidArgument, match=r"io_uring direct cannot be used.*not permitted"):
+        SpillSpace(tmp_path, ways=["io_uring direct"])
+
+
+def test_an_engine_opens_only_what_is_wanted() -> None:
+    with Engine(["posix staged"]) as engine:
+        assert list(engine.ways) == ["posix staged"]
+    with pytest.raises(ValueError, match="closed"):
+        engine.start(engine.ways["posix staged"], [Request("read", None, 0, 0, 1, "staged")], print)  # type: ignore[arg-type]
+
+
+def test_a_run_is_told_its_ways_and_tells_what_it_learned(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model, optimizer = small_gpt()
+    path = tmp_path / "ways.json"
+    with penstock.offload(
+        model,
+        optimizer,
+        device_budget="1GiB",
+        spill_dir=[tmp_path, tmp_path],
+        hardware=hardware,
+        ways="posix direct",
+        verify_spill=True,
+        way_tables=path,
+    ) as run:
+        for step in range(3):
+            with run.step():
+                iterate(model, optimizer, step)
+        assert run.ways == ("posix direct",)
+        report = run.report()
+        assert set(report.moved_bytes_by_way) == {"posix direct"}
+        assert "moved by posix direct (100%)" in str(report)
+        assert {row.way for row in run.way_tables().rows()} == {"posix direct"}
+        assert all(row.first == "posix direct" for row in run.way_report().rows)
+    assert path.exists()
