@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint bench sanitize sanitize-asan sanitize-tsan
+.PHONY: setup demo test lint bench bench-io sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
@@ -30,6 +30,10 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step_time.py -o out/step_time.json
+
+# Needs 10 GB of free disk and 8 GB of memory, and a machine that does nothing else for half an hour.
+bench-io: setup
+	$(BIN)/python benchmarks/tensor_io.py -o out/tensor_io.json
 
 # The tests of the C++ parts, for errors of memory and undefined behaviour, and for races. Needs CMake,
 # a C++ compiler with its sanitizers, and no Python.

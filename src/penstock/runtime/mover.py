@@ -134,6 +134,7 @@ class Mover:
         self._queue: list[tuple[int, int, Saved, bool]] = []  # priority, order, what, whether it leaves
         self._order = itertools.count()
         self._in_flight: dict[Saved, int] = {}  # to bytes
+        self._starting = False
         self._leaving: dict[Saved, int] = {}  # to the event after which their memory counts as free
         self._deferred: deque[Saved] = deque()  # prefetches that wait for room
         self._forgotten: deque[Any] = deque()  # copies of what died, given back at the next eviction
@@ -274,6 +275,15 @@ class Mover:
         self._start_transfers()
 
     def _start_transfers(self) -> None:
+        if self._starting:  # a transfer was over at once: the loop that started it goes on
+            return
+        self._starting = True
+        try:
+            self._start_those_that_fit()
+        finally:
+            self._starting = False
+
+    def _start_those_that_fit(self) -> None:
         while self._queue:
             priority, _, saved, leaves = self._queue[0]
             in_flight_bytes = sum(self._in_flight.values())

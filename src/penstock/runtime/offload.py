@@ -183,6 +183,7 @@ class Offload:
             tables_path=way_tables,
             reexplore=reexplore,
             verify=verify_spill,
+            gpu=not on_cpu,
         )
         try:
             machine = hardware or probe(spill_dirs, device=str(self._device_name), time_budget_s=PROBE_S)
@@ -340,7 +341,7 @@ class Offload:
     @property
     def ways(self) -> tuple[str, ...]:
         """The ways there are to move a tensor between memory and disk."""
-        return tuple(self._spill.ways)
+        return (*self._spill.ways, *filter(None, [self._spill.gpu_direct]))
 
     def way_tables(self) -> Tables:
         """What the ways cost, by size of tensor, as far as it is known."""

@@ -172,7 +172,7 @@ class _Files:
         try:
             # Left to itself, kvikio falls back to copies through the host without a word. The path leads
             # to the open file, whether or not it still has a name.
-            if True:
+            with _no_compatibility_mode(self._kvikio):
                 registered = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if written else "r")
         except Exception as error:
             number = _error_number(error, errno.EOPNOTSUPP)
