@@ -24,8 +24,11 @@ double now_s() {
 
 }  // namespace
 
-Transfers::Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits)
-    : limits_(limits), staging_(limits.slots, limits.piece_bytes), process_(getpid()) {
+Transfers::Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits, Deliver deliver)
+    : limits_(limits),
+      deliver_(std::move(deliver)),
+      staging_(limits.slots, limits.piece_bytes),
+      process_(getpid()) {
   thread_ = std::thread([this, make_io] { run(make_io); });
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return started_; });
@@ -69,6 +72,7 @@ std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
     transfer->started_s = now_s();
     finish_locked(*transfer, ECANCELED);
   }
+  changed_.notify_all();
   return cancelled.size();
 }
 
@@ -146,7 +150,22 @@ void Transfers::serve(Io& io) {
       part = advance(take_back(result.tag), result.moved);
       if (part) issue(io, std::move(part));
     }
+    hand_out();
   }
+}
+
+void Transfers::hand_out() {
+  std::vector<Finished> last;
+  {
+    const std::lock_guard lock(mutex_);
+    if (finished_.empty()) return;
+    if (deliver_ && in_flight_.empty() && waiting_.empty()) {
+      last = std::exchange(finished_, {});
+    } else {
+      changed_.notify_all();
+    }
+  }
+  if (!last.empty()) deliver_(last);
 }
 
 // The next part that may begin now.
@@ -243,7 +262,6 @@ void Transfers::finish_part(std::unique_ptr<Part> part, int error) {
 void Transfers::finish_locked(Transfer& transfer, int error, bool abandoned) {
   finished_.push_back({transfer.request.token, error, transfer.started_s, now_s(), abandoned});
   transfers_.erase(transfer.request.token);
-  changed_.notify_all();
 }
 
 }  // namespace penstock

@@ -1,4 +1,7 @@
 // Requests carried out in the background on one thread, which needs nobody's attention.
+//
+// What finishes while nothing else is under way, that thread hands out itself: it spares waking another.
+// What finishes while more is under way waits for another thread, so that transfers never do.
 #pragma once
 
 #include <condition_variable>
@@ -33,8 +36,11 @@ struct Finished {
 
 class Transfers {
  public:
-  // `make_io` is called on the thread that will use it; what it throws is thrown here.
-  Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits);
+  using Deliver = std::function<void(const std::vector<Finished>&)>;
+
+  // `make_io` is called on the thread that will use it; what it throws is thrown here. So is `deliver`,
+  // with what finished last; without it all waits for `wait`.
+  Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits, Deliver deliver = {});
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
   ~Transfers();
@@ -43,7 +49,7 @@ class Transfers {
   bool submit(std::span<const Request> requests);
   // Ends with ECANCELED those of which nothing has begun. Gives how many.
   std::size_t cancel(std::span<const std::uint64_t> tokens);
-  // What has finished since the last call: at least one, waiting for it; none after close.
+  // What has finished and was not delivered: at least one, waiting for it; none after close.
   std::vector<Finished> wait();
   // Waits for everything that was submitted. Idempotent.
   void close();
@@ -67,6 +73,7 @@ class Transfers {
 
   void run(const std::function<std::unique_ptr<Io>()>& make_io);
   void serve(Io& io);
+  void hand_out();
   bool next_part(std::unique_ptr<Part>& part);
   void start(Io& io, std::unique_ptr<Part> part);
   void issue(Io& io, std::unique_ptr<Part> part);
@@ -76,6 +83,7 @@ class Transfers {
   void finish_locked(Transfer& transfer, int error, bool abandoned = false);
 
   const Limits limits_;
+  const Deliver deliver_;
   Staging staging_;
   bool registered_ = false;
   std::mutex mutex_;

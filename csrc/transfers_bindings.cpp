@@ -3,6 +3,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string_view>
 #include <system_error>
 
@@ -23,13 +24,36 @@ Way way_of(std::string_view name) {
   throw nb::value_error("no such way");
 }
 
-void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::size_t slots) {
+nb::list list_of(const std::vector<Finished>& finished) {
+  nb::list result;
+  for (const auto& one : finished) {
+    result.append(nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned));
+  }
+  return result;
+}
+
+void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::size_t slots,
+               const nb::callable& deliver) {
   if (depth == 0 || piece_bytes == 0 || slots == 0) throw nb::value_error("limits must be above zero");
+  // Its last owner may be a thread without the GIL.
+  const std::shared_ptr<nb::callable> callable(new nb::callable(deliver), [](nb::callable* held) {
+    const nb::gil_scoped_acquire acquire;
+    delete held;
+  });
+  const auto call = [callable](const std::vector<Finished>& finished) {
+    const nb::gil_scoped_acquire acquire;
+    try {
+      (*callable)(list_of(finished));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a completion");
+    }
+  };
   int error = 0;
   {
     const nb::gil_scoped_release release;
     try {
-      new (self) Transfers([depth] { return std::make_unique<Ring>(depth); }, {depth, piece_bytes, slots});
+      new (self)
+          Transfers([depth] { return std::make_unique<Ring>(depth); }, {depth, piece_bytes, slots}, call);
     } catch (const std::system_error& failure) {
       error = failure.code().value();
     }
@@ -68,11 +92,7 @@ nb::list wait(Transfers& self) {
     const nb::gil_scoped_release release;
     finished = self.wait();
   }
-  nb::list result;
-  for (const auto& one : finished) {
-    result.append(nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned));
-  }
-  return result;
+  return list_of(finished);
 }
 
 }  // namespace
@@ -80,7 +100,8 @@ nb::list wait(Transfers& self) {
 void bind_transfers(nb::module_& module) {
   nb::class_<Transfers>(module, "Transfers",
                         "Reads and writes by io_uring. Raises OSError where it is refused.")
-      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slots"))
+      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slots"),
+           nb::arg("deliver"))
       .def("submit", &submit, nb::arg("requests"))
       .def(
           "cancel",

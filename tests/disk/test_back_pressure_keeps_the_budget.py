@@ -24,12 +24,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts a transport with the given faults in the place of the disk."""
 
     def use(**faults: object) -> None:
-        monkeypatch.setitem(
-            TRANSPORTS,
-            "faulty",
-            lambda: MemoryTransport(**faults),  # type: ignore[arg-type]
-        )
-        monkeypatch.setattr(offload, "SpillSpace", functools.partial(SpillSpace, ways=["faulty direct"]))
+        for name in list(TRANSPORTS):
+            monkeypatch.delitem(TRANSPORTS, name)
+        monkeypatch.setitem(TRANSPORTS, "faulty", lambda: MemoryTransport(**faults))  # type: ignore[arg-type]
+        monkeypatch.setattr(offload, "SpillSpace", functools.partial(SpillSpace, pinned="faulty direct"))
 
     yield use
 

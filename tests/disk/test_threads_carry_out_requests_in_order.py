@@ -13,6 +13,7 @@ import pytest
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.files import open_file
+from penstock.storage.transports import posix
 from penstock.storage.transports.contract import Completion, File, Request, Transport, move_fully
 from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.memory import MemoryTransport
@@ -77,7 +78,8 @@ class TestPieces:
     PIECE = 64 << 10
 
     @pytest.fixture
-    def file(self, tmp_path: Path) -> Iterator[File]:
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
+        monkeypatch.setattr(posix, "_AT_ONCE_BYTES", 0)
         (tmp_path / "file").write_bytes(ORIGINAL[: self.SIZE])
         with open_file(tmp_path / "file", "r+") as opened:
             yield opened.file
@@ -187,6 +189,54 @@ class TestPieces:
                 request = Request(kind, file, offset, buffer.address, size, way, keep=buffer)
                 assert self.run(request) == 0
             assert target.view()[:size] == DATA[:size]
+
+
+class TestAtOnce:
+    """Small requests through the page cache, which `posix` carries out without handing them over."""
+
+    def test_they_are_over_when_submit_returns(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
+        transport, memory, gathered = PosixTransport(), Memory(), Gathered(2)
+        threads: list[int] = []
+
+        def on_complete(completion: Completion) -> None:
+            threads.append(threading.get_ident())
+            gathered(completion)
+
+        with open_file(tmp_path / "file", "r+") as opened:
+            write = Request("write", opened.file, 111, memory.take(DATA[:5000]), 5000, "buffered")
+            target = memory.take(bytes(5000))
+            transport.submit([write, write._replace(kind="read", address=target)], on_complete)
+            assert threads == [threading.get_ident()] * 2
+            transport.close()
+        assert [completion.error_number for completion in gathered.wait()] == [0, 0]
+        memory.expect(target, DATA[:5000])
+        memory.check()
+        assert (tmp_path / "file").read_bytes()[111:5111] == DATA[:5000]
+
+    def test_what_would_wait_for_the_disk_is_handed_over(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
+        read = os.preadv
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            if flags:
+                raise BlockingIOError(errno.EAGAIN, "not in the page cache")
+            threads.append(threading.get_ident())
+            return read(descriptor, buffers, offset)
+
+        threads: list[int] = []
+        monkeypatch.setattr(os, "preadv", preadv)
+        transport, memory, gathered = PosixTransport(), Memory(), Gathered(1)
+        with open_file(tmp_path / "file", "r") as opened:
+            target = memory.take(bytes(5000))
+            transport.submit([Request("read", opened.file, 7, target, 5000, "buffered")], gathered)
+            assert gathered.wait()[0].error_number == 0
+            transport.close()
+        assert threads and threading.get_ident() not in threads
+        memory.expect(target, ORIGINAL[7:5007])
+        memory.check()
 
 
 class TestFaults:

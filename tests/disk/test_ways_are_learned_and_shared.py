@@ -120,7 +120,7 @@ def test_another_file_is_refused_and_a_full_disk_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InvalidFile, match="plan.json"):
+    with pytest.raises(InvalidFile, match=r"plan\.json"):
         SpillSpace(tmp_path, tables_path=tmp_path / "plan.json")
     with caplog.at_level(logging.WARNING, "penstock"):
         add_tables(tmp_path / "absent" / "ways.json", "disk", Tables((entry("x", 3, 1e-9),)))
@@ -177,3 +177,31 @@ def test_a_run_is_told_its_ways_and_tells_what_it_learned(
         assert {row.way for row in run.way_tables().rows()} == {"posix direct"}
         assert all(row.first == "posix direct" for row in run.way_report().rows)
     assert path.exists()
+
+
+def test_a_transfer_that_is_measured_has_its_direction_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, through two transports of which one takes longer: the faster one is found."""
+    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(8, delay_s=0.004))
+    monkeypatch.setitem(TRANSPORTS, "fast", lambda: MemoryTransport(8, delay_s=0.001))
+    count, size_bytes = 64, 64 << 10
+    buffer = AlignedBuffer(size_bytes)
+    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], reexplore=0) as space:
+        for _ in range(3):
+            over = threading.Semaphore(0)
+            extents = [space.allocate(size_bytes) for _ in range(count)]
+            for move in (space.write, space.read):
+                for extent in extents:
+                    move(extent, buffer.address, size_bytes, buffer, lambda _, over=over: over.release())
+                for _ in range(count):
+                    assert over.acquire(timeout=30)
+            for extent in extents:
+                space.release(extent)
+        rates = {row.way: row for row in space.choice.tables().rows()}
+        assert rates["fast direct"].writes and rates["fast direct"].reads
+        for row in rates.values():  # no faster than a transfer can be
+            delay_s = 0.004 if row.way == "slow direct" else 0.001
+            assert row.write_bytes_per_s is not None and row.write_bytes_per_s < size_bytes / delay_s
+        # All of the first round are asked for before the first of them is over.
+        assert space.moved_bytes_by_way["slow direct"] <= count * size_bytes

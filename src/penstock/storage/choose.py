@@ -143,6 +143,16 @@ class Choice:
         if record.pending:
             record.spent_s -= record.pending.popleft()[0]
 
+    def is_trial(self, kind: Kind, size_bytes: int, way: str) -> bool:
+        """Whether ``way``, which was given for such a transfer, is not known to be the best.
+
+        Raises InvalidArgument for an unknown kind or way.
+        """
+        known, record = self._find(kind, size_bytes, way)
+        place = known.domains[record.domain]
+        best = known.best(kind, known.places if kind == "write" else [place])
+        return record.count < TRIALS or record is not best
+
     def tables(self) -> Tables:
         """What is known now, to be saved, merged with that of other processes, and loaded again."""
         return Tables(

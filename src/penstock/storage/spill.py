@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from penstock.storage.checksum import crc32c_at
 from penstock.storage.choose import Choice
 from penstock.storage.engine import Engine, Outcome, Way
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
+from penstock.storage.lanes import Lane
 from penstock.storage.sharing import add_tables, device_kind, read_tables
 from penstock.storage.spillfile import SpillFile
 from penstock.storage.stripes import Stripes
@@ -36,6 +38,11 @@ class Transfer(NamedTuple):
 
 
 OnDone = Callable[[Transfer], None]
+
+# Of the transfers by the way in use, one in so many is measured, to see whether it is still the best.
+_MEASURED_EVERY = 64
+
+_CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -127,7 +134,8 @@ class SpillSpace:
         self._verify = verify
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         self._chosen: dict[Extent, str] = {}  # the way to write, from allocation on
-        self._last_finished_s: dict[str, float] = {"write": 0.0, "read": 0.0}
+        self._lanes: dict[Kind, Lane] = {"write": Lane(), "read": Lane()}
+        self._asked: dict[Kind, int] = {"write": 0, "read": 0}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -237,6 +245,8 @@ class SpillSpace:
         with self._lock:
             first = not self._closed
             self._closed = True
+        for lane in self._lanes.values():
+            lane.drain()
         self._engine.close()
         self._close_files()
         if first:
@@ -281,7 +291,7 @@ class SpillSpace:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SpillError("the spill space is closed: no tensor can be moved any more")
+            raise SpillError(_CLOSED)
 
     def _start(
         self,
@@ -294,6 +304,7 @@ class SpillSpace:
         on_done: OnDone,
     ) -> None:
         region = self._regions[extent.space]
+        held = [keep]
         requests = [
             Request(
                 kind,
@@ -303,25 +314,51 @@ class SpillSpace:
                 segment.size_bytes,
                 way.kind,
                 True,
-                keep,
+                held,
             )
             for segment in region.stripes.segments(extent.offset, size_bytes)
         ]
+        lane = self._lanes[kind]
+        with self._lock:
+            measured = self._is_measured(kind, way, extent)
+        began_s = 0.0
+
+        def start() -> None:
+            nonlocal began_s
+            began_s = time.perf_counter()
+            try:
+                self._engine.start(way, requests, on_outcome)
+            except ValueError as error:  # closed meanwhile
+                self._over(lane, Transfer(SpillError(f"{_CLOSED}: {error}"), began_s, began_s), on_done)
 
         def on_outcome(outcome: Outcome) -> None:
-            self._learn(kind, way, extent, size_bytes, outcome)
+            cost_s = time.perf_counter() - began_s if measured else None
+            self._note(kind, way, extent, size_bytes, outcome, cost_s)
             error: SpillError | None = None
             if outcome.failed is not None:
                 error = region.error(outcome.failed)
             elif kind == "read" and self._verify:
                 error = self._damage(extent, address, size_bytes)
-            on_done(Transfer(error, outcome.started_s, outcome.finished_s))
+            if outcome.failed is None:
+                held.clear()  # whoever is told that it is over can free the memory
+            self._over(lane, Transfer(error, outcome.started_s, outcome.finished_s), on_done)
 
+        lane.add(start, measured)
+
+    @staticmethod
+    def _over(lane: Lane, transfer: Transfer, on_done: OnDone) -> None:
         try:
-            self._engine.start(way, requests, on_outcome)
-        except ValueError:
-            self._check_open()
-            raise
+            on_done(transfer)
+        finally:
+            lane.finished()
+
+    def _is_measured(self, kind: Kind, way: Way, extent: Extent) -> bool:
+        """Whether what the transfer costs is worth that others wait for it."""
+        if way.name not in self.ways:
+            return False
+        self._asked[kind] += 1
+        refresh = self._asked[kind] % _MEASURED_EVERY == 0
+        return refresh or self.choice.is_trial(kind, extent.size_bytes, way.name)
 
     def _damage(self, extent: Extent, address: int, size_bytes: int) -> SpillError | None:
         """What is wrong with the bytes that were read."""
@@ -334,10 +371,21 @@ class SpillSpace:
             "driver or memory is at fault. Check them (dmesg, smartctl), and choose another spill_dir."
         )
 
-    def _learn(self, kind: Kind, way: Way, extent: Extent, size_bytes: int, outcome: Outcome) -> None:
+    def _note(
+        self,
+        kind: Kind,
+        way: Way,
+        extent: Extent,
+        size_bytes: int,
+        outcome: Outcome,
+        cost_s: float | None,
+    ) -> None:
         with self._lock:
             if way.name in self.ways:
-                self._observe(kind, way, extent, outcome)
+                if outcome.failed is None and cost_s is not None:
+                    self.choice.observe(kind, extent.size_bytes, way.name, cost_s)
+                else:
+                    self.choice.withdraw(kind, extent.size_bytes, way.name)
             if outcome.failed is not None:
                 return
             if kind == "write":
@@ -345,15 +393,6 @@ class SpillSpace:
             else:
                 self.read_bytes += size_bytes
             self.moved_bytes_by_way[way.name] += size_bytes
-
-    def _observe(self, kind: Kind, way: Way, extent: Extent, outcome: Outcome) -> None:
-        # Of several in flight each costs the time by which it ended later than the one before.
-        cost_s = outcome.finished_s - max(outcome.started_s, self._last_finished_s[kind])
-        if outcome.failed is not None or cost_s <= 0:
-            self.choice.withdraw(kind, extent.size_bytes, way.name)
-        else:
-            self._last_finished_s[kind] = outcome.finished_s
-            self.choice.observe(kind, extent.size_bytes, way.name, cost_s)
 
 
 class _Region:

@@ -91,8 +91,9 @@ class Transport(Protocol):
     ways: tuple[str, ...]
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        """Begin ``requests``. ``on_complete`` is called once for each, on a thread of the transport; of a
-        request that is cancelled, it may be on that of who cancels.
+        """Begin ``requests``. ``on_complete`` is called once for each, on a thread of the transport, or
+        before this returns where that is quicker; of a request that is cancelled, it may be on the thread
+        of who cancels.
 
         Raises ValueError after `close`, or where a way is unknown, before any of the requests begins.
         """

@@ -31,8 +31,8 @@ SLOTS = 8
 
 
 class UringTransport:
-    """Satisfies Transport with io_uring: a native thread drives the ring without the GIL, and one of
-    Python's hands out the completions.
+    """Satisfies Transport with io_uring: a native thread drives the ring without the GIL. It hands out
+    completions while there is nothing else to do; otherwise a thread of Python's does.
 
     depth         operations in flight at most
     piece_bytes   size of an operation at most, and of a staging buffer
@@ -48,13 +48,19 @@ class UringTransport:
     def __init__(self, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES, slots: int = SLOTS) -> None:
         if not hasattr(_native, "Transfers"):
             raise TransportUnavailable("penstock was built without it: it is Linux's")
+        self._tokens = itertools.count(1)
+        self._requests: dict[int, tuple[Request, OnComplete]] = {}
+        complete_all = weakref.WeakMethod(self._complete_all)
+
+        def deliver(finished: list[tuple[int, int, float, float, bool]]) -> None:
+            if (method := complete_all()) is not None:
+                method(finished)
+
         try:
-            self._transfers = _native.Transfers(depth, piece_bytes, slots)
+            self._transfers = _native.Transfers(depth, piece_bytes, slots, deliver)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
         self.registered: bool = self._transfers.registered
-        self._tokens = itertools.count(1)
-        self._requests: dict[int, tuple[Request, OnComplete]] = {}
         self._deliverer = threading.Thread(target=self._deliver, name="penstock-io_uring", daemon=True)
         self._deliverer.start()
         _open.add(self)
@@ -102,8 +108,11 @@ class UringTransport:
 
     def _deliver(self) -> None:
         while finished := self._transfers.wait():
-            while finished:  # none is held while the next ones are waited for
-                self._complete(*finished.pop(0))
+            self._complete_all(finished)
+
+    def _complete_all(self, finished: list[tuple[int, int, float, float, bool]]) -> None:
+        for one in finished:
+            self._complete(*one)
 
     def _complete(
         self, token: int, error_number: int, started_s: float, finished_s: float, abandoned: bool

@@ -49,10 +49,16 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises ValueError where one of the requests cannot be submitted."""
         for request in requests:
             if request.way not in self._ways:
                 raise ValueError(f"there is no way {request.way!r}, only {', '.join(self._ways)}")
+        if self._closed:
+            raise ValueError("the transport is closed")
+
+    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        self.check(requests)
         jobs = [_Job(request, on_complete, self._piece_bytes) for request in requests]
         with self._changed:
             if self._closed:
@@ -142,11 +148,10 @@ class _Job:
 
     def complete(self) -> None:
         finished_s = time.perf_counter()
-        completion = Completion(self.request, self.error_number, self._started_s or finished_s, finished_s)
-        try:
-            self._on_complete(completion)
-        except Exception:  # the requester's fault: the other requests go on
-            logger.exception("the completion of %s failed", self.request[:7])
+        complete(
+            self._on_complete,
+            Completion(self.request, self.error_number, self._started_s or finished_s, finished_s),
+        )
 
     def _cut_at(self, piece: int) -> int:
         """Where a piece begins, counted from the first byte of the request. The pieces are about equal,
@@ -156,3 +161,11 @@ class _Job:
             return request.size_bytes if piece else 0
         end = request.offset + request.size_bytes * piece // self.pieces
         return align_down(end, request.file.alignment_bytes) - request.offset
+
+
+def complete(on_complete: OnComplete, completion: Completion) -> None:
+    """Tell who submitted the request."""
+    try:
+        on_complete(completion)
+    except Exception:  # the requester's fault: the other requests go on
+        logger.exception("the completion of %s failed", completion.request[:7])
