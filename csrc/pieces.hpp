@@ -28,13 +28,14 @@ struct Piece {
   std::uint64_t data_begin, data_end;
 };
 
-// In order of the file. Together their data is the request, once each.
-inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes) {
+// In order of the file. Together their data is the request, once each. `slot_bytes` bounds staged pieces.
+inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes, std::uint64_t slot_bytes) {
   std::vector<Piece> pieces;
   const auto data_begin = request.offset, data_end = request.offset + request.size_bytes;
   const auto add = [&](Way way, std::uint64_t begin, std::uint64_t end) {
+    const auto most_bytes = way == Way::staged ? slot_bytes : piece_bytes;
     while (begin < end) {
-      const auto next = std::min(end, (begin / piece_bytes + 1) * piece_bytes);
+      const auto next = std::min(end, (begin / most_bytes + 1) * most_bytes);
       pieces.push_back({way, begin, next, std::max(begin, data_begin), std::min(next, data_end)});
       begin = next;
     }

@@ -27,7 +27,7 @@ double now_s() {
 Transfers::Transfers(const std::function<std::unique_ptr<Io>()>& make_io, Limits limits, Deliver deliver)
     : limits_(limits),
       deliver_(std::move(deliver)),
-      staging_(limits.slots, limits.piece_bytes),
+      staging_(limits.slots, limits.slot_bytes),
       process_(getpid()) {
   thread_ = std::thread([this, make_io] { run(make_io); });
   std::unique_lock lock(mutex_);
@@ -46,7 +46,7 @@ bool Transfers::submit(std::span<const Request> requests) {
   std::vector<std::unique_ptr<Transfer>> transfers;
   std::vector<std::unique_ptr<Part>> parts;
   for (const auto& request : requests) {
-    const auto pieces = cut(request, limits_.piece_bytes);
+    const auto pieces = cut(request, limits_.piece_bytes, limits_.slot_bytes);
     transfers.push_back(std::make_unique<Transfer>(Transfer{request, pieces.size()}));
     for (const auto& piece : pieces)
       parts.push_back(std::make_unique<Part>(Part{transfers.back().get(), piece}));

@@ -23,8 +23,9 @@ namespace penstock {
 
 struct Limits {
   unsigned depth = 32;                   // operations at once
-  std::uint64_t piece_bytes = 1U << 20;  // largest operation
-  std::size_t slots = 8;                 // staging buffers, of piece_bytes each
+  std::uint64_t piece_bytes = 4U << 20;  // largest operation
+  std::uint64_t slot_bytes = 1U << 20;   // largest staged operation
+  std::size_t slots = 8;                 // staging buffers
 };
 
 struct Finished {

@@ -24,6 +24,22 @@ Way way_of(std::string_view name) {
   throw nb::value_error("no such way");
 }
 
+// Keeps what Python knows of this thread until it ends, instead of making it anew for each call.
+class ThreadState {
+ public:
+  ThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+  ~ThreadState() {
+    PyEval_RestoreThread(saved_);
+    PyGILState_Release(state_);
+  }
+
+ private:
+  PyGILState_STATE state_;
+  PyThreadState* saved_;
+};
+
 nb::list list_of(const std::vector<Finished>& finished) {
   nb::list result;
   for (const auto& one : finished) {
@@ -32,15 +48,17 @@ nb::list list_of(const std::vector<Finished>& finished) {
   return result;
 }
 
-void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::size_t slots,
-               const nb::callable& deliver) {
-  if (depth == 0 || piece_bytes == 0 || slots == 0) throw nb::value_error("limits must be above zero");
+void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::uint64_t slot_bytes,
+               std::size_t slots, const nb::callable& deliver) {
+  if (depth == 0 || piece_bytes == 0 || slot_bytes == 0 || slots == 0)
+    throw nb::value_error("limits must be above zero");
   // Its last owner may be a thread without the GIL.
   const std::shared_ptr<nb::callable> callable(new nb::callable(deliver), [](nb::callable* held) {
     const nb::gil_scoped_acquire acquire;
     delete held;
   });
   const auto call = [callable](const std::vector<Finished>& finished) {
+    static thread_local ThreadState known;
     const nb::gil_scoped_acquire acquire;
     try {
       (*callable)(list_of(finished));
@@ -52,8 +70,8 @@ void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::
   {
     const nb::gil_scoped_release release;
     try {
-      new (self)
-          Transfers([depth] { return std::make_unique<Ring>(depth); }, {depth, piece_bytes, slots}, call);
+      new (self) Transfers([depth] { return std::make_unique<Ring>(depth); },
+                           {depth, piece_bytes, slot_bytes, slots}, call);
     } catch (const std::system_error& failure) {
       error = failure.code().value();
     }
@@ -100,8 +118,8 @@ nb::list wait(Transfers& self) {
 void bind_transfers(nb::module_& module) {
   nb::class_<Transfers>(module, "Transfers",
                         "Reads and writes by io_uring. Raises OSError where it is refused.")
-      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slots"),
-           nb::arg("deliver"))
+      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slot_bytes"),
+           nb::arg("slots"), nb::arg("deliver"))
       .def("submit", &submit, nb::arg("requests"))
       .def(
           "cancel",

@@ -6,7 +6,7 @@ using namespace penstock;
 
 namespace {
 
-constexpr std::uint64_t kAlignment = 8, kPiece = 32;
+constexpr std::uint64_t kAlignment = 8, kPiece = 32, kSlot = 16;
 
 Request request(bool write, Way way, bool padded, std::uint64_t offset, std::uintptr_t address,
                 std::uint64_t size) {
@@ -16,11 +16,11 @@ Request request(bool write, Way way, bool padded, std::uint64_t offset, std::uin
 void check_pieces(const Request& asked) {
   const auto begin = asked.offset, end = asked.offset + asked.size_bytes;
   auto reached = begin;
-  for (const auto& piece : cut(asked, kPiece)) {
+  for (const auto& piece : cut(asked, kPiece, kSlot)) {
     CHECK(piece.data_begin == reached && piece.data_end > reached);
     reached = piece.data_end;
     CHECK(piece.begin <= piece.data_begin && piece.data_end <= piece.end);
-    CHECK(piece.end - piece.begin <= kPiece);
+    CHECK(piece.end - piece.begin <= (piece.way == Way::staged ? kSlot : kPiece));
     if (piece.way == Way::buffered) {
       CHECK(piece.begin == piece.data_begin && piece.end == piece.data_end);
       continue;
@@ -60,7 +60,7 @@ TEST(every_byte_is_moved_once) {
 }
 
 TEST(what_is_aligned_goes_straight_to_the_disk) {
-  for (const auto& piece : cut(request(true, Way::direct, false, 0, 0, 4 * kPiece), kPiece)) {
+  for (const auto& piece : cut(request(true, Way::direct, false, 0, 0, 4 * kPiece), kPiece, kSlot)) {
     CHECK(piece.way == Way::direct && piece.end - piece.begin == kPiece);
   }
 }

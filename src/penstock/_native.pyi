@@ -35,7 +35,12 @@ Finished = list[tuple[int, int, float, float, bool]]
 
 class Transfers:
     def __init__(
-        self, depth: int, piece_bytes: int, slots: int, deliver: Callable[[Finished], None]
+        self,
+        depth: int,
+        piece_bytes: int,
+        slot_bytes: int,
+        slots: int,
+        deliver: Callable[[Finished], None],
     ) -> None: ...
     @property
     def registered(self) -> bool: ...

@@ -106,8 +106,11 @@ class Engine:
 
         Raises ValueError after `close`.
         """
-        gathered = _Gathered(len(requests), on_outcome)
-        self._transports[way.transport].submit(requests, gathered.completed)
+        transport = self._transports[way.transport]
+        if len(requests) == 1:
+            transport.submit(requests, lambda completion: on_outcome(_outcome_of(completion)))
+        else:
+            transport.submit(requests, _Gathered(len(requests), on_outcome).completed)
 
     def refusal(self, way: Way, file: File) -> str | None:
         """Why ``way`` cannot move ``file``; None where nothing speaks against it."""
@@ -180,6 +183,11 @@ class Engine:
             f"{', '.join(missing) or 'no way'} cannot be used to move tensors: there are "
             f"{', '.join((*self.ways, *self.gpu_ways)) or 'none'}" + (f" ({reasons})" if reasons else "")
         )
+
+
+def _outcome_of(completion: Completion) -> Outcome:
+    failed = completion if completion.error_number else None
+    return Outcome(failed, completion.started_s, completion.finished_s)
 
 
 class _Gathered:

@@ -22,54 +22,58 @@ class Lane:
         self._in_flight = 0
         self._alone = False  # a transfer that is measured is in flight
         self._starting = False  # some thread is at it
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
 
     def add(self, start: Start, alone: bool) -> None:
         """Call ``start`` when its turn has come: now, or on the thread that calls `finished`.
 
         alone   the transfer is measured
         """
-        with self._changed:
+        with self._lock:
             self._waiting.append((start, alone))
         self._start_those_whose_turn_it_is()
 
     def finished(self) -> None:
         """A transfer is over; called once for each that was started."""
-        self._end_one()
-        self._start_those_whose_turn_it_is()
+        if self._end_one():
+            self._start_those_whose_turn_it_is()
 
     def drain(self) -> None:
         """Wait until every transfer is over."""
-        with self._changed:
+        with self._lock:
             while self._waiting or self._in_flight:
-                self._changed.wait()
+                self._empty.wait()
 
-    def _end_one(self) -> None:
-        with self._changed:
+    def _end_one(self) -> bool:
+        """Whether others wait for their turn."""
+        with self._lock:
             self._in_flight = max(self._in_flight - 1, 0)
             self._alone = False
-            self._changed.notify_all()
+            if not self._in_flight and not self._waiting:
+                self._empty.notify_all()
+            return bool(self._waiting)
 
     def _start_those_whose_turn_it_is(self) -> None:
         # One thread at a time, in a loop: a transfer may be over before its start returns.
-        with self._changed:
-            if self._starting:
-                return
-            self._starting = True
-        try:
-            while (start := self._next()) is not None:
+        while (start := self._next()) is not None:
+            try:
                 start()
-        except BaseException:  # an interrupt: whether the transfer began is not known
-            with self._changed:
+            except BaseException:  # an interrupt: whether the transfer began is not known
+                self._end_one()
+                raise
+            finally:
                 self._starting = False
-            self._end_one()
-            raise
 
     def _next(self) -> Start | None:
-        with self._changed:
-            if self._waiting and not self._alone and not (self._waiting[0][1] and self._in_flight):
-                start, self._alone = self._waiting.popleft()
-                self._in_flight += 1
-                return start
-            self._starting = False
-            return None
+        with self._lock:
+            if self._starting or not self._waiting or self._alone:
+                return None
+            start, alone = self._waiting[0]
+            if alone and self._in_flight:
+                return None
+            self._waiting.popleft()
+            self._alone = alone
+            self._in_flight += 1
+            self._starting = True
+            return start

@@ -47,6 +47,8 @@ class Stripes:
 
     def segments(self, offset: int, size_bytes: int) -> list[Segment]:
         """Where the bytes [offset, offset + size_bytes) lie, in order. Neighbours in a file are joined."""
+        if self._count == 1:
+            return [Segment(0, offset, 0, size_bytes)] if size_bytes else []
         joined: list[Segment] = []
         for part in self._cut(offset, offset + size_bytes, offset):
             last = joined[-1] if joined else None
