@@ -2,10 +2,12 @@
 
 `offload` trains inside a byte budget; `trace`, `probe`, `plan` and `simulate` say beforehand what
 will happen. The four values that pass between them are `Trace`, `Hardware`, `Plan` and `Timeline`.
+`save` and `load` are checkpoints; `penstock.checkpoint` has more for them.
 """
 
 from penstock.capture.probe import probe
 from penstock.capture.tracer import fake_mode, trace
+from penstock.checkpoint import SaveHandle, load, save
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
@@ -13,6 +15,7 @@ from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import (
     BudgetTooSmall,
+    CheckpointError,
     DeviceUnavailable,
     InvalidArgument,
     InvalidFile,
@@ -32,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetTooSmall",
+    "CheckpointError",
     "DeviceUnavailable",
     "Evict",
     "Hardware",
@@ -43,6 +47,7 @@ __all__ = [
     "PenstockError",
     "Plan",
     "Report",
+    "SaveHandle",
     "SavedTensorModified",
     "SpillError",
     "SpillSpaceFull",
@@ -50,9 +55,11 @@ __all__ = [
     "Trace",
     "check",
     "fake_mode",
+    "load",
     "offload",
     "plan",
     "probe",
+    "save",
     "simulate",
     "trace",
 ]

@@ -19,6 +19,7 @@ SOURCE = Path(penstock.__file__).parent
 
 PUBLIC = [
     "BudgetTooSmall",
+    "CheckpointError",
     "DeviceUnavailable",
     "Evict",
     "Hardware",
@@ -30,6 +31,7 @@ PUBLIC = [
     "PenstockError",
     "Plan",
     "Report",
+    "SaveHandle",
     "SavedTensorModified",
     "SpillError",
     "SpillSpaceFull",
@@ -37,9 +39,11 @@ PUBLIC = [
     "Trace",
     "check",
     "fake_mode",
+    "load",
     "offload",
     "plan",
     "probe",
+    "save",
     "simulate",
     "trace",
 ]
@@ -48,8 +52,11 @@ PUBLIC = [
 SIGNATURES = {
     "offload": (
         ["model", "optimizer"],
-        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "policy=", "hardware="],
+        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "policy=", "hardware="]
+        + ["page_cache_budget=", "ways=", "way_tables=", "reexplore=", "verify_spill="],
     ),
+    "save": (["state", "path"], ["wait=", "metadata="]),
+    "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),
     "trace": (["step"], ["fake=", "device=", "warmup=", "mode="]),
     "fake_mode": ([], []),
     "probe": (["spill_dir", "device=", "time_budget_s="], []),
@@ -133,6 +140,7 @@ def test_errors_are_also_what_python_would_raise() -> None:
     for name in ("InvalidArgument", "InvalidFile", "InvalidSize"):
         assert issubclass(getattr(penstock, name), ValueError)
     assert issubclass(penstock.SpillError, OSError)
+    assert issubclass(penstock.CheckpointError, OSError)
     assert issubclass(penstock.SpillSpaceFull, penstock.SpillError)
     assert issubclass(penstock.SavedTensorModified, RuntimeError)
 

@@ -10,8 +10,9 @@ from typing import NoReturn
 
 import penstock
 from penstock.capture.roofline import DATA_SHEETS
-from penstock.cli import commands, training
+from penstock.cli import checkpoint, commands, training
 from penstock.cli.output import Answer
+from penstock.cli.ways import ways as compare_ways
 from penstock.errors import InvalidSize
 from penstock.planners import POLICIES
 from penstock.units import parse_bytes
@@ -49,12 +50,16 @@ def parser() -> argparse.ArgumentParser:
     names = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     probe = _command(names, "probe", commands.probe, "measure this machine")
-    probe.add_argument(
-        "--spill-dir", type=Path, metavar="DIR", help="on the disk to measure; default: for temporary files"
-    )
+    _spill_dir(probe, "measure")
     probe.add_argument("--device", default="cpu", help="cpu, or cuda:0 and so on; default: %(default)s")
     probe.add_argument("--seconds", type=float, default=10.0, help="time it may take; default: %(default)g")
     _written(probe, "hardware.json")
+
+    ways = _command(names, "ways", compare_ways, "compare the ways to move tensors to disk and back")
+    _spill_dir(ways, "use")
+    _page_cache_budget(ways)
+    ways.add_argument("--seconds", type=float, default=5.0, help="time to take; default: %(default)g")
+    ways.add_argument("--tables", type=Path, metavar="FILE", help="what is known: read, and added to")
 
     trace = _command(names, "trace", commands.trace, "capture one training step", SCRIPT_HELP)
     _script(trace)
@@ -84,14 +89,25 @@ def parser() -> argparse.ArgumentParser:
     run = _command(names, "run", training.run, "train inside a budget", SCRIPT_HELP)
     _script(run)
     _budget(run)
-    run.add_argument(
-        "--spill-dir", type=Path, metavar="DIR", help="on the disk to use; default: for temporary files"
-    )
+    _spill_dir(run, "use")
     run.add_argument("--steps", type=_count, metavar="N", help="default: one for each batch")
     run.add_argument("--host-budget", type=_size, metavar="SIZE", help="pinned memory, for a model on a GPU")
     run.add_argument("--disk-budget", type=_size, metavar="SIZE", help="default: what is free")
     run.add_argument(
         "--hardware", type=Path, metavar="FILE", help="that `penstock probe` wrote; default: measure now"
+    )
+    run.add_argument(
+        "--way",
+        action="append",
+        metavar="NAME",
+        help="how tensors move, as `penstock ways` names it; may be repeated; default: the fastest, learned",
+    )
+    _page_cache_budget(run)
+    run.add_argument(
+        "--way-tables", type=Path, metavar="FILE", help="what is known of the ways: read, and added to"
+    )
+    run.add_argument(
+        "--verify-spill", action="store_true", help="checksum what leaves for the disk, and comes back"
     )
     _policy(run)
     _written(run, "penstock-run", "FOLDER")
@@ -101,7 +117,32 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="the picture; default: picture.png in FOLDER"
     )
+
+    _checkpoint(names)
     return root
+
+
+def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
+    summary = "look at checkpoints, verify and convert them"
+    group = names.add_parser("checkpoint", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    below = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    info = _command(below, "info", checkpoint.info, "show what a checkpoint holds")
+    verify = _command(
+        below, "verify", checkpoint.verify, "read a checkpoint whole, and compare its checksums"
+    )
+    for command in (info, verify):
+        command.add_argument(
+            "file", type=Path, metavar="FILE", help="of penstock.save, torch.save or safetensors"
+        )
+
+    convert = _command(
+        below, "convert", checkpoint.convert, "write a checkpoint in the format of another suffix"
+    )
+    convert.add_argument("source", type=Path, metavar="A", help="of penstock.save, torch.save or safetensors")
+    convert.add_argument(
+        "destination", type=Path, metavar="B", help="penstock's: .safetensors; torch's: .pt, .pth, .bin"
+    )
 
 
 def _command(
@@ -121,6 +162,26 @@ def _command(
     parser.set_defaults(command=command)
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     return parser
+
+
+def _spill_dir(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument(
+        "--spill-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help=f"on the disk to {purpose}; repeated: striped over all; default: for temporary files",
+    )
+
+
+def _page_cache_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--page-cache-budget",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="most bytes to spill to the page cache only, which is memory; default: %(default)s",
+    )
 
 
 def _script(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,8 @@ Value = TypeVar("Value")
 
 
 def probe(options: Namespace) -> Answer:
-    directory = options.spill_dir or Path(default_spill_dir())
-    hardware = penstock.probe(directory, device=options.device, time_budget_s=options.seconds)
+    directories = options.spill_dir or [Path(default_spill_dir())]
+    hardware = penstock.probe(directories, device=options.device, time_budget_s=options.seconds)
     _save(hardware, options.output)
     links = [link for link in LINKS if link in hardware.measured_rates]
     sizes = sorted({size for link in links for size, _ in hardware.measured_rates[link]})
@@ -47,7 +47,7 @@ def probe(options: Namespace) -> Answer:
     text = (
         f"{hardware.name}\n"
         f"device {format_bytes(hardware.device_bytes)}, disk {format_bytes(hardware.disk_bytes)} free in "
-        f"{directory}; both directions at once: {hardware.duplex:.0%} of the rate each"
+        f"{', '.join(map(str, directories))}; both directions at once: {hardware.duplex:.0%} of the rate each"
     )
     table = Table(("transfer", *(link.replace("_", " ") for link in links)), rows)
     return Answer(

@@ -45,6 +45,10 @@ def run(options: Namespace) -> Answer:
                 disk_budget=options.disk_budget,
                 policy=options.policy,
                 hardware=hardware,
+                page_cache_budget=options.page_cache_budget,
+                ways=options.way,
+                way_tables=options.way_tables,
+                verify_spill=options.verify_spill,
             )
         )
         progress = stack.enter_context(_progress())

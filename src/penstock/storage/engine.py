@@ -222,23 +222,32 @@ def _log_once(transport: str, reason: str, level: int) -> None:
         logger.log(level, "%s is not used to move tensors: %s. Other ways take its place.", transport, reason)
 
 
-_shared: Engine | None = None
+_shared: Transport | None = None
 _shared_lock = threading.Lock()
 
 
 def _forget_shared() -> None:
-    global _shared
-    _shared = None
+    global _shared, _shared_lock
+    _shared, _shared_lock = None, threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # the threads of an engine stay with the parent
+if hasattr(os, "register_at_fork"):  # the threads of a transport stay with the parent
     os.register_at_fork(after_in_child=_forget_shared)
 
 
-def shared_engine() -> Engine:
-    """The engine of this process for what is not spilled: checkpoints and samples. Never closed."""
+def shared_transport() -> Transport:
+    """The preferred transport of this machine, one for the process: for what is not spilled. Never closed."""
     global _shared
     with _shared_lock:
         if _shared is None:
-            _shared = Engine()
+            _shared = _first_there_is()
         return _shared
+
+
+def _first_there_is() -> Transport:
+    for name, make in TRANSPORTS.items():
+        try:
+            return make()
+        except TransportUnavailable as reason:
+            _log_once(name, str(reason), logging.WARNING)
+    raise InvalidArgument(f"none of the transports can be used here: {', '.join(TRANSPORTS)}")

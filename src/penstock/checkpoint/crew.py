@@ -1,0 +1,76 @@
+"""Several threads for one task."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_MOST_THREADS = 4
+
+Item = TypeVar("Item")
+
+
+class Crew:
+    """Threads that begin at once to call ``work`` with each of ``items``, in order.
+
+    An executor would do, if it could be used while the interpreter ends.
+    """
+
+    def __init__(self, work: Callable[[Any], None], items: Iterable[Any]) -> None:
+        self._work = work
+        self._waiting = deque(items)
+        self._errors: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        for _ in range(min(_MOST_THREADS, processors or 1, len(self._waiting))):
+            thread = threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many, or the interpreter ends: `finish` does the rest
+                break
+            self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait until nothing is left. Raises the first error of ``work``, after which nothing more begins."""
+        try:
+            self._run()
+        finally:
+            self.close()
+        if self._errors:
+            raise self._errors[0]
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what has begun."""
+        self._waiting.clear()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    item = self._waiting.popleft()
+                except IndexError:
+                    return
+                self._work(item)
+        except BaseException as error:
+            self._waiting.clear()
+            self._errors.append(error)
+
+
+def in_parallel(work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """Call ``work`` with each item, on a few threads where there are several."""
+    items = list(items)
+    if len(items) < 2:
+        in_order(work, items)
+    else:
+        Crew(work, items).finish()
+
+
+def in_order(work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """Call ``work`` with each item, on this thread."""
+    for item in items:
+        work(item)

@@ -1,0 +1,102 @@
+"""What to say when the system refuses to write or read a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.units import format_bytes, format_bytes_up
+
+_NAMES_SHOWN = 5
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK = "Look at the disk's health (dmesg)"
+
+
+def error_of(error_number: int) -> OSError:
+    return OSError(error_number, os.strerror(error_number))
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first few of ``names``, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def cannot_write(
+    path: Path, error: OSError, size_bytes: int, offset: int | None = None, replaced: bool = False
+) -> CheckpointError:
+    """The checkpoint of ``size_bytes`` at ``path`` could not be written.
+
+    offset     of the byte at which that happened, where it is known
+    replaced   it happened after the new file had taken the old one's place
+    """
+    where = "" if offset is None else f" at byte {offset}"
+    if error.errno in _FULL:
+        remedy = f"{format_bytes_up(size_bytes)} are needed{_free(path)}. {_room(error)}"
+    else:
+        remedy = _remedy(path, error.errno)
+    if replaced:
+        kept = "The new file is in place, but a power failure could bring the old one back."
+    else:
+        kept = "The file that was there is unchanged." if os.path.isfile(path) else "Nothing was left there."
+    text = f"checkpoint {path} cannot be written{where}: {error.strerror}. {remedy} {kept}"
+    return _numbered(text, error)
+
+
+def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: str = "") -> CheckpointError:
+    """The file at ``path`` could not be read.
+
+    offset    of the byte at which that happened, where it is known
+    tensors   names of those that were to be read
+    """
+    where = "" if offset is None else f" at byte {offset}"
+    whose = f" ({tensors})" if tensors else ""
+    remedy = {
+        errno.ENOENT: "Give the path of a checkpoint that exists.",
+        errno.ENOTDIR: "Give the path of a checkpoint that exists.",
+        errno.EISDIR: "Give the path of a file.",
+        errno.EINVAL: "Give the path of a regular file.",
+        errno.EACCES: "Give yourself the permission to read it.",
+        errno.ENOMEM: "Free memory, or load with mmap=True.",
+    }.get(error.errno or 0, f"{_DISK}, and load another copy if there is one.")
+    return _numbered(f"checkpoint {path} cannot be read{where}{whose}: {error.strerror}. {remedy}", error)
+
+
+def _remedy(path: Path, error_number: int | None) -> str:
+    if error_number == errno.ENOENT:
+        return f"Create the directory {path.parent} first."
+    if error_number == errno.EISDIR:
+        return "It is a directory: give the path of a file."
+    if error_number == errno.ENOTDIR:
+        return f"{path.parent} is no directory: give a path in one."
+    if error_number == errno.EINVAL:
+        return "Give the path of a regular file, or one where nothing is yet."
+    if error_number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
+    if error_number == errno.ENOMEM:
+        return "Free memory, or save with wait=True, which copies nothing as a whole."
+    return f"{_DISK}, or save to another one."
+
+
+def _room(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return "Free space there, or save to another disk."
+    limit = "your quota" if error.errno == errno.EDQUOT else "the limit on the size of a file (ulimit -f)"
+    return f"Raise {limit}, or save to another disk."
+
+
+def _free(path: Path) -> str:
+    try:
+        status = os.statvfs(path.parent)
+    except OSError:
+        return ""
+    return f", and {format_bytes(status.f_bavail * status.f_frsize)} are free"
+
+
+def _numbered(text: str, error: OSError) -> CheckpointError:
+    numbered = CheckpointError(text)
+    numbered.errno = error.errno
+    return numbered

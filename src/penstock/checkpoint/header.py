@@ -1,0 +1,419 @@
+"""The header of a checkpoint: what lies where in the file, to bytes and back.
+
+A checkpoint is a safetensors file: 8 bytes with the length of a JSON text, the text, and the data, which
+the tensors cover without holes or overlap. What safetensors cannot express stands in the text's
+``__metadata__``: how the tensors make up a state (`penstock.checkpoint.tree`), and checksums. The text
+begins with the checksum of the whole header, so that a damaged header is refused before anything in it
+is believed. Headers of other writers have no checksums and are believed as far as they make sense.
+
+Nothing here trusts its input: the grammar is read by one pass without recursion, and what is kept is
+about as large as the header. Whatever the safetensors library refuses is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.storage.checksum import crc32c
+
+LENGTH_BYTES = 8
+
+# The largest JSON text that the safetensors library reads.
+MAX_TEXT_BYTES = 100_000_000
+
+# By safetensors' name, the bytes of one element. F4 is packed: its element, as torch holds it, is a pair.
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+
+_METADATA = "__metadata__"
+_FORMAT_KEY, _FORMAT = "penstock.format", "1"
+_TREE_KEY, _CHECKSUMS_KEY, _HEADER_KEY = "penstock.tree", "penstock.crc32c", "penstock.header_crc32c"
+
+# The keys of __metadata__ that belong to this module. Any of them marks a file as penstock's.
+RESERVED_KEYS = (_HEADER_KEY, _FORMAT_KEY, _TREE_KEY, _CHECKSUMS_KEY)
+
+# How the text of a penstock header begins: its checksum follows, in hexadecimal digits.
+_BEGINNING = f'{{"{_METADATA}":{{"{_HEADER_KEY}":"'.encode()
+_CHECKSUM_AT = LENGTH_BYTES + len(_BEGINNING)
+_DIGITS = 8
+
+_AGAIN = "Load another copy, or write the file again."
+
+_SPACE = r"[ \t\n\r]*"
+_NUMBER = r"(?:0|[1-9][0-9]{0,18})"
+_OPEN = re.compile(rf"{_SPACE}\{{{_SPACE}")
+_COLON = re.compile(rf"{_SPACE}:{_SPACE}")
+_NEXT = re.compile(rf"{_SPACE}([,}}]){_SPACE}")
+_FIELD = "|".join(
+    f'"{name}"{_SPACE}:{_SPACE}{value}'
+    for name, value in {
+        "dtype": '"([A-Z0-9_]{1,32})"',
+        "shape": rf"\[{_SPACE}({_NUMBER}(?:{_SPACE},{_SPACE}{_NUMBER}){{0,63}}{_SPACE}|)\]",
+        "data_offsets": rf"\[{_SPACE}({_NUMBER}){_SPACE},{_SPACE}({_NUMBER}){_SPACE}\]",
+    }.items()
+)
+# Three fields in any order; each of them was there if each group took part.
+_ENTRY = re.compile(rf"\{{{_SPACE}(?:(?:{_FIELD}){_SPACE}(?:,{_SPACE}(?!\}})|(?=\}}))){{3}}\}}")
+_ENTRY_IN_WORDS = (
+    '{"dtype": name, "shape": [at most 64 sizes], "data_offsets": [begin, end]} in whole numbers from 0'
+)
+_CHECKSUM = re.compile("[0-9a-f]{8}")
+_json = json.JSONDecoder()
+
+
+class Entry(NamedTuple):
+    """The bytes of one tensor.
+
+    dtype        safetensors' name, a key of `ITEM_BYTES`
+    shape        as torch holds it: F4 counts pairs along the last dimension
+    begin, end   offsets in the data section, in bytes, half-open
+    crc32c       of the bytes; None where the writer gave none
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says.
+
+    entries               in the order of their data, which they cover
+    metadata              of the user, or of another writer
+    tree                  how the tensors make up a state; None: a dict of all of them
+    data_offset           where in the file the data section begins
+    written_by_penstock   all entries have checksums, and the header's own was right
+    """
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    tree: str | None
+    data_offset: int
+    written_by_penstock: bool
+
+    @property
+    def data_bytes(self) -> int:
+        return self.entries[-1].end if self.entries else 0
+
+
+def encode(
+    entries: Sequence[Entry],
+    *,
+    tree: str | None,
+    metadata: Mapping[str, str] | None = None,
+    alignment_bytes: int = 4096,
+) -> bytes:
+    """The beginning of the file, up to the data, which begins at a multiple of ``alignment_bytes``.
+
+    Its size does not depend on the checksums, of which a missing one is written as 0: it is known
+    before the data has been seen. Raises InvalidArgument for names and metadata that cannot be written.
+    """
+    _check_layout(entries)
+    own = {_FORMAT_KEY: _FORMAT}
+    if tree is not None:
+        own[_TREE_KEY] = tree
+    own[_CHECKSUMS_KEY] = " ".join(f"{entry.crc32c or 0:08x}" for entry in entries)
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str) or key in RESERVED_KEYS:
+            raise InvalidArgument(
+                f"metadata {_short(key)}: {_short(value)} cannot be saved: give a dict of texts, with keys "
+                f"other than {', '.join(RESERVED_KEYS)}"
+            )
+        own[key] = value
+    members = ",".join(f"{_quoted(key)}:{_quoted(value)}" for key, value in own.items())
+    described = "".join(f",{_described(entry)}" for entry in entries)
+    text = b'%s%s",%s}%s}' % (_BEGINNING, b"0" * _DIGITS, _utf8(members), _utf8(described))
+    size_bytes = -(-(LENGTH_BYTES + len(text)) // alignment_bytes) * alignment_bytes
+    if size_bytes - LENGTH_BYTES > MAX_TEXT_BYTES:
+        raise InvalidArgument(
+            f"the header would take {size_bytes} bytes, and the format allows {MAX_TEXT_BYTES}: save fewer "
+            f"than {len(entries)} tensors, or put large values other than tensors into tensors"
+        )
+    text = text.ljust(size_bytes - LENGTH_BYTES)
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return header[:_CHECKSUM_AT] + b"%08x" % crc32c(header) + header[_CHECKSUM_AT + _DIGITS :]
+
+
+def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
+    """The size of the header, from the file's first 8 bytes. Raises InvalidFile where it cannot be one."""
+    if file_bytes < LENGTH_BYTES or len(first8) < LENGTH_BYTES:
+        raise InvalidFile(
+            f"{path} has {min(file_bytes, len(first8))} bytes and is no checkpoint: a header alone takes "
+            f"more. The file is empty or was cut short. {_AGAIN}"
+        )
+    length = int.from_bytes(first8[:LENGTH_BYTES], "little")
+    if length > MAX_TEXT_BYTES:
+        raise InvalidFile(
+            f"{path} is no checkpoint: its first 8 bytes would be the length of a header of {length} bytes, "
+            f"and the format allows {MAX_TEXT_BYTES}. Give a file of penstock.save or of safetensors."
+        )
+    if LENGTH_BYTES + length > file_bytes:
+        raise InvalidFile(
+            f"{path} was cut short, or is no checkpoint: its header would end at byte "
+            f"{LENGTH_BYTES + length}, and the file has {file_bytes}. {_AGAIN}"
+        )
+    return LENGTH_BYTES + length
+
+
+def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
+    """Read a header.
+
+    data         the header's bytes, as many as `header_bytes` says
+    file_bytes   size of the whole file
+    path         of the file, for messages
+
+    Raises InvalidFile where the header is damaged, or says what cannot be.
+    """
+    length = header_bytes(data[:LENGTH_BYTES], file_bytes, path)
+    if len(data) != length:
+        raise InvalidFile(
+            f"{path} was cut short: its header has {length} bytes, and {len(data)} are there. {_AGAIN}"
+        )
+    checked = data.startswith(_BEGINNING, LENGTH_BYTES)
+    if checked:
+        _check_own_checksum(data, path)
+    try:
+        text = data[LENGTH_BYTES:].decode()
+    except UnicodeDecodeError as error:
+        raise InvalidFile(
+            f"{path} is no checkpoint, or its header is damaged: byte "
+            f"{LENGTH_BYTES + error.start} is not UTF-8. {_AGAIN}"
+        ) from None
+    entries, metadata = _Text(text, path).read()
+    _check_cover(entries, file_bytes - length, path)
+    if not checked:
+        for key in RESERVED_KEYS:
+            if key in metadata:
+                raise InvalidFile(
+                    f"{path} is damaged: penstock wrote it, as {key!r} says, and the beginning of its "
+                    f"header is not as it was written. {_AGAIN}"
+                )
+        return Header(tuple(entries), metadata, None, length, False)
+    del metadata[_HEADER_KEY]
+    if (version := metadata.pop(_FORMAT_KEY, "")) != _FORMAT:
+        raise InvalidFile(
+            f"{path} has format {_short(version)}, and this penstock reads {_FORMAT!r}: update penstock"
+        )
+    tree = metadata.pop(_TREE_KEY, None)
+    checksums = _checksums(metadata.pop(_CHECKSUMS_KEY, ""), len(entries), path)
+    summed = tuple(Entry(*entry[:-1], checksum) for entry, checksum in zip(entries, checksums, strict=True))
+    return Header(summed, metadata, tree, length, True)
+
+
+class _Text:
+    """A header's JSON text, read once from its beginning to its end."""
+
+    def __init__(self, text: str, path: str | Path) -> None:
+        self._text = text
+        self._path = path
+        self._at = 0
+
+    def read(self) -> tuple[list[Entry], dict[str, str]]:
+        """The entries by offset, and the metadata."""
+        entries: dict[str, Entry] = {}
+        metadata: dict[str, str] | None = None
+        for name in self._members():
+            if name == _METADATA:
+                if metadata is not None:
+                    self._fail(f"{_METADATA} is there twice")
+                metadata = self._metadata()
+            elif name in entries:
+                self._fail(f"tensor {_short(name)} is there twice")
+            else:
+                entries[name] = self._entry(name)
+        if self._at != len(self._text):
+            self._fail(f"text follows the header's end: {_short(self._text[self._at : self._at + 80])}")
+        return sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)), metadata or {}
+
+    def _members(self) -> Iterator[str]:
+        """The keys of an object. The caller reads each value before it asks for the next key."""
+        self._take(_OPEN, "{")
+        if self._text.startswith("}", self._at):
+            self._take(_NEXT, "}")
+            return
+        while True:
+            key = self._string()
+            self._take(_COLON, ":")
+            yield key
+            if self._take(_NEXT, ", or }")[1] == "}":
+                return
+
+    def _metadata(self) -> dict[str, str]:
+        if self._text.startswith("null", self._at):
+            self._at += len("null")
+            return {}
+        metadata: dict[str, str] = {}
+        for key in self._members():
+            if key in metadata:
+                self._fail(f"the metadata {_short(key)} is there twice")
+            metadata[key] = self._string()
+        return metadata
+
+    def _entry(self, name: str) -> Entry:
+        match = _ENTRY.match(self._text, self._at)
+        if match is None or None in (found := match.groups()):
+            seen = self._text[self._at : self._at + 160]
+            self._fail(f"tensor {_short(name)} is not described by {_ENTRY_IN_WORDS}, but by {_short(seen)}")
+        self._at = match.end()
+        dtype, sizes, begin, end = found
+        shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        return _checked(Entry(name, dtype, shape, int(begin), int(end)), self._path)
+
+    def _string(self) -> str:
+        """A string; where there is none, or one that UTF-8 cannot express, the file is refused."""
+        if not self._text.startswith('"', self._at):
+            self._fail(f"a text in quotes is missing at {_short(self._text[self._at : self._at + 80])}")
+        try:
+            value, self._at = _json.raw_decode(self._text, self._at)
+            value.isascii() or value.encode()
+        except ValueError as error:
+            self._fail(f"a text is not what JSON allows ({error})")
+        return str(value)
+
+    def _take(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            self._fail(f"{expected} is missing at {_short(self._text[self._at : self._at + 80])}")
+        self._at = match.end()
+        return match
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise InvalidFile(f"{self._path} is no checkpoint, or its header is damaged: {problem}. {_AGAIN}")
+
+
+def _checked(entry: Entry, path: str | Path) -> Entry:
+    """``entry`` as torch holds it, if it can and the size is right."""
+    problem = ""
+    shape = entry.shape
+    item_bytes = ITEM_BYTES.get(entry.dtype)
+    if item_bytes is None:
+        raise InvalidFile(
+            f"{path}: tensor {_short(entry.name)} has dtype {entry.dtype}, which torch cannot hold; it holds "
+            f"{', '.join(ITEM_BYTES)}. Open the file with the safetensors library."
+        )
+    if entry.dtype == "F4":
+        if not shape or shape[-1] % 2:
+            problem = f"has shape {_short(shape)}, and F4 comes in pairs along the last dimension"
+        shape = (*shape[:-1], shape[-1] // 2) if shape else shape
+    elements = 1
+    reach = item_bytes  # torch counts strides as if no dimension were empty
+    for size in shape:
+        elements *= size
+        reach *= max(size, 1)
+        if reach >= 1 << 63:
+            problem = problem or f"has shape {_short(shape)}, more elements than a tensor can have"
+            break
+    size_bytes = entry.end - entry.begin
+    if not problem and elements * item_bytes != size_bytes:
+        problem = (
+            f"has {size_bytes} bytes of data, from {entry.begin} to {entry.end}, and {entry.dtype} of shape "
+            f"{_short(entry.shape)} takes {elements * item_bytes}"
+        )
+    if problem:
+        raise InvalidFile(f"{path} is damaged: tensor {_short(entry.name)} {problem}. {_AGAIN}")
+    return entry if shape is entry.shape else entry._replace(shape=shape)
+
+
+def _check_cover(entries: Sequence[Entry], data_bytes: int, path: str | Path) -> None:
+    """Entries, by offset, cover the data exactly."""
+    end = 0
+    for entry in entries:
+        if entry.begin != end:
+            what = "leaves a hole after" if entry.begin > end else "overlaps"
+            raise InvalidFile(
+                f"{path} is damaged: tensor {_short(entry.name)} begins at byte {entry.begin} of the data "
+                f"and {what} what ends at {end}. {_AGAIN}"
+            )
+        end = entry.end
+    if end > data_bytes:
+        cut = next(entry.name for entry in entries if entry.end > data_bytes)
+        raise InvalidFile(
+            f"{path} was cut short: {data_bytes} of {end} bytes of data are there. Tensor {_short(cut)} is "
+            f"the first that is not whole. {_AGAIN}"
+        )
+    if end < data_bytes:
+        raise InvalidFile(
+            f"{path} is damaged: {data_bytes - end} bytes that belong to no tensor follow the data. {_AGAIN}"
+        )
+
+
+def _check_own_checksum(data: bytes, path: str | Path) -> None:
+    end = _CHECKSUM_AT + _DIGITS
+    written = data[_CHECKSUM_AT:end]
+    actual = crc32c(data[end:], crc32c(data[:_CHECKSUM_AT] + b"0" * _DIGITS))
+    if written != b"%08x" % actual:
+        raise InvalidFile(
+            f"{path} is damaged: the checksum of its header is {actual:08x}, and {_short(written)} was "
+            f"written. {_AGAIN}"
+        )
+
+
+def _checksums(text: str, count: int, path: str | Path) -> list[int]:
+    found = text.split(" ") if text else []
+    if len(found) != count or not all(map(_CHECKSUM.fullmatch, found)):
+        raise InvalidFile(
+            f"{path} is damaged: {_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits. "
+            f"{_AGAIN}"
+        )
+    return [int(digits, 16) for digits in found]
+
+
+def _check_layout(entries: Sequence[Entry]) -> None:
+    end = 0
+    for entry in entries:
+        items = ITEM_BYTES[entry.dtype]
+        for size in entry.shape:
+            items *= size
+        if entry.begin != end or entry.end - entry.begin != items:
+            raise ValueError(f"{entry} does not go on at {end}, or does not have {items} bytes")
+        if entry.dtype == "F4" and not entry.shape:
+            raise ValueError(f"{entry} has no dimension along which F4 could be in pairs")
+        end = entry.end
+    if len({entry.name for entry in entries} - {_METADATA}) != len(entries):
+        raise ValueError("names of entries are not unique")
+
+
+def _described(entry: Entry) -> str:
+    shape = entry.shape
+    if entry.dtype == "F4":
+        shape = (*shape[:-1], 2 * shape[-1])
+    sizes = ",".join(map(str, shape))
+    return (
+        f'{_quoted(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{sizes}],'
+        f'"data_offsets":[{entry.begin},{entry.end}]}}'
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.end + 20]
+        raise InvalidArgument(
+            f"the text {_short(around)} cannot be saved: half of a surrogate pair is not allowed in UTF-8"
+        ) from None
+
+
+def _short(value: object) -> str:
+    """``value`` for a message."""
+    text = repr(value[:200] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= 160 else f"{text[:150]}..."

@@ -1,0 +1,178 @@
+"""What of a saved state goes into which tensor that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.failures import shown
+
+_NOTHING: Any = object()
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Pair(NamedTuple):
+    """A tensor to be filled, and what with. `path` says where it is in the state."""
+
+    path: str
+    target: torch.Tensor
+    saved: torch.Tensor
+
+
+class Match:
+    """A saved state held against tensors, dicts, lists, modules and optimizers that are to take it.
+
+    pairs      tensors to be filled
+    problems   why the two do not fit, a text for each kind; empty where they do
+    """
+
+    def __init__(self, saved: Any, into: Any) -> None:
+        self.pairs: list[Pair] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._different: list[str] = []
+        self._states: dict[int, Any] = {}  # of modules and optimizers
+        if _kind(saved) != _kind(into):
+            self._different.append(f"the file holds {_kind(saved)}, not {_kind(into)}")
+        else:
+            self._compare("", saved, into)
+
+    @property
+    def problems(self) -> list[str]:
+        kinds = {
+            "missing in the file": self._missing,
+            "not expected": self._unexpected,
+            "different": self._different,
+        }
+        return [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
+
+    def take_over(self, saved: Any, into: Any) -> Any:
+        """``into`` with all that the file holds and is no tensor: in place where it can be."""
+        if saved is _NOTHING or isinstance(into, torch.Tensor):
+            return into
+        if isinstance(into, torch.nn.Module):
+            if not all(isinstance(value, torch.Tensor) for value in saved.values()):  # extra state
+                into.load_state_dict(self.take_over(saved, self._states[id(into)]))
+            return into
+        if isinstance(into, torch.optim.Optimizer):
+            into.load_state_dict(self.take_over(saved, self._states[id(into)]))
+            return into
+        if isinstance(into, dict) and isinstance(saved, Mapping):
+            for key, value in saved.items():
+                into[key] = self.take_over(value, into.get(key, _NOTHING))
+            return into
+        if isinstance(into, list | tuple) and type(into) is type(saved) and len(into) == len(saved):
+            values = [self.take_over(theirs, ours) for theirs, ours in zip(saved, into, strict=True)]
+            if isinstance(into, tuple):
+                return type(into)(values)
+            into[:] = values
+            return into
+        return saved.copy() if isinstance(saved, np.ndarray) else saved
+
+    def _compare(self, path: str, saved: Any, into: Any) -> None:
+        if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
+            into = self._state_of(path, saved, into)
+        if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
+            if difference := _difference(saved, into):
+                self._different.append(f"{path or 'the tensor'} ({difference})")
+            else:
+                self.pairs.append(Pair(path, into, saved))
+        elif isinstance(into, Mapping) and isinstance(saved, Mapping):
+            for key in {**saved, **into}:
+                self._compare(_below(path, key), saved.get(key, _NOTHING), into.get(key, _NOTHING))
+        elif isinstance(into, list | tuple) and isinstance(saved, list | tuple):
+            for index in range(max(len(saved), len(into))):
+                self._compare(_below(path, index), _item(saved, index), _item(into, index))
+        else:
+            self._missing.extend(_tensor_paths(path, into))
+            self._unexpected.extend(_tensor_paths(path, saved))
+
+    def _state_of(self, path: str, saved: Any, into: torch.nn.Module | torch.optim.Optimizer) -> Any:
+        """The state dict of ``into``, which is remembered."""
+        if isinstance(into, torch.nn.Module):
+            state: dict[str, Any] = into.state_dict()
+        else:
+            state = self._optimizer_state(path, saved, into)
+        self._states[id(into)] = state
+        return state
+
+    def _optimizer_state(self, path: str, saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Its state, with new tensors where it has none yet."""
+        state: dict[str, Any] = optimizer.state_dict()
+        expected = [len(group["params"]) for group in state["param_groups"]]
+        groups = _member(saved, "param_groups")
+        found = [_length(_member(group, "params")) for group in groups] if isinstance(groups, list) else None
+        if found != expected:
+            self._different.append(f"{_below(path, 'param_groups')} (of {found} parameters, not {expected})")
+        elif not state["state"]:
+            state["state"] = _allocated(_member(saved, "state"))
+        return state
+
+
+def _difference(saved: torch.Tensor, target: torch.Tensor) -> str | None:
+    """Why ``target`` cannot take ``saved``."""
+    if type(target) not in _PLAIN or target.layout != torch.strided or target.is_quantized:
+        return f"a {type(target).__name__} of layout {target.layout} cannot be filled in place"
+    if target.is_meta:
+        return "on the meta device: give it memory first, with to_empty(device=...)"
+    if (saved.shape, saved.dtype) != (target.shape, target.dtype):
+        return f"{_described(saved)} in the file, {_described(target)} here"
+    if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        return "expanded: its elements share memory"
+    return None
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _allocated(saved: Any) -> Any:
+    """``saved`` with new tensors in place of its own."""
+    if isinstance(saved, torch.Tensor):
+        return torch.empty_like(saved, requires_grad=False)
+    if isinstance(saved, dict):
+        return {key: _allocated(value) for key, value in saved.items()}
+    if isinstance(saved, list | tuple) and not isinstance(saved, torch.Size):
+        return type(saved)(_allocated(value) for value in saved)
+    return saved
+
+
+def _tensor_paths(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield path or "the tensor"
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _tensor_paths(_below(path, key), below)
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            yield from _tensor_paths(_below(path, index), below)
+    elif isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        yield from _tensor_paths(path, value.state_dict())
+
+
+def _kind(value: Any) -> str:
+    """Of what sort the outermost value is: the file's and the user's have to agree."""
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, Mapping | torch.nn.Module | torch.optim.Optimizer):
+        return "a dict"
+    return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _item(values: list[Any] | tuple[Any, ...], index: int) -> Any:
+    return values[index] if index < len(values) else _NOTHING
+
+
+def _member(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, list) else None

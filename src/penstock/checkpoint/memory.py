@@ -1,0 +1,139 @@
+"""Memory for tensors: their own, or the page cache's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+from penstock.storage.aligned import HUGE_PAGE_BYTES, AlignedBuffer, align_down, align_up, view_at
+
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+_library = ctypes.CDLL(None, use_errno=True)
+
+
+class OwnMemory:
+    """Zeroed memory, in huge pages where the system has them, given out in parts. Raises OSError.
+
+    address   of the first byte, a multiple of 2 MiB
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._mapping = mmap.mmap(
+            -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        beginning = _address(self._mapping)
+        self.address = align_up(beginning, HUGE_PAGE_BYTES)
+        self._skipped = self.address - beginning
+        whole_bytes = align_down(size_bytes, HUGE_PAGE_BYTES)  # a huge page at the end would waste memory
+        if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
+
+    def touch(self, begin: int, end: int) -> None:
+        """Have the kernel bring in the pages of [begin, end) now, by one call without the GIL."""
+        low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
+        address, size = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low)
+        _library.madvise(address, size, _MADV_POPULATE_WRITE)  # where it fails, the first use does it
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """The bytes [begin, end). When nothing uses them any more, their pages are given back, and
+        with the last part the rest."""
+        begin, end = begin + self._skipped, end + self._skipped
+        part = memoryview(self._mapping)[begin:end]
+        low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
+        if low < high and hasattr(mmap, "MADV_DONTNEED"):
+            give_back = weakref.finalize(part, self._mapping.madvise, mmap.MADV_DONTNEED, low, high - low)
+            give_back.atexit = False
+        return part
+
+
+class SpareMemory:
+    """Keeps memory that was given back, for whoever needs about as much again: fresh memory costs time.
+
+    Meanwhile the kernel may take its pages for anything else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: AlignedBuffer | None = None
+
+    def take(self, size_bytes: int) -> AlignedBuffer:
+        """At least ``size_bytes``, with anything in it. Raises OSError."""
+        with self._lock:
+            spare = self._spare
+            if spare is not None and size_bytes <= spare.size_bytes <= 2 * size_bytes:
+                self._spare = None
+                return spare
+        return AlignedBuffer(size_bytes)
+
+    def give(self, buffer: AlignedBuffer) -> None:
+        """``buffer`` is not used any more. The larger of two is kept."""
+        address, size = ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.size_bytes)
+        if not hasattr(mmap, "MADV_FREE") or _library.madvise(address, size, mmap.MADV_FREE):
+            return
+        with self._lock:
+            if self._spare is None or self._spare.size_bytes < buffer.size_bytes:
+                self._spare = buffer
+
+
+class MappedFile:
+    """The first ``size_bytes`` of an open file as copy-on-write memory. Raises OSError.
+
+    address   of the first byte
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            self._mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=access)
+        except ValueError as error:  # the file became shorter
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+        self.address = _address(self._mapping)
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """The bytes [begin, end). The mapping lives as long as they do."""
+        return memoryview(self._mapping)[begin:end]
+
+    def populate(self, begin: int, end: int) -> None:
+        """Bring the bytes in by one call, which fails where touching them would end the process.
+
+        Raises OSError.
+        """
+        low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
+        arguments = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low), _MADV_POPULATE_READ
+        if _library.madvise(*arguments):
+            error_number = ctypes.get_errno()
+            if error_number != errno.EINVAL:  # a kernel that does not know the advice
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Its bytes are in the memory of the CPU."""
+    return tensor.device.type == "cpu"
+
+
+def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
+    """The bytes at ``address`` as a tensor. The caller keeps the memory alive."""
+    return torch.frombuffer(view_at(address, size_bytes, writable=True), dtype=torch.uint8)
+
+
+def tensor_of(part: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bytes of ``part`` as a tensor whose storage is exactly these bytes."""
+    if not part.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    data = torch.frombuffer(part, dtype=torch.uint8)
+    if data.data_ptr() % dtype.itemsize:  # a file of another writer: some kernels need aligned elements
+        data = data.clone()
+    return data.view(dtype).view(shape)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)

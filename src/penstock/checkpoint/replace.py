@@ -1,0 +1,250 @@
+"""A file that takes another's place in one moment, or leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import threading
+from pathlib import Path
+
+from penstock.storage import files
+
+# A system or file system that cannot do a thing says one of these.
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)
+
+_SUFFIX = ".penstock"
+_TOKEN_BYTES = 8
+_NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left of the file's own name
+
+
+class Replacement:
+    """A new file at ``path``, seen by nobody until it is committed. A context manager.
+
+    A symbolic link stays, and the file that it leads to is replaced. Mode, and where allowed the owner,
+    of a file that is there are kept; a new one gets what the umask leaves. The file has no name until
+    `commit`, or, where the file system has no such files, a hidden one. What a killed process leaves
+    under a hidden name is removed by the next Replacement of the same file.
+
+    path         of the file that is replaced
+    size_bytes   how many are allocated now, so that a full disk shows at once
+    file         to be given to transports
+    committed    it is the file that is found at `path`
+
+    Raises OSError where there can be no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], size_bytes: int) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.committed = False
+        self._hidden: Path | None = None
+        self._open: files.OpenFile | None = None
+        there = _existing(self.path)
+        _remove_stale(self.path)
+        try:
+            self._open = files.from_descriptor(self._create(there), os.fspath(self.path))
+            self.file = self._open.file
+            if there is not None:
+                _take_after(self.file.buffered, there)
+            _allocate(self.file.buffered, size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self, size_bytes: int) -> None:
+        """Make the first ``size_bytes`` durable, and then the file that is found at `path`."""
+        descriptor = self.file.buffered
+        os.ftruncate(descriptor, size_bytes)
+        os.fsync(descriptor)
+        if self._hidden is None:
+            self._hidden = _hidden(self.path)
+            # The descriptor in place of a directory makes Python follow the link; it is not looked at.
+            os.link(_by_descriptor(descriptor), self._hidden, src_dir_fd=descriptor, follow_symlinks=True)
+        replaced = _hold(self.path)
+        try:
+            os.replace(self._hidden, self.path)
+            self.committed, self._hidden = True, None
+            _sync_directory(self.path.parent)
+        finally:
+            _let_go(replaced)
+
+    def close(self) -> None:
+        """Remove the file unless it was committed. Idempotent."""
+        if self._hidden is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._hidden)
+            self._hidden = None
+        if self._open is not None:
+            self._open.close()
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self, there: os.stat_result | None) -> int:
+        flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600
+        descriptor = _create_nameless(self.path.parent, flags, mode)
+        if descriptor is not None:
+            _lock(descriptor)
+            return descriptor
+        self._hidden = _hidden(self.path)
+        descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, mode)
+        _lock(descriptor)
+        if os.fstat(descriptor).st_nlink == 0:  # taken for stale before it was locked
+            os.close(descriptor)
+            return self._create(there)
+        return descriptor
+
+
+def _existing(path: Path) -> os.stat_result | None:
+    """What is at ``path``. Raises OSError where it cannot be replaced by a file."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(there.st_mode):
+        raise OSError(errno.EINVAL, "It is no regular file", os.fspath(path))
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+    return there
+
+
+def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
+    if not hasattr(os, "O_TMPFILE"):
+        return None
+    try:
+        descriptor = os.open(directory, flags | os.O_TMPFILE, mode)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED and directory.is_dir():
+            return None
+        raise
+    if os.path.exists(_by_descriptor(descriptor)):
+        return descriptor
+    os.close(descriptor)  # no /proc: it could not be given a name
+    return None
+
+
+def _take_after(descriptor: int, there: os.stat_result) -> None:
+    """Give the new file the owner and the mode of the one that it is to replace."""
+    mode = stat.S_IMODE(there.st_mode)
+    own = os.fstat(descriptor)
+    if (own.st_uid, own.st_gid) != (there.st_uid, there.st_gid):
+        try:
+            os.fchown(descriptor, there.st_uid, there.st_gid)
+        except PermissionError:  # another group may do no more than everybody
+            mode = mode & ~0o070 | (mode & 0o007) << 3
+    os.fchmod(descriptor, mode)
+
+
+def _by_descriptor(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(_hidden_start(path) + secrets.token_hex(_TOKEN_BYTES) + _SUFFIX)
+
+
+def _hidden_start(path: Path) -> str:
+    return f".{os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])}."
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what killed processes left beside ``path``: a living writer holds a lock on its file."""
+    start = _hidden_start(path)
+    length = len(start) + 2 * _TOKEN_BYTES + len(_SUFFIX)
+    with contextlib.suppress(OSError), os.scandir(path.parent) as found:
+        for name in [entry.name for entry in found]:
+            if len(name) == length and name.startswith(start) and name.endswith(_SUFFIX):
+                _remove_unlocked(path.with_name(name))
+
+
+def _remove_unlocked(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is taken for stale there
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _allocate(descriptor: int, size_bytes: int) -> None:
+    """Reserve space. Where that is not supported, writing finds out whether there is enough."""
+    error_number = _fallocate(descriptor, size_bytes)
+    if error_number == errno.ENOSPC and _freeing:
+        for thread in list(_freeing):
+            thread.join()
+        error_number = _fallocate(descriptor, size_bytes)
+    if error_number and error_number not in _NOT_SUPPORTED:
+        raise OSError(error_number, os.strerror(error_number))
+
+
+def _fallocate(descriptor: int, size_bytes: int) -> int:
+    """Give 0, or an errno. Unlike posix_fallocate, which writes to every block where it is not supported."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None or size_bytes == 0:
+        return 0
+    while fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size_bytes)):
+        if (error_number := ctypes.get_errno()) != errno.EINTR:
+            return error_number
+    return 0
+
+
+_freeing: set[threading.Thread] = set()  # give back the space of replaced files
+
+
+def _hold(path: Path) -> int:
+    """A descriptor that keeps the space of the file at ``path`` from being freed; -1 where there is none.
+
+    To free a gigabyte takes about a tenth of a second, which nobody has to wait for.
+    """
+    try:
+        return os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return -1
+
+
+def _let_go(descriptor: int) -> None:
+    """Close ``descriptor``, and so free its file's space, in the background."""
+    if descriptor < 0:
+        return
+
+    def close() -> None:
+        os.close(descriptor)
+        _freeing.discard(threading.current_thread())
+
+    thread = threading.Thread(target=close, name="penstock-free", daemon=True)
+    _freeing.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, or there are too many threads
+        close()
+        _freeing.discard(thread)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make names in ``directory`` durable, where it can be opened and its file system knows how."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)

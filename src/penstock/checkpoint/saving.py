@@ -1,0 +1,70 @@
+"""The user's entry to saving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+from penstock.checkpoint import background, writing
+from penstock.checkpoint.background import SaveHandle
+from penstock.checkpoint.failures import cannot_write
+from penstock.checkpoint.replace import Replacement
+from penstock.checkpoint.source import PathLike, path_of
+
+
+@overload
+def save(
+    state: Any, path: PathLike, *, wait: Literal[True] = True, metadata: Mapping[str, str] | None = None
+) -> None: ...
+@overload
+def save(
+    state: Any, path: PathLike, *, wait: Literal[False], metadata: Mapping[str, str] | None = None
+) -> SaveHandle: ...
+@overload
+def save(
+    state: Any, path: PathLike, *, wait: bool, metadata: Mapping[str, str] | None = None
+) -> SaveHandle | None: ...
+
+
+def save(
+    state: Any, path: PathLike, *, wait: bool = True, metadata: Mapping[str, str] | None = None
+) -> SaveHandle | None:
+    """Write ``state`` to ``path``: durable, with checksums, and whole or not at all.
+
+    state      tensors, numbers, texts, and dicts, lists and tuples of them, such as a state dict of a
+               module or of an optimizer
+    path       what is there is replaced when the new file is complete; if the save fails or the process
+               is killed, it stays as it was
+    wait       False copies the tensors, so that they can change, and writes in the background. That
+               takes as much memory as the tensors have bytes
+    metadata   texts that any reader of safetensors files can see
+
+    Gives a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
+    what cannot be saved, and CheckpointError where the file cannot be written.
+    """
+    path = path_of(path)
+    contents = writing.contents_of(state, metadata)
+    size_bytes = contents.size_bytes
+    try:
+        replacement = Replacement(path, size_bytes)
+    except OSError as error:
+        raise cannot_write(path, error, size_bytes) from error
+    if wait:
+        with replacement:
+            background.wait_for(replacement.path)
+            writing.write(contents, replacement)
+        return None
+    try:
+        snapshot = writing.Snapshot(contents)
+    except OSError as error:
+        replacement.close()
+        raise cannot_write(path, error, size_bytes) from error
+    except BaseException:
+        replacement.close()
+        raise
+
+    def work() -> None:
+        with replacement:
+            snapshot.write(replacement)
+
+    return background.start(replacement.path, work)

@@ -1,0 +1,126 @@
+"""An open checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from functools import cached_property
+from pathlib import Path
+
+from penstock.checkpoint.failures import cannot_read, error_of
+from penstock.checkpoint.header import Header, decode, header_bytes
+from penstock.checkpoint.pagecache import cached_share
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.storage import files
+
+# From this share of the file in the page cache on, it is quicker to use what is there.
+_CACHED_SHARE = 0.9
+
+_BEGINNING_BYTES = 64 << 10
+_ZIP = b"PK\x03\x04"
+
+
+PathLike = str | os.PathLike[str]
+
+
+def path_of(path: PathLike) -> Path:
+    """Raises InvalidArgument where ``path`` is none."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidArgument(
+            f"{path!r} is no path: give the name of a file, as text or pathlib.Path. Open files and buffers "
+            "cannot be written past the page cache, nor replaced at once."
+        )
+    return Path(path)
+
+
+class Source:
+    """A checkpoint, open for reading. A context manager.
+
+    Opened once: what takes its place meanwhile is not seen.
+
+    path        as given
+    file        to be given to transports
+    size_bytes  of the whole file
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        """Raises CheckpointError where there is no such file, or it cannot be read."""
+        self.path = path_of(path)
+        try:
+            mode = os.stat(self.path).st_mode  # before it is opened: a pipe would wait for its writer
+            if not stat.S_ISREG(mode):
+                raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+            self._open = files.open_file(self.path, "r")
+        except OSError as error:
+            raise cannot_read(self.path, error) from error
+        self.file = self._open.file
+        try:
+            self.size_bytes = os.fstat(self.file.buffered).st_size
+            self._beginning = self._read(0, min(_BEGINNING_BYTES, self.size_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_torch(self) -> bool:
+        """The file is one of torch.save."""
+        return self._beginning.startswith(_ZIP)
+
+    @cached_property
+    def header(self) -> Header:
+        """What the file holds. Raises InvalidFile where it is no checkpoint, or its header is damaged."""
+        self._refuse_other_formats()
+        length = header_bytes(self._beginning[:8], self.size_bytes, self.path)
+        data = self._beginning[:length]
+        if len(data) < length:
+            data += self._read(len(data), length - len(data))
+        return decode(data, self.size_bytes, self.path)
+
+    @property
+    def is_cached(self) -> bool:
+        """The page cache holds about all of the file."""
+        return cached_share(self.file.buffered) >= _CACHED_SHARE
+
+    def read_ahead(self) -> None:
+        """Have the system begin to bring all of the file into the page cache."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # it is only advice
+                os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.header.written_by_penstock
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        data = b""
+        try:
+            while len(data) < size_bytes:
+                more = os.pread(self.file.buffered, size_bytes - len(data), offset + len(data))
+                if not more:
+                    raise error_of(errno.EIO)  # the file became shorter
+                data += more
+        except OSError as error:
+            raise cannot_read(self.path, error, offset + len(data)) from error
+        return data
+
+    def _refuse_other_formats(self) -> None:
+        beginning = self._beginning
+        if not beginning:
+            raise InvalidFile(f"{self.path} is empty: it was never written. Load another checkpoint.")
+        if beginning[:1] == b"\x80" and beginning[1:2] in b"\x02\x03\x04\x05" and beginning[8:9] != b"{":
+            raise InvalidFile(
+                f"{self.path} is a pickle, as torch.save wrote them before version 1.6: pickles can run any "
+                "code, and are not loaded. If you trust the file, convert it once: "
+                "penstock.save(torch.load(path, weights_only=False), new_path)."
+            )

@@ -1,0 +1,412 @@
+"""How tensors make up a state, as JSON text, and back.
+
+What JSON has stands for itself: None, bool, str, list, int, finite float, and a dict whose keys are texts
+that do not begin with ``$``. All else is an object whose first key begins with ``$``:
+
+====================================  ==========================================================
+``{"$tensor": entry, ...}``           a tensor: the entry of this name, or a view of it (`views`)
+``{"$parameter": entry, ...}``        the same as an nn.Parameter
+``{"$tensors": [...]}``               a dict of tensors by the names of their entries; keys are
+                                      the names, less ``"prefix"`` where there is one
+``{"$array": entry, "dtype": ...}``   a numpy array
+``{"$dict": [[key, value], ...]}``    a dict with other keys
+``{"$OrderedDict": dict, ...}``       with ``"_metadata"``, the attribute of a module's state dict
+``{"$tuple": [...]}``                 also ``"$size"``: a torch.Size
+``{"$float": "7ff8000000000000"}``    infinity and not-a-number, by their bits
+``{"$int": "-1f..."}``                an integer beyond 64 bits, hexadecimal
+``{"$complex": [real, imaginary]}``
+``{"$bytes": base64}``
+``{"$numpy": type, "bits": hex}``     a numpy scalar
+``{"$dtype": "float32"}``             also ``"$device": "cuda:0"``
+====================================  ==========================================================
+
+Nothing is ever executed, and nothing is taken for granted when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.geometry import row_major
+from penstock.checkpoint.stored import Collected, Stored, shown
+from penstock.checkpoint.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
+from penstock.errors import InvalidArgument, InvalidFile
+
+__all__ = ["DTYPES", "Stored", "flatten", "unflatten"]
+
+# Containers in containers: far more than a state has, and far less than Python's stack.
+MAX_DEPTH = 64
+
+_INT_LIMIT = 1 << 63
+_NUMPY_TYPE = re.compile(r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(8|16)")
+
+
+def flatten(state: Any) -> tuple[list[Stored], str]:
+    """The entries that ``state`` needs, in its order, and the text that says how they make it up.
+
+    Tensors without gaps are not copied. Raises InvalidArgument for what cannot be saved.
+    """
+    return _Flattening().run(state)
+
+
+def unflatten(
+    tree: str, tensors: Mapping[str, torch.Tensor], path: str | Path, *, restride: bool = True
+) -> Any:
+    """The state that `flatten` was given, out of its loaded entries, on whatever devices they are.
+
+    path       of the file, for messages
+    restride   False: tensors that had their dimensions in another order are given in order, as views
+               of their entries, and nothing is copied; made for entries on the meta device
+
+    Raises InvalidFile where the text does not describe a state.
+    """
+    return _Unflattening(tensors, path, restride).run(tree)
+
+
+class _Flattening:
+    def __init__(self) -> None:
+        self._tensors = Collected()
+        self._dicts: list[tuple[Node, str]] = []  # with the prefix of what is in them
+        self._above: set[int] = set()
+
+    def run(self, state: Any) -> tuple[list[Stored], str]:
+        try:
+            root = self._value(state, "")
+        except RecursionError:
+            raise InvalidArgument(
+                "the state cannot be saved: Python's stack has no room for its containers in containers. "
+                "Save a flatter state, or call from less deep a place."
+            ) from None
+        stored = self._tensors.lay_out()
+        for node, prefix in self._dicts:
+            _abbreviate(node, prefix)
+        return stored, json.dumps(root, separators=(",", ":"), allow_nan=False)
+
+    def _value(self, value: Any, place: str) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if encode := _PLAIN.get(kind):
+            return encode(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensors.known(value) or self._tensors.add(value, place)
+        if kind is np.ndarray:
+            return self._tensors.known(value) or self._array(value, place)
+        if isinstance(value, np.generic) and _NUMPY_TYPE.fullmatch(value.dtype.str):
+            return {"$numpy": value.dtype.str, "bits": value.tobytes().hex()}
+        if kind not in (dict, OrderedDict, list, tuple, torch.Size):
+            raise InvalidArgument(f"{shown(place)} cannot be saved: it is {_typed(kind)}. {_advice(value)}")
+        if id(value) in self._above:
+            raise InvalidArgument(f"{shown(place)} cannot be saved: it contains itself. Take it out.")
+        if len(self._above) == MAX_DEPTH:
+            raise InvalidArgument(
+                f"{shown(place)} cannot be saved: it is inside {MAX_DEPTH} others, and there can be no "
+                "more. Save a flatter state."
+            )
+        self._above.add(id(value))
+        node = self._container(value, place)
+        self._above.remove(id(value))
+        return node
+
+    def _container(self, value: Any, place: str) -> Any:
+        kind = type(value)
+        if kind is dict:
+            return self._dict(value, place)
+        if kind is OrderedDict:
+            return self._ordered(value, place)
+        items = [self._value(item, _below(place, index)) for index, item in enumerate(value)]
+        if kind is list:
+            return items
+        return {"$size" if kind is torch.Size else "$tuple": items}
+
+    def _dict(self, value: dict[Any, Any], place: str) -> Node:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            node = {key: self._value(item, _below(place, key)) for key, item in value.items()}
+            self._dicts.append((node, _below(place, "")))
+            return node
+        return {
+            "$dict": [
+                [self._key(key, place), self._value(item, _below(place, key))] for key, item in value.items()
+            ]
+        }
+
+    def _ordered(self, value: OrderedDict[Any, Any], place: str) -> Node:
+        node = {"$OrderedDict": self._dict(value, place)}
+        attributes = dict(vars(value))
+        if "_metadata" in attributes:
+            node["_metadata"] = self._value(attributes.pop("_metadata"), _below(place, "_metadata"))
+        if attributes:
+            raise InvalidArgument(
+                f"{shown(place)} cannot be saved: it is an OrderedDict with the attributes "
+                f"{', '.join(attributes)}. Save OrderedDict(it), and the attributes beside it."
+            )
+        return node
+
+    def _key(self, key: Any, place: str, depth: int = 0) -> Any:
+        kind = type(key)
+        if key is None or kind is bool or kind is str:
+            return key
+        if kind is int or kind is float:
+            return _PLAIN[kind](key)
+        if kind is tuple and depth < MAX_DEPTH:
+            return {"$tuple": [self._key(item, place, depth + 1) for item in key]}
+        raise InvalidArgument(
+            f"{shown(place)} cannot be saved: one of its keys is {_typed(kind)}. Use str, int, float, "
+            "bool, None, or tuples of them, not too deep."
+        )
+
+    def _array(self, array: np.ndarray[Any, Any], place: str) -> Node:
+        if not _NUMPY_TYPE.fullmatch(array.dtype.str):
+            raise InvalidArgument(
+                f"{shown(place)} cannot be saved: it is an array of {array.dtype}. Save numbers, or a list."
+            )
+        node: Node = {"$array": "", "dtype": array.dtype.str}
+        data = np.asarray(array, order="C")
+        if not data.flags.writeable:
+            data = data.copy()
+        if not data.dtype.isnative:
+            data = data[..., np.newaxis].view(np.uint8)
+        tensor = torch.from_numpy(data)
+        self._tensors.add_as(node, array, tensor.as_strided(tensor.shape, row_major(tensor.shape)), place)
+        return node
+
+
+class _Unflattening:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], path: str | Path, restride: bool) -> None:
+        self._path = path
+        self._tensors = Rebuilt(tensors, path, restride)
+        self._depth = 0
+
+    def run(self, tree: str) -> Any:
+        try:
+            return self._value(
+                json.loads(tree, object_pairs_hook=self._unique, parse_constant=self._constant)
+            )
+        except RecursionError:
+            self._fail("it is nested too deeply")
+        except InvalidFile:
+            raise
+        except ValueError as error:  # not JSON, or more digits than Python reads
+            self._fail(f"it is not JSON ({error})")
+
+    def _value(self, node: Any) -> Any:
+        if not isinstance(node, list | dict):
+            return node
+        self._depth += 1
+        if self._depth > 2 * MAX_DEPTH + 2:  # an OrderedDict is two
+            self._fail("it is nested too deeply")
+        if isinstance(node, list):
+            value: Any = [self._value(item) for item in node]
+        elif (tag := next(iter(node), "")).startswith("$"):
+            if tag not in _READERS:
+                self._fail(f"{tag!r:.100} is not known to this version of penstock")
+            value = _READERS[tag](self, node)
+        else:
+            value = {key: self._value(item) for key, item in node.items()}
+        self._depth -= 1
+        return value
+
+    def _tensors_by_name(self, node: Node) -> dict[str, torch.Tensor]:
+        names, prefix = self._fields(node, "$tensors", prefix="")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in [prefix, *names]):
+            self._fail(f"{node!r:.100} is no list of tensors")
+        if len(set(names)) != len(names):
+            self._fail(f"{node!r:.100} has a key twice")
+        return {key: self._tensors.entry(prefix + key) for key in names}
+
+    def _array(self, node: Node) -> np.ndarray[Any, Any]:
+        name, dtype = self._fields(node, "$array", "dtype")
+        return self._tensors.array(name, self._numpy_type(dtype))
+
+    def _dict(self, node: Node) -> dict[Any, Any]:
+        (items,) = self._fields(node, "$dict")
+        value: dict[Any, Any] = {}
+        for item in self._list(items):
+            if not isinstance(item, list) or len(item) != 2:
+                self._fail(f"{item!r:.100} is no key with a value")
+            key = self._key(item[0])
+            if key in value:
+                self._fail(f"the key {key!r:.100} is there twice")
+            value[key] = self._value(item[1])
+        return value
+
+    def _key(self, node: Any, depth: int = 0) -> Any:
+        if isinstance(node, dict) and "$tuple" in node:
+            if depth == MAX_DEPTH:
+                self._fail("one of its keys is nested too deeply")
+            (items,) = self._fields(node, "$tuple")
+            return tuple(self._key(item, depth + 1) for item in self._list(items))
+        key = self._value(node)
+        if key is not None and type(key) not in (bool, str, int, float):
+            self._fail(f"{node!r:.100} is no key")
+        return key
+
+    def _ordered(self, node: Node) -> OrderedDict[Any, Any]:
+        items, attribute = self._fields(node, "$OrderedDict", _metadata=_ABSENT)
+        items = self._value(items)
+        if type(items) is not dict:
+            self._fail(f"{node!r:.100} is no OrderedDict")
+        value = OrderedDict(items)
+        if attribute is not _ABSENT:
+            value._metadata = self._value(attribute)  # type: ignore[attr-defined]
+        return value
+
+    def _tuple(self, node: Node) -> tuple[Any, ...]:
+        (items,) = self._fields(node, "$tuple")
+        return tuple(self._value(item) for item in self._list(items))
+
+    def _size(self, node: Node) -> torch.Size:
+        (items,) = self._fields(node, "$size")
+        if not all(type(item) is int and abs(item) < _INT_LIMIT for item in self._list(items)):
+            self._fail(f"{node!r:.100} is no size")
+        return torch.Size(items)
+
+    def _float(self, node: Node) -> float:
+        (bits,) = self._fields(node, "$float")
+        if not isinstance(bits, str) or not re.fullmatch("[0-9a-f]{16}", bits):
+            self._fail(f"{node!r:.100} is no float")
+        return float(struct.unpack(">d", bytes.fromhex(bits))[0])
+
+    def _int(self, node: Node) -> int:
+        (digits,) = self._fields(node, "$int")
+        if not isinstance(digits, str) or not re.fullmatch("-?[0-9a-f]+", digits):
+            self._fail(f"{node!r:.100} is no int")
+        return int(digits, 16)
+
+    def _complex(self, node: Node) -> complex:
+        (parts,) = self._fields(node, "$complex")
+        parts = [self._value(part) for part in self._list(parts)]
+        if len(parts) != 2 or not all(type(part) is float for part in parts):
+            self._fail(f"{node!r:.100} is no complex number")
+        return complex(*parts)
+
+    def _bytes(self, node: Node) -> bytes:
+        (text,) = self._fields(node, "$bytes")
+        try:
+            return base64.b64decode(text, validate=True)
+        except (ValueError, TypeError):
+            self._fail(f"{node!r:.100} is no bytes")
+
+    def _scalar(self, node: Node) -> Any:
+        name, bits = self._fields(node, "$numpy", "bits")
+        dtype = self._numpy_type(name)
+        if not isinstance(bits, str) or not re.fullmatch(f"[0-9a-f]{{{2 * dtype.itemsize}}}", bits):
+            self._fail(f"{node!r:.100} is no number of numpy")
+        return np.frombuffer(bytes.fromhex(bits), dtype)[0]
+
+    def _dtype(self, node: Node) -> torch.dtype:
+        (name,) = self._fields(node, "$dtype")
+        if not isinstance(name, str) or name not in TORCH_DTYPES:
+            self._fail(f"{node!r:.100} is no type of this torch")
+        return TORCH_DTYPES[name]
+
+    def _device(self, node: Node) -> torch.device:
+        (name,) = self._fields(node, "$device")
+        try:
+            return torch.device(name if isinstance(name, str) else "")
+        except (RuntimeError, ValueError):
+            self._fail(f"{node!r:.100} is no device of this torch")
+
+    def _numpy_type(self, name: object) -> np.dtype[Any]:
+        if not isinstance(name, str) or not _NUMPY_TYPE.fullmatch(name):
+            self._fail(f"{name!r:.100} is no type of numpy")
+        return np.dtype(name)
+
+    def _list(self, items: Any) -> list[Any]:
+        if not isinstance(items, list):
+            self._fail(f"{items!r:.100} is no list")
+        return items
+
+    def _fields(self, node: Node, *required: str, **optional: Any) -> list[Any]:
+        """The values of fields, if they are all that there is."""
+        if not set(required) <= set(node) <= {*required, *optional}:
+            self._fail(f"{node!r:.100} does not have the fields {', '.join([*required, *optional])}")
+        return [node[name] for name in required] + [node.get(name, value) for name, value in optional.items()]
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        node = dict(pairs)
+        if len(node) != len(pairs):
+            self._fail("a key is there twice")
+        return node
+
+    def _constant(self, text: str) -> NoReturn:
+        self._fail(f"{text} is not JSON")
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise InvalidFile(
+            f"{self._path} is damaged: the tree of its state cannot be read, {problem}. Load another "
+            "copy, or write the file again."
+        )
+
+
+_ABSENT: Any = object()
+
+_READERS: dict[str, Callable[[_Unflattening, Node], Any]] = {
+    "$tensor": lambda reading, node: reading._tensors.tensor(node),
+    "$parameter": lambda reading, node: reading._tensors.tensor(node),
+    "$tensors": _Unflattening._tensors_by_name,
+    "$array": _Unflattening._array,
+    "$dict": _Unflattening._dict,
+    "$OrderedDict": _Unflattening._ordered,
+    "$tuple": _Unflattening._tuple,
+    "$size": _Unflattening._size,
+    "$float": _Unflattening._float,
+    "$int": _Unflattening._int,
+    "$complex": _Unflattening._complex,
+    "$bytes": _Unflattening._bytes,
+    "$numpy": _Unflattening._scalar,
+    "$dtype": _Unflattening._dtype,
+    "$device": _Unflattening._device,
+}
+
+
+def _plain_float(value: float) -> Any:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: lambda value: value if -_INT_LIMIT <= value < _INT_LIMIT else {"$int": f"{value:x}"},
+    float: _plain_float,
+    complex: lambda value: {"$complex": [_plain_float(value.real), _plain_float(value.imag)]},
+    bytes: lambda value: {"$bytes": base64.b64encode(value).decode()},
+    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"$device": str(value)},
+}
+
+
+def _abbreviate(node: Node, prefix: str) -> None:
+    """Say only the names of a dict's tensors, where nothing else is to be said."""
+    if node and all(value == {"$tensor": prefix + key} for key, value in node.items()):
+        keys = list(node)
+        node.clear()
+        node["$tensors"] = keys
+        if prefix:
+            node["prefix"] = prefix
+
+
+def _below(place: str, key: object) -> str:
+    return f"{place}.{key}" if place else str(key)
+
+
+def _typed(kind: type) -> str:
+    return f"of type {kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "state_dict"):
+        return "Save its state_dict()."
+    for plain in (dict, list, tuple, str, int, float, bytes):
+        if isinstance(value, plain):
+            return f"Save {plain.__name__}(it)."
+    return "Save tensors, numpy arrays, numbers, texts, and dicts, lists and tuples of them."

@@ -1,0 +1,208 @@
+"""From a state to a file: tensors are laid out, gathered into pieces, written, and put in place at once."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from penstock.checkpoint.crew import in_order, in_parallel
+from penstock.checkpoint.failures import cannot_write, error_of
+from penstock.checkpoint.header import Entry, encode
+from penstock.checkpoint.memory import SpareMemory, host_bytes, is_on_host
+from penstock.checkpoint.parts import Checksums, Part, Piece, cut
+from penstock.checkpoint.pump import DEPTH, PinnedBuffer, Pump, Ring
+from penstock.checkpoint.replace import Replacement
+from penstock.checkpoint.tree import Stored, flatten
+from penstock.errors import InvalidArgument
+from penstock.storage import files
+from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.checksum import copy_crc32c, crc32c_at
+from penstock.storage.transports.contract import Request
+
+# Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
+PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
+
+# Key of the metadata that says which tensors were not in the memory of the CPU.
+DEVICES = "penstock.devices"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is to hold.
+
+    tensors    whose bytes are written, in the order of the file
+    entries    where each of them lies, without checksums
+    tree       how they make up the state
+    metadata   the user's own, and where tensors were
+
+    header_bytes   of the beginning of the file: its size does not depend on the checksums
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    entries: tuple[Entry, ...]
+    tree: str
+    metadata: dict[str, str]
+    header_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.entries[-1].end if self.entries else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole file."""
+        return self.header_bytes + self.data_bytes
+
+    def header(self, checksums: Checksums) -> bytes:
+        """The beginning of the file."""
+        entries = [entry._replace(crc32c=checksums.of(i)) for i, entry in enumerate(self.entries)]
+        return encode(entries, tree=self.tree, metadata=self.metadata, alignment_bytes=PAGE_BYTES)
+
+    @property
+    def on_host(self) -> bool:
+        """All tensors are in the memory of the CPU."""
+        return all(map(is_on_host, self.tensors))
+
+
+def contents_of(state: Any, metadata: Mapping[str, str] | None) -> Contents:
+    """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument."""
+    stored, tree = flatten(state)
+    own = dict(metadata or {})
+    if DEVICES in own:
+        raise InvalidArgument(f"metadata {DEVICES!r} cannot be saved: penstock keeps devices there")
+    elsewhere = {item.name: str(item.tensor.device) for item in stored if not is_on_host(item.tensor)}
+    if elsewhere:
+        own[DEVICES] = json.dumps(elsewhere)
+    ordered = sorted(stored, key=_place)
+    entries, end = [], 0
+    for item in ordered:
+        begin, end = end, end + item.tensor.nbytes
+        entries.append(Entry(item.name, item.dtype, item.shape, begin, end))
+    header_bytes = len(encode(entries, tree=tree, metadata=own, alignment_bytes=PAGE_BYTES))
+    return Contents(tuple(item.tensor for item in ordered), tuple(entries), tree, own, header_bytes)
+
+
+def _place(stored: Stored) -> tuple[bool, int]:
+    """Whole pages first, then by size of element: every tensor begins at a multiple of its element."""
+    return stored.tensor.nbytes % PAGE_BYTES != 0, -stored.tensor.element_size()
+
+
+def write(contents: Contents, replacement: Replacement) -> None:
+    """Write straight from the tensors, through a few buffers. Raises CheckpointError."""
+    checksums = Checksums(contents.entries)
+    ring = Ring(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
+
+    def gathered() -> Iterator[_Gathered]:
+        for piece in cut(contents.entries, contents.header_bytes):
+            buffer = ring.take()
+            _gather(contents, piece, buffer.address, checksums)
+            yield _Gathered(piece, buffer.address, buffer)
+
+    _write(contents, checksums, gathered(), replacement, ring.give)
+
+
+_spare = SpareMemory()
+
+
+class Snapshot:
+    """A copy of the tensors as they are now, as they will lie in the file."""
+
+    def __init__(self, contents: Contents) -> None:
+        """Raises OSError where there is not enough memory."""
+        buffer = _spare.take(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+        begin = contents.header_bytes
+        self._checksums = Checksums(contents.entries)
+        self._contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
+        self._gathered = [
+            _Gathered(piece, buffer.address + piece.offset - begin, buffer)
+            for piece in cut(contents.entries, begin)
+        ]
+        # From a device in order, so that copies come after what the caller's streams have been told to do.
+        run = in_parallel if contents.on_host else in_order
+        run(lambda each: _gather(contents, each.piece, each.address, self._checksums), self._gathered)
+        self._buffer = buffer
+
+    def write(self, replacement: Replacement) -> None:
+        """Write the copy. Raises CheckpointError."""
+        _write(self._contents, self._checksums, self._gathered, replacement, _kept)
+        _spare.give(self._buffer)
+
+
+class _Gathered(NamedTuple):
+    """A piece whose bytes are at an address of a buffer."""
+
+    piece: Piece
+    address: int
+    buffer: AlignedBuffer | PinnedBuffer
+
+
+def _write(
+    contents: Contents,
+    checksums: Checksums,
+    pieces: Iterable[_Gathered],
+    replacement: Replacement,
+    release: Callable[[Any], None],
+) -> None:
+    """Write ``pieces``, then the header with the checksums; then take the old file's place.
+
+    release   called with the buffer of each piece that is written
+    """
+    file, size_bytes = replacement.file, contents.size_bytes
+    with Pump() as pump:
+
+        def submit(offset: int, address: int, end: int, done: Callable[[], None]) -> None:
+            size = end - offset
+            if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
+                # Whole pages go past the page cache. `commit` cuts the file where its contents end.
+                size = align_up(size, PAGE_BYTES)
+                ctypes.memset(address + end - offset, 0, size - (end - offset))
+            pump.submit(Request("write", file, offset, address, size, keep=done))
+
+        def settle(most: int) -> None:
+            while pump.in_flight > most:
+                completion = pump.wait()
+                if completion.error_number:
+                    error = error_of(completion.error_number)
+                    raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
+                cast("Callable[[], None]", completion.request.keep)()
+
+        for piece, address, buffer in pieces:
+            submit(piece.offset, address, piece.end, partial(release, buffer))
+            settle(DEPTH - 1)
+        header = contents.header(checksums)
+        buffer = AlignedBuffer(len(header))
+        buffer.view()[:] = header
+        submit(0, buffer.address, len(header), partial(_kept, buffer))
+        settle(0)
+    try:
+        replacement.commit(size_bytes)
+    except OSError as error:
+        raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
+
+
+def _kept(_: AlignedBuffer) -> None:
+    """The buffer is used again, or by nobody."""
+
+
+def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:
+    """Copy the tensors' bytes of ``piece`` to ``address``."""
+    for part in piece.parts:
+        checksums.add(part, _copy(contents, part, address + part.offset - piece.offset))
+
+
+def _copy(contents: Contents, part: Part, address: int) -> int:
+    """Copy ``part`` to ``address``; give its checksum."""
+    tensor = contents.tensors[part.entry]
+    begin = part.offset - contents.header_bytes - contents.entries[part.entry].begin
+    if is_on_host(tensor):
+        return copy_crc32c(address, tensor.data_ptr() + begin, part.size_bytes)
+    with torch.no_grad():
+        data = tensor.view(-1).view(torch.uint8)[begin : begin + part.size_bytes]
+        host_bytes(address, part.size_bytes).copy_(data)
+    return crc32c_at(address, part.size_bytes)

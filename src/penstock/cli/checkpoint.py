@@ -1,0 +1,62 @@
+"""The commands on checkpoint files. Each returns an Answer; nothing is printed here."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections import Counter
+from typing import Any
+
+from penstock import checkpoint
+from penstock.checkpoint import CheckpointInfo
+from penstock.cli.output import Answer, Table
+from penstock.units import format_bytes
+
+
+def info(options: Namespace) -> Answer:
+    found = checkpoint.info(options.file)
+    rows = [
+        (
+            tensor.name,
+            tensor.dtype,
+            " x ".join(map(str, tensor.shape)) or "scalar",
+            format_bytes(tensor.size_bytes),
+            "" if tensor.crc32c is None else f"{tensor.crc32c:08x}",
+        )
+        for tensor in found.tensors
+    ]
+    shown: list[str | Table] = [_summary(found)]
+    shown += [f"{key}: {value}" for key, value in found.metadata.items()]
+    shown.append(Table(("tensor", "type", "shape", "size", "CRC-32C"), rows))
+    return Answer(values=_values(found), shown=shown)
+
+
+def verify(options: Namespace) -> Answer:
+    found = checkpoint.verify(options.file)
+    verdict = "every checksum is right"
+    if not found.checksummed:
+        verdict = "there are no checksums: only its structure could be verified"
+    return Answer(values={**_values(found), "sound": True}, shown=[_summary(found), verdict])
+
+
+def convert(options: Namespace) -> Answer:
+    found = checkpoint.convert(options.source, options.destination)
+    return Answer(values=_values(found), shown=[_summary(found)], written=[options.destination])
+
+
+def _summary(found: CheckpointInfo) -> str:
+    writer = {
+        "penstock": "a checkpoint of penstock",
+        "safetensors": "a safetensors file of another writer",
+        "torch": "a file of torch.save",
+    }[found.format]
+    types = Counter(tensor.dtype for tensor in found.tensors)
+    counted = ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"
+    return (
+        f"{found.path}: {writer}, {format_bytes(found.size_bytes)}\n"
+        f"{len(found.tensors)} tensors ({counted}), {format_bytes(found.tensor_bytes)}"
+    )
+
+
+def _values(found: CheckpointInfo) -> dict[str, Any]:
+    return {**dataclasses.asdict(found), "tensor_bytes": found.tensor_bytes}

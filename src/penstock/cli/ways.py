@@ -1,0 +1,92 @@
+"""The command that compares the ways to move a tensor. Returns an Answer; nothing is printed here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.cli.output import Answer, Table, own_files
+from penstock.runtime.offload import default_spill_dir
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.tables import Tables
+from penstock.units import format_bytes, format_rate
+
+SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
+
+
+def ways(options: Namespace) -> Answer:
+    directories = options.spill_dir or [Path(default_spill_dir())]
+    with (
+        own_files(),
+        SpillSpace(
+            directories,
+            page_cache_bytes=options.page_cache_budget,
+            tables_path=options.tables,
+            reexplore=0.5,
+        ) as space,
+    ):
+        _practise(space, options.seconds)
+        tables = space.choice.tables()
+        known = [f"{way.name}: bytes go to the {way.domain}" for way in space.ways.values()]
+        missing = [f"{transport} is not used: {why}" for transport, why in space.unavailable.items()]
+        device = space.device_kind
+        unavailable = dict(space.unavailable)
+    return Answer(
+        values={"device": device, "unavailable": unavailable, "tables": msgspec.to_builtins(tables)},
+        shown=["\n".join([device, *known, *missing]), _table(tables)],
+        written=[options.tables] if options.tables else [],
+    )
+
+
+def _practise(space: SpillSpace, seconds: float) -> None:
+    """Write and read back tensors of every size in turn, for that long."""
+    buffer = AlignedBuffer(SIZES_BYTES[-1])
+    buffer.view()[:] = np.random.default_rng(0).bytes(buffer.size_bytes)
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        for size_bytes in SIZES_BYTES:
+            extent = space.allocate(size_bytes)
+            for move in (space.write, space.read):
+                over = threading.Semaphore(0)
+                transfers: list[Transfer] = []
+
+                def on_done(
+                    transfer: Transfer, to: list[Transfer] = transfers, over: threading.Semaphore = over
+                ) -> None:
+                    to.append(transfer)
+                    over.release()
+
+                move(extent, buffer.address, size_bytes, buffer, on_done)
+                over.acquire()
+                if (error := transfers[0].error) is not None:
+                    raise error
+            space.release(extent)
+
+
+def _table(tables: Tables) -> Table:
+    rows = [
+        (
+            f"{format_bytes(row.class_bytes)} {row.way}",
+            _rate(row.write_bytes_per_s),
+            _rate(row.read_bytes_per_s),
+            "both"
+            if row.writes and row.reads
+            else "to write"
+            if row.writes
+            else "to read"
+            if row.reads
+            else "",
+        )
+        for row in tables.rows()
+    ]
+    return Table(("size and way", "write", "read", "chosen"), rows)
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else format_rate(bytes_per_s)

@@ -1,0 +1,63 @@
+"""Tensors on a GPU are saved from there, and come back there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import checkpoint
+from tests.disk.states import numbers, same
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def state() -> dict[str, torch.Tensor]:
+    tensors = {
+        "large": numbers(5_000_001),
+        "odd": numbers(7, torch.uint8),
+        "half": numbers(99, torch.bfloat16),
+    }
+    return {name: tensor.cuda() for name, tensor in tensors.items()} | {"host": numbers(33)}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_tensors_come_back_to_the_device_they_were_on(mmap: bool, wait: bool, tmp_path: Path) -> None:
+    saved = state()
+    if handle := checkpoint.save(saved, tmp_path / "state", wait=wait):
+        handle.wait()
+    loaded = checkpoint.load(tmp_path / "state", mmap=mmap)
+    assert {name: tensor.device for name, tensor in loaded.items()} == {
+        name: tensor.device for name, tensor in saved.items()
+    }
+    assert same(loaded, saved)
+    on_host = checkpoint.load(tmp_path / "state", "cpu", mmap)
+    assert all(tensor.device.type == "cpu" for tensor in on_host.values()) and same(on_host, saved)
+    moved = checkpoint.load(tmp_path / "state", lambda storage, _: storage.cuda(), mmap)
+    assert all(tensor.is_cuda for tensor in moved.values()) and same(moved, saved)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_tensors_on_a_gpu_are_filled(mmap: bool, tmp_path: Path) -> None:
+    saved = state()
+    checkpoint.save(saved, tmp_path / "state")
+    target = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    assert same(checkpoint.load(tmp_path / "state", mmap=mmap, into=target), saved)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_sees_what_its_stream_was_told_to_do(wait: bool, tmp_path: Path) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor = torch.zeros(1 << 24, device="cuda")
+        for _ in range(200):
+            tensor += 1
+        handle = checkpoint.save({"a": tensor}, tmp_path / "state", wait=wait)
+        tensor.zero_()
+    if handle:
+        handle.wait()
+    assert bool((checkpoint.load(tmp_path / "state", "cpu")["a"] == 200).all())
