@@ -67,6 +67,7 @@ STATES: dict[str, Callable[[], Any]] = {
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(2.0),
         "one": torch.ones(1, 1),
+        "byte": torch.tensor(True),
     },
     "views": _views,
     "strides": lambda: {"last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},

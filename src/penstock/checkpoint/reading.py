@@ -1,4 +1,4 @@
-"""From a file to tensors: mapped where the page cache holds them, else read past it.
+"""From a file to tensors: mapped, or read past the page cache.
 
 Tensors read past the page cache lie side by side in memory of their own, as they lie in the file, so
 that what is read goes straight there.

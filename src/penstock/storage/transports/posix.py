@@ -17,7 +17,7 @@ from penstock.storage.aligned import AlignedBuffer, align_down, align_up, view_a
 from penstock.storage.transports.contract import Completion, OnComplete, Request, move_fully
 from penstock.storage.transports.workers import Workers, complete
 
-STAGING_BYTES = 2 << 20
+STAGING_BYTES = 1 << 20
 
 # A read with odd ends costs three calls, or one and a copy. The copy is quicker up to about here.
 _COPIED_READ_BYTES = 256 << 10

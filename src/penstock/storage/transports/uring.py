@@ -28,7 +28,7 @@ logger = logging.getLogger("penstock")
 DEPTH = 32
 PIECE_BYTES = 4 << 20
 SLOT_BYTES = 1 << 20
-SLOTS = 8
+SLOTS = 4
 
 
 class UringTransport:
