@@ -24,8 +24,7 @@ from penstock.storage.spill import SpillSpace, Transfer
 KINDS = ("write", "write+fsync", "cold read", "warm read")
 IN_FLIGHT = ("write in flight", "read in flight")
 # A choice of ways has tried each of them several times after so many transfers, and settled.
-SETTLING_TRANSFERS = 40
-SETTLING_BYTES = 20 << 30
+SETTLING_TRANSFERS_PER_WAY = 5
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,8 @@ class Spilled:
     def settle(self, choosing: bool) -> None:
         """Write and read until the file is written everywhere and a choice of ways has tried them all."""
         count = len(self.tensors.tensors)
-        passes = min(SETTLING_TRANSFERS // count, SETTLING_BYTES // self.tensors.total_bytes)
+        ways = len(self.space.ways)
+        passes = -(-SETTLING_TRANSFERS_PER_WAY * ways // count)
         for _ in range(max(passes, 2) if choosing else 2):
             self.release()
             for index in range(count):
