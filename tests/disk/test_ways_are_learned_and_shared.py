@@ -38,10 +38,10 @@ def cycle(space: SpillSpace, size_bytes: int, times: int) -> None:
 
 @pytest.fixture
 def slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two transports alone: one that takes 2 ms a request, and one that takes none."""
+    """Two transports alone: one that takes 20 ms a request, and one that takes none."""
     monkeypatch.delitem(TRANSPORTS, "io_uring")
     monkeypatch.delitem(TRANSPORTS, "posix")
-    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(delay_s=0.002))
+    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(delay_s=0.02))
     monkeypatch.setitem(TRANSPORTS, "fast", MemoryTransport)
 
 

@@ -32,7 +32,7 @@ def ways(options: Namespace) -> Answer:
         ) as space,
     ):
         _practise(space, options.seconds)
-        tables = space.choice.tables()
+        tables = space.tables()
         known = [f"{way.name}: bytes go to the {way.domain}" for way in space.ways.values()]
         missing = [f"{transport} is not used: {why}" for transport, why in space.unavailable.items()]
         device = space.device_kind

@@ -345,11 +345,11 @@ class Offload:
 
     def way_tables(self) -> Tables:
         """What the ways cost, by size of tensor, as far as it is known."""
-        return self._spill.choice.tables()
+        return self._spill.tables()
 
     def way_report(self) -> ChoiceReport:
         """How often each way was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
-        return self._spill.choice.report()
+        return self._spill.report()
 
     def report(self) -> Report:
         """Predicted against measured, so far. Raises PenstockError before the first step has ended."""

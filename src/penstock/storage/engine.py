@@ -1,7 +1,7 @@
 """The one door to storage: the transports of this machine, and the ways they offer.
 
-Spill space, checkpoints and samples ask for a way by name and hand over requests; which way is best
-is decided by `choose`.
+Spill space asks for a way by name and hands over requests; which way is best is decided by `choose`.
+Checkpoints share one transport.
 """
 
 from __future__ import annotations

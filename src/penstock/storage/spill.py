@@ -17,10 +17,11 @@ from penstock.storage.choose import Choice
 from penstock.storage.engine import Engine, Outcome, Way
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
 from penstock.storage.lanes import Lane
+from penstock.storage.rounds import ChoiceReport
 from penstock.storage.sharing import add_tables, device_kind, read_tables
 from penstock.storage.spillfile import SpillFile
 from penstock.storage.stripes import Stripes
-from penstock.storage.tables import Mode
+from penstock.storage.tables import Mode, Tables
 from penstock.storage.transports import Completion, Kind, Request
 from penstock.units import format_bytes
 
@@ -236,9 +237,17 @@ class SpillSpace:
     def save_tables(self) -> None:
         """Add what was learned to the file that was given as ``tables_path``, if any."""
         if self._tables_path is not None:
-            with self._lock:
-                learned = self.choice.tables()
-            add_tables(self._tables_path, self.device_kind, learned)
+            add_tables(self._tables_path, self.device_kind, self.tables())
+
+    def tables(self) -> Tables:
+        """What the ways cost, as far as it is known."""
+        with self._lock:
+            return self.choice.tables()
+
+    def report(self) -> ChoiceReport:
+        """How often each way was the fastest."""
+        with self._lock:
+            return self.choice.report()
 
     def close(self) -> None:
         """Wait for transfers in flight, then give the disk space back. Idempotent."""
