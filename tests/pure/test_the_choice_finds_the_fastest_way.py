@@ -148,7 +148,7 @@ def test_a_best_way_that_becomes_slower_is_left_at_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_another_way_that_becomes_faster_is_found(seed: int) -> None:
-    steps = settle(changed(write={"posix direct": 0.4}), within=6000, seed=seed)
+    steps = settle(changed(write={"posix direct": 0.4}), within=12_000, seed=seed)
     assert uses(steps, "write").most_common(1)[0][0] == "posix direct"
 
 
@@ -238,13 +238,21 @@ def test_a_withdrawn_trial_is_made_again() -> None:
 
 def test_sizes_of_one_power_of_two_share_what_is_known() -> None:
     choice = Choice({"a": "disk", "b": "disk"}, reexplore=0)
-    for way, cost_s in (("a", 2e-3), ("b", 1e-3)) * 3:
+    for way, cost_s in (("a", 2e-3), ("b", 1e-3)) * 9:
         choice.observe("write", MIB, way, cost_s)
     assert choice.way_to_write(2 * MIB - 1) == "b"
     assert choice.way_to_write(2 * MIB) == "a", "another class: its trials begin"
     for way in ("a", "a", "a"):
         choice.observe("write", 2 * MIB - 1, way, 1.9e-3)  # seconds per byte count: now it is the faster one
     assert choice.way_to_write(MIB) == "a"
+
+
+@pytest.mark.parametrize(("copying_cost_s", "chosen"), [(0.97e-3, "direct"), (0.85e-3, "staged")])
+def test_a_way_that_copies_must_be_clearly_faster(copying_cost_s: float, chosen: str) -> None:
+    choice = Choice({"direct": "disk", "staged": "disk"}, reexplore=0, copying=["staged"])
+    for way, cost_s in (("direct", 1e-3), ("staged", copying_cost_s)) * 9:
+        choice.observe("write", MIB, way, cost_s)
+    assert choice.way_to_write(MIB) == chosen
 
 
 @settings(deadline=None, max_examples=30)

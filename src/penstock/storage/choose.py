@@ -5,13 +5,13 @@ from then on uses the fastest: by its writes (WDic), its reads (RDic), or both (
 how often the dictionaries are made anew, trading speed for overhead. The rule here goes beyond it:
 
 - A size class holds the sizes ``[2**k, 2**(k + 1))``; within it, costs are compared per byte.
-- The first transfers of a class try every way `TRIALS` times, in turn. Transfers under way count, so
-  that no way gets all of those asked for before the first is over; the rest go the best known way, or
-  that of the nearest class. A way more than `FAR` times as slow as the best both times is spared the
-  third.
+- The first transfers of a class try every way `TRIALS` times, in turn, and then those near the best
+  until each was tried `SURE` times: single costs are noisy. Transfers under way count, so that no way
+  gets all of those asked for before the first is over; the rest go the best known way, or that of the
+  nearest class. A way more than `FAR` times as slow as the best both times is spared the third.
 - A way costs the median of its last `WINDOW` transfers, and another takes its place when it is faster
-  by more than `MARGIN`: single costs are noisy, and equal ways do not alternate. A way three times in a
-  row far faster than its median has changed: what it cost before is forgotten.
+  by more than `MARGIN` (and `COPYING`, if it copies with the processor): equal ways do not alternate. A
+  way three times in a row far faster than its median has changed: what it cost before is forgotten.
 - Nothing is made anew. One transfer in `PACE` may try another way, if that way's allowance covers what
   it may cost beyond the best, reading back in its domain included. All ways together are allowed the
   share ``reexplore`` of the time of all transfers, in equal parts, and each is charged what its trials
@@ -30,7 +30,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.errors import InvalidArgument, InvalidSize, SpillSpaceFull
-from penstock.storage.costs import FAR, TRIALS, Domain, Record, SizeClass, cost_of
+from penstock.storage.costs import FAR, NEAR, SURE, TRIALS, Domain, Record, SizeClass, cost_of
 from penstock.storage.rounds import ChoiceReport, Rounds, shares
 from penstock.storage.tables import KINDS, MODES, Entry, Kind, Mode, Tables, size_class
 from penstock.units import format_bytes, parse_bytes
@@ -55,6 +55,8 @@ class Choice:
                 ``{"read": ..., "4MiB": ..., "write 64KiB": ...}``. A size means its whole class. A key
                 of both counts before one of a size, and that before one of a kind. What is not pinned
                 is chosen, writes only where the pinned reads can read
+    copying     ways that copy with the processor where others of their domain do not: they are used
+                where they are clearly faster
 
     Raises InvalidArgument where a way, a kind or a mode is unknown, or where pinned writes are in
     another domain than pinned reads of the same size.
@@ -68,6 +70,7 @@ class Choice:
         reexplore: float = 0.005,
         tables: Tables | None = None,
         pinned: str | Mapping[str, str] | None = None,
+        copying: Collection[str] = (),
     ) -> None:
         if not ways:
             raise InvalidArgument("there is no way to move a tensor: name one at least")
@@ -78,6 +81,7 @@ class Choice:
         self.ways = dict(ways)
         self.mode: Mode = mode
         self.reexplore = reexplore
+        self._copying = frozenset(copying)
         self._pins = _read_pins(pinned, self.ways)
         self._classes: dict[int, SizeClass] = {}
         self._rounds: dict[int, dict[Mode, Rounds]] = {}
@@ -151,7 +155,7 @@ class Choice:
         known, record = self._find(kind, size_bytes, way)
         place = known.domains[record.domain]
         best = known.best(kind, known.places if kind == "write" else [place])
-        return record.count < TRIALS or record is not best
+        return record.count < SURE or record is not best
 
     def tables(self) -> Tables:
         """What is known now, to be saved, merged with that of other processes, and loaded again."""
@@ -188,13 +192,14 @@ class Choice:
     def _choose(self, kind: Kind, known: SizeClass, places: Sequence[Domain], size_bytes: int) -> str:
         chosen = known.pinned(kind, places)
         if chosen is None:
-            records = [record for place in places for record in place.records(kind)]
             best = known.best(kind, places)
-            chosen = _trial(records)
+            chosen = _first_trial(kind, places)
             if chosen is None and best.count:
                 chosen = self._another(kind, known, places, best, size_bytes) or best
             elif chosen is None:
-                chosen = self._neighbour(kind, known, places) or min(records, key=_tries)
+                chosen = self._neighbour(kind, known, places) or min(
+                    (record for place in places for record in place.records(kind)), key=_tries
+                )
         chosen.in_flight += 1
         return chosen.way
 
@@ -257,7 +262,7 @@ class Choice:
 
     def _new_class(self, number: int, entries: Iterable[Entry]) -> SizeClass:
         pins = {kind: way for kind in KINDS if (way := _pinned(self._pins, kind, number))}
-        known = self._classes[number] = SizeClass(number, self.ways, self.mode, pins, entries)
+        known = self._classes[number] = SizeClass(number, self.ways, self.mode, pins, entries, self._copying)
         self._rounds[number] = {kind: Rounds(kind, known.places) for kind in MODES}
         return known
 
@@ -278,12 +283,28 @@ class Choice:
         )
 
 
+def _first_trial(kind: Kind, places: Sequence[Domain]) -> Record | None:
+    """The way to try next, of those whose first trials are not over."""
+    if not any(kind in place.untried for place in places):
+        return None
+    records = [record for place in places for record in place.records(kind)]
+    chosen = _trial(records)
+    if chosen is None and not any(record.in_flight for record in records):
+        for place in places:
+            place.untried.discard(kind)
+    return chosen
+
+
 def _trial(records: Sequence[Record]) -> Record | None:
-    """Of the ways that were not tried `TRIALS` times, the one tried least."""
-    chosen, fewest = None, TRIALS
+    """Of the ways that were not tried often enough, the one tried least."""
+    best = min(map(cost_of, records))
+    chosen, fewest = None, SURE
     for record in records:
         tries = _tries(record)
-        if tries < fewest and (record.count < 2 or record.cost <= FAR * min(map(cost_of, records))):
+        if tries >= fewest or (record.count >= 2 and record.cost > FAR * best):
+            continue
+        near = record.count >= TRIALS and record.cost <= NEAR * best and not record.loaded
+        if tries < TRIALS or near:
             chosen, fewest = record, tries
     return chosen
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.storage.tables import KINDS, Entry, Kind, Mode, domain_cost
 
 TRIALS = 3  # of each way in the first transfers of a class: a median of three survives one outlier
 FAR = 3.0  # times the best: not worth a third trial
+NEAR = 1.25  # times the best: three trials do not tell them apart
+SURE = 9  # trials of each that is near
 WINDOW = 41  # costs a median stands on
 FASTER = 1.5  # times, three times in a row: the way changed, and what it cost before is forgotten
 MARGIN = 0.02  # by which another way must be faster to take over
+COPYING = 1.05  # times: what copies takes a processor from those who train, for little gain
 
 
 class Record:
@@ -21,6 +24,7 @@ class Record:
 
     count       costs seen
     in_flight   transfers asked for that are not over
+    loaded      its first costs are known from before
     cost        median of the last `WINDOW`; infinite where unknown
     hope        what a trial costs if luck has it: the window's lower quartile, or the least of the last
                 three if it is lower still, or far above the median. 0 where unknown
@@ -38,6 +42,7 @@ class Record:
         "domain",
         "hope",
         "in_flight",
+        "loaded",
         "pending",
         "spent_s",
         "trial",
@@ -50,6 +55,7 @@ class Record:
         self.domain = domain
         self.count = 0
         self.in_flight = 0
+        self.loaded = False
         self.cost = math.inf
         self.hope = 0.0
         self.trial = 0.0
@@ -102,16 +108,22 @@ def cost_of(record: Record) -> float:
 
 
 class Domain:
-    """The ways of one domain in one size class, and the best of them."""
+    """The ways of one domain in one size class, and the best of them.
 
-    __slots__ = ("best_read", "best_write", "name", "reads", "writes")
+    copying   names of the ways that copy with the processor where others of the domain do not
+    untried   kinds of transfer whose first trials are not over
+    """
 
-    def __init__(self, name: str, ways: Sequence[str]) -> None:
+    __slots__ = ("best_read", "best_write", "copying", "name", "reads", "untried", "writes")
+
+    def __init__(self, name: str, ways: Sequence[str], copying: Collection[str]) -> None:
         self.name = name
+        self.copying = copying
         self.writes = [Record(way, name) for way in ways]
         self.reads = [Record(way, name) for way in ways]
         self.best_write = self.writes[0]
         self.best_read = self.reads[0]
+        self.untried = set(KINDS)
 
     def records(self, kind: Kind) -> list[Record]:
         return self.writes if kind == "write" else self.reads
@@ -121,13 +133,16 @@ class Domain:
 
     def refresh(self, kind: Kind) -> None:
         """A cost of one of its ways was added: another may be the best now."""
-        held, fastest = self.best(kind), min(self.records(kind), key=cost_of)
-        if fastest.cost >= held.cost * (1 - MARGIN):
+        held, fastest = self.best(kind), min(self.records(kind), key=self._weighed)
+        if self._weighed(fastest) >= self._weighed(held) * (1 - MARGIN):
             return
         if kind == "write":
             self.best_write = fastest
         else:
             self.best_read = fastest
+
+    def _weighed(self, record: Record) -> float:
+        return record.cost * COPYING if record.way in self.copying else record.cost
 
 
 class SizeClass:
@@ -135,6 +150,7 @@ class SizeClass:
 
     pins       by kind: the way that the user wants
     entries    costs known from before: they count as first trials
+    copying    as of Domain
 
     places     the domains that may be written to
     home       the one that is, where it has room
@@ -150,10 +166,11 @@ class SizeClass:
         mode: Mode,
         pins: Mapping[Kind, str],
         entries: Iterable[Entry],
+        copying: Collection[str],
     ) -> None:
         self.number = number
         self.domains = {
-            name: Domain(name, [way for way in ways if ways[way] == name])
+            name: Domain(name, [way for way in ways if ways[way] == name], copying)
             for name in dict.fromkeys(ways.values())
         }
         self.records: dict[Kind, dict[str, Record]] = {
@@ -173,6 +190,7 @@ class SizeClass:
             record = self.records[entry.kind][entry.way]
             for _ in range(min(entry.samples, TRIALS)):
                 record.add(entry.s_per_byte)
+            record.loaded = True
             self.refresh(entry.kind, record)
 
     def pinned(self, kind: Kind, places: Sequence[Domain]) -> Record | None:

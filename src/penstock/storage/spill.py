@@ -116,6 +116,7 @@ class SpillSpace:
                 mode=mode,
                 reexplore=reexplore,
                 pinned=pinned,
+                copying=[way.name for way in self.ways.values() if way.kind == "staged"],
                 tables=read_tables(tables_path, self.device_kind) if tables_path else None,
             )
             self._gpu_way = self._usable_gpu_way(verify)
@@ -330,15 +331,30 @@ class SpillSpace:
         lane = self._lanes[kind]
         with self._lock:
             measured = self._is_measured(kind, way, extent)
+            # Where nothing was written before, a write costs more, once: pages and blocks are made.
+            rehearsed = region.is_first_write(kind, extent) and measured
         began_s = 0.0
 
         def start() -> None:
+            if rehearsed:  # pages of the page cache that are made by mapping them are small ones
+                buffered = [request._replace(way="buffered") for request in requests]
+                begin(buffered if way.kind == "mapped" else requests, after_rehearsal)
+            else:
+                begin(requests, on_outcome)
+
+        def begin(requests: Sequence[Request], then: Callable[[Outcome], None]) -> None:
             nonlocal began_s
             began_s = time.perf_counter()
             try:
-                self._engine.start(way, requests, on_outcome)
+                self._engine.start(way, requests, then)
             except ValueError as error:  # closed meanwhile
                 self._over(lane, Transfer(SpillError(f"{_CLOSED}: {error}"), began_s, began_s), on_done)
+
+        def after_rehearsal(outcome: Outcome) -> None:
+            if outcome.failed is None:
+                begin(requests, on_outcome)
+            else:
+                on_outcome(outcome)
 
         def on_outcome(outcome: Outcome) -> None:
             cost_s = time.perf_counter() - began_s if measured else None
@@ -412,6 +428,7 @@ class _Region:
         self.stripes = Stripes(len(directories))
         self.files: list[SpillFile] = []
         self._backed_bytes = 0  # of the space: the files reach that far
+        self._written_bytes = 0  # of the space: beyond, nothing was ever written
         try:
             for directory in directories:
                 self.files.append(SpillFile(directory))
@@ -434,6 +451,13 @@ class _Region:
         """Whether the capacity allows it, if its free space is in one piece."""
         capacity_bytes = self.extents.capacity_bytes
         return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
+
+    def is_first_write(self, kind: Kind, extent: Extent) -> bool:
+        """Whether ``extent``, which is about to be moved, reaches where nothing was written before."""
+        if kind == "read" or extent.end <= self._written_bytes:
+            return False
+        self._written_bytes = extent.end
+        return True
 
     def _back(self, end: int) -> bool:
         """Have the files reach ``end``. False: another try may do, without a file that is full."""
