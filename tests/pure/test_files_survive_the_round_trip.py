@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
@@ -17,7 +19,7 @@ from penstock.errors import InvalidFile
 from penstock.planners import plan
 from penstock.simulator import simulate
 
-from .traces import gpt, machine
+from .traces import gpt, legal_plans, machine, machines, whole_traces
 
 
 def made() -> tuple[Trace, Hardware, Plan, Timeline]:
@@ -30,7 +32,11 @@ def made() -> tuple[Trace, Hardware, Plan, Timeline]:
 def test_a_trace(tmp_path: Path, name: str) -> None:
     trace = made()[0]
     trace.save(tmp_path / name)
-    loaded = Trace.load(tmp_path / name)
+    assert_equal(trace, Trace.load(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def assert_equal(trace: Trace, loaded: Trace) -> None:
     for field in dataclasses.fields(Trace):
         before, after = getattr(trace, field.name), getattr(loaded, field.name)
         if isinstance(before, Lists):
@@ -40,7 +46,22 @@ def test_a_trace(tmp_path: Path, name: str) -> None:
         else:
             assert before == after
     assert loaded.inactive_periods == trace.inactive_periods
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@given(data=st.data(), trace=whole_traces(4), hardware=machines)
+@settings(max_examples=30, deadline=None)
+def test_every_liberty(
+    data: st.DataObject, trace: Trace, hardware: Hardware, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("values")
+    trace.save(folder / "trace.json.gz")
+    loaded = Trace.load(folder / "trace.json.gz")
+    assert_equal(trace, loaded)
+    drawn = data.draw(legal_plans(trace, hardware))
+    drawn = dataclasses.replace(drawn, offsets=tuple(range(trace.tensors)), lower_bound_s=1 / 3)
+    drawn.save(folder / "plan.json")
+    assert Plan.load(folder / "plan.json") == drawn
+    assert drawn.check(loaded, hardware) == drawn.check(trace, hardware)
 
 
 def test_hardware_plan_and_timeline(tmp_path: Path) -> None:

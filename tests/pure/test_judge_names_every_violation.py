@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict, Plan
+from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.pressure import resident_bytes, tier_bytes
-from penstock.core.trace import Trace
-from penstock.planners.room import candidates
+from penstock.core.trace import InactivePeriod, Trace
 from penstock.simulator import simulate
 
-from .traces import Step, five_kernels, machine, machines, traces
+from .traces import Step, candidates, five_kernels, legal_plans, machine, machines, traces, whole_traces
 
 GOOD = Evict(tensor=0, after=0, begin=1, end=4, prefetch_at=3)
 
@@ -49,7 +49,7 @@ def test_a_legal_plan_passes() -> None:
         (replace(GOOD, tier="tape"), r"tier 'tape': tiers are host, disk"),
         (replace(GOOD, tier="device"), r"tier 'device'"),
         (replace(GOOD, tier="host"), r"goes to host, which has no capacity"),
-        (replace(GOOD, codec="half"), r"codec 'half': codecs are raw"),
+        (replace(GOOD, codec="half"), r"codec 'half': codecs are raw, csr"),
     ],
 )
 def test_an_eviction_that_is_wrong_in_itself(evict: Evict, words: str) -> None:
@@ -123,7 +123,7 @@ def test_a_budget_above_the_device() -> None:
 
 
 @given(data=st.data(), trace=traces(), hardware=machines)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_what_is_legal_keeps_to_its_budget_however_odd(
     data: st.DataObject, trace: Trace, hardware: Hardware
 ) -> None:
@@ -152,21 +152,110 @@ def test_what_is_legal_keeps_to_its_budget_however_odd(
         assert timeline.tier_peak_bytes(tier) <= occupied.max()
 
 
-small = st.integers(-2, 25)
+Mutation = Callable[[Evict, InactivePeriod], Evict]
+MUTATIONS: dict[str, tuple[Mutation, str]] = {
+    "of no tensor": (lambda evict, _: replace(evict, tensor=10**6), "but the trace has"),
+    "to no tier": (lambda evict, _: replace(evict, tier="tape"), "goes to the tier 'tape'"),
+    "in no form": (lambda evict, _: replace(evict, codec="zip"), "uses the codec 'zip'"),
+    "while it is used": (
+        lambda evict, period: replace(evict, begin=period.begin - 1, after=period.begin - 2),
+        "outside the tensor's inactive periods",
+    ),
+    "after it is needed": (
+        lambda evict, period: replace(evict, end=period.end + 1),
+        "outside the tensor's inactive periods",
+    ),
+    "copied too late": (lambda evict, _: replace(evict, after=evict.begin), "starts its copy after"),
+    "copied too early": (
+        lambda evict, period: replace(evict, after=period.ready - 1),
+        "starts its copy after",
+    ),
+    "prefetched too late": (lambda evict, _: replace(evict, prefetch_at=evict.end + 1), "prefetched at"),
+    "prefetched too early": (lambda evict, _: replace(evict, prefetch_at=evict.begin - 1), "prefetched at"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@given(data=st.data(), trace=st.one_of(traces(4), whole_traces(4)), hardware=machines)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+def test_one_eviction_gone_wrong(name: str, data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
+    legal = data.draw(legal_plans(trace, hardware))
+    assume(legal.evictions)
+    index = data.draw(st.integers(0, len(legal.evictions) - 1))
+    evict = legal.evictions[index]
+    (period,) = (
+        period
+        for period in trace.inactive_periods
+        if period.tensor == evict.tensor and period.begin <= evict.begin < evict.end <= period.end
+    )
+    mutate, words = MUTATIONS[name]
+    wrong = mutate(evict, period)
+    evictions = (*legal.evictions[:index], wrong, *legal.evictions[index + 1 :])
+    sentences = check(trace, replace(legal, evictions=evictions), hardware)
+    assert any(words in sentence and str(wrong.tensor) in sentence for sentence in sentences)
+
+
+@given(data=st.data(), trace=whole_traces(4), hardware=machines)
+@settings(max_examples=50, deadline=None)
+def test_one_number_gone_wrong(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
+    legal = data.draw(legal_plans(trace, hardware))
+    assert check(trace, legal, hardware) == []
+    budget = legal.device_budget_bytes
+    (sentence,) = check(trace, replace(legal, device_budget_bytes=budget - 1), hardware)
+    assert "on the device with every eviction complete, above the budget" in sentence
+    (sentence,) = check(trace, legal, replace(hardware, device_bytes=budget - 1))
+    assert "exceeds the device" in sentence
+    for tier, occupied in tier_bytes(trace, legal.evictions).items():
+        full = replace(hardware, host_bytes=2**50) if tier == "disk" else hardware
+        (sentence,) = check(trace, legal, replace(full, **{f"{tier}_bytes": int(occupied.max()) - 1}))
+        assert sentence.startswith(f"{tier} has to hold" if occupied.max() > 1 else "the eviction")
+    if legal.evictions:
+        twice = (*legal.evictions, data.draw(st.sampled_from(legal.evictions)))
+        assert any(
+            "begins before" in line for line in check(trace, replace(legal, evictions=twice), hardware)
+        )
+    others = [tensor for tensor in range(trace.tensors) if trace.tensor_recompute[tensor] < 0]
+    made = Recompute(data.draw(st.sampled_from(others)), 0, 1)
+    sentences = check(trace, replace(legal, recomputations=(*legal.recomputations, made)), hardware)
+    assert any("no kernel can make the tensor anew" in sentence for sentence in sentences)
+
+
+small = st.one_of(st.integers(-2, 25), st.just(10**40))
 
 
 @given(
-    trace=traces(5),
+    trace=st.one_of(traces(5), whole_traces(4)),
     hardware=machines,
     evictions=st.lists(
-        st.builds(Evict, small, small, small, small, small, st.sampled_from(["disk", "host", "x"]))
+        st.builds(
+            Evict,
+            *[small] * 5,
+            st.sampled_from(["disk", "host", "x"]),
+            st.sampled_from(["raw", "raw", "csr", "y"]),
+        )
     ),
+    recomputations=st.lists(st.builds(Recompute, small, small, small)),
+    variants=st.lists(small, max_size=3),
+    offsets=st.lists(small, max_size=20),
     budget=st.integers(-1, 10**7),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_nonsense_is_refused_without_raising(
-    trace: Trace, hardware: Hardware, evictions: list[Evict], budget: int
+    trace: Trace,
+    hardware: Hardware,
+    evictions: list[Evict],
+    recomputations: list[Recompute],
+    variants: list[int],
+    offsets: list[int],
+    budget: int,
 ) -> None:
-    made = Plan(policy="test", device_budget_bytes=budget, evictions=tuple(evictions))
+    made = Plan(
+        policy="test",
+        device_budget_bytes=budget,
+        evictions=tuple(evictions),
+        recomputations=tuple(recomputations),
+        variants=tuple(variants),
+        offsets=tuple(offsets),
+    )
     if not check(trace, made, hardware):
         assert simulate(trace, made, hardware).peak_bytes <= budget

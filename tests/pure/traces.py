@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
-from penstock.core.trace import KINDS, PHASES, Lists, Trace
+from penstock.core.plan import Evict, Plan, Recompute
+from penstock.core.pressure import resident_bytes
+from penstock.core.trace import KINDS, PHASES, Lists, Trace, Variant
 
 PAGE = 4096
+
+# Published traces and results: beside the repository, or where the environment says.
+G10_DATA = Path(os.environ.get("PENSTOCK_G10_DATA", Path(__file__).parents[3] / "shared" / "data" / "g10"))
+needs_g10_data = pytest.mark.skipif(
+    not G10_DATA.is_dir(), reason=f"no published traces in {G10_DATA}: set PENSTOCK_G10_DATA to their folder"
+)
 
 
 @dataclass
@@ -213,3 +225,134 @@ machines = st.builds(
     host_bytes=st.sampled_from([0, 500 * PAGE, 2**40]),
     latency_s=st.sampled_from([0.0, 0.1]),
 )
+
+
+@st.composite
+def whole_traces(draw: st.DrawFn, kernels: int = 8) -> Trace:
+    """Random legal steps of up to ``kernels`` forward kernels in which any tensor may leave: weights that
+    the optimizer writes, weights that nobody does, inputs, activations of several outputs, some
+    edited in place, workspaces, gradients that are summed up, kernel variants, densities, and links to the
+    kernels that can be run again."""
+    step = Step()
+    size = st.integers(1, 1000).map(lambda pages: pages * PAGE)
+    time = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+    weights = [step.tensor(draw(size), "weight", persistent=True) for _ in range(draw(st.integers(1, 3)))]
+    made = [step.tensor(draw(size), "input")]
+    for index in range(draw(st.integers(1, kernels))):
+        read = draw(st.lists(st.sampled_from(made), min_size=1, max_size=2, unique=True))
+        if index == 0:
+            read = made[:1]
+        read += draw(st.lists(st.sampled_from(weights), max_size=1))
+        wrote = [step.tensor(draw(size)) for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+        made_here = list(wrote)
+        if draw(st.integers(0, 3)) == 0:
+            wrote.append(step.tensor(draw(size), "workspace"))
+        if index and draw(st.integers(0, 5)) == 0:
+            wrote.append(read[0])  # edited in place
+        step.kernel(f"forward{index}", draw(time), read, wrote, draw(st.sampled_from([0, 0, 200 * PAGE])))
+        made += made_here
+    gradients: list[int] = []
+    for index, tensor in enumerate(draw(st.permutations(made))):
+        read = [tensor, *draw(st.lists(st.sampled_from(weights), max_size=1))]
+        read += draw(st.lists(st.sampled_from(gradients), max_size=1)) if gradients else []
+        summed = bool(gradients) and draw(st.booleans())
+        wrote = [gradients[-1] if summed else step.tensor(draw(size), "gradient")]
+        read += [entry for entry in wrote if entry in gradients and entry not in read]
+        step.kernel(f"backward{index}", draw(time), read, wrote, phase="backward")
+        gradients += [entry for entry in wrote if entry not in gradients]
+    for weight in weights:
+        if draw(st.booleans()):
+            gradient = draw(st.sampled_from(gradients))
+            step.kernel(f"update{weight}", draw(time), [weight, gradient], [weight], phase="optimizer")
+    used = {entry for lists in (*step.inputs, *step.outputs) for entry in lists}
+    for weight in weights:
+        if weight not in used:
+            step.kernel(f"norm{weight}", draw(time), [weight], phase="optimizer")
+    plain = step.trace()
+    variants: tuple[tuple[Variant, ...], ...] = ()
+    if draw(st.booleans()):
+        variant = st.builds(Variant, st.just("other"), time, st.sampled_from([0, 100 * PAGE, 900 * PAGE]))
+        variants = tuple(tuple(draw(st.lists(variant, max_size=2))) for _ in range(plain.kernels))
+    density = [draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])) for _ in step.sizes] if draw(st.booleans()) else []
+    return replace(
+        plain,
+        evictable="all",
+        tensor_recompute=recompute_links(plain),
+        tensor_density=np.array(density, dtype=np.float64),
+        kernel_variants=variants,
+    )
+
+
+def recompute_links(trace: Trace) -> np.ndarray:
+    """[T] the forward kernel that can be run again to make each activation anew, -1 where none can."""
+    links = np.full(trace.tensors, -1, dtype=np.int64)
+    for kernel in range(trace.kernels):
+        outputs = trace.outputs[kernel].tolist()
+        alone = all(trace.writers[tensor].tolist() == [kernel] for tensor in outputs)
+        reads = set(trace.inputs[kernel].tolist())
+        if trace.kernel_phase[kernel] == 0 and alone and not reads & set(outputs):
+            for tensor in outputs:
+                if trace.tensor_kind[tensor] == KINDS.index("activation"):
+                    links[tensor] = kernel
+    return links
+
+
+def candidates(trace: Trace) -> list[Evict]:
+    """An eviction to the disk for each inactive period: copied once complete, back when it is needed."""
+    found = []
+    for tensor, begin, end, ready in trace.inactive_periods:
+        edits = [kernel for kernel in trace.writers[tensor].tolist() if ready < kernel < begin]
+        found.append(Evict(tensor, max([ready, *edits]), begin, end, prefetch_at=end))
+    return found
+
+
+@st.composite
+def legal_plans(draw: st.DrawFn, trace: Trace, hardware: Hardware, slack_bytes: int = 0) -> Plan:
+    """Random legal plans of every kind of absence that trace and machine allow. The budget is what the
+    plan needs, and up to ``slack_bytes`` more."""
+    made = Plan(policy="drawn", device_budget_bytes=hardware.device_bytes)
+    tiers = [tier for tier in ("host", "disk") if hardware.capacity_bytes(tier) > 0]
+    if trace.kernel_variants and draw(st.booleans()):
+        chosen = [draw(st.integers(-1, len(others) - 1)) for others in trace.kernel_variants]
+        made = replace(made, variants=tuple(chosen))
+    whole = trace.evictable == "all"
+    for option in candidates(trace):
+        ways = ["keep", *(["evict"] * 3 if tiers else [])]
+        if len(trace.tensor_recompute) and trace.tensor_recompute[option.tensor] >= 0:
+            ways += ["recompute"] * 2
+        way = draw(st.sampled_from(ways))
+        if way == "keep":
+            continue
+        begin = draw(st.integers(option.begin, min(option.end - 1, trace.kernels)))
+        end = draw(st.integers(begin + 1, option.end)) if whole and draw(st.booleans()) else option.end
+        if way == "recompute":
+            entries = sorted(
+                (*made.recomputations, Recompute(option.tensor, begin, end)),
+                key=lambda entry: (entry.end, int(trace.tensor_recompute[entry.tensor])),
+            )
+            longer = replace(made, recomputations=tuple(entries))
+        else:
+            small = trace.compressed_bytes(option.tensor) < trace.tensor_bytes[option.tensor]
+            codec = draw(st.sampled_from(["raw", "csr"])) if small else "raw"
+            evict = replace(
+                option,
+                after=begin - 1 if codec == "csr" else draw(st.integers(option.after, begin - 1)),
+                begin=begin,
+                end=end,
+                prefetch_at=draw(st.integers(begin, end)),
+                tier=draw(st.sampled_from(tiers)),
+                codec=codec,
+            )
+            entries_out = sorted((*made.evictions, evict), key=lambda entry: (entry.after, entry.begin))
+            longer = replace(made, evictions=tuple(entries_out))
+        needed = max_resident(trace, longer)
+        if needed <= hardware.device_bytes and not check(trace, longer, hardware):
+            made = longer
+    budget = max_resident(trace, made) + draw(st.integers(0, slack_bytes))
+    return replace(made, device_budget_bytes=budget)
+
+
+def max_resident(trace: Trace, plan: Plan) -> int:
+    """The least budget at which the plan is legal, as far as the device goes."""
+    resident = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    return int(resident.max(initial=0))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
+from penstock.core.addresses import check_offsets
 from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import copy_sources, resident_bytes, tier_bytes, writes
+from penstock.core.plan import CODECS, Evict, Plan, Recompute
+from penstock.core.pressure import (
+    EVERY,
+    FIRST,
+    copies_made,
+    covered,
+    resident_bytes,
+    rows_of,
+    tier_bytes,
+    written,
+)
 from penstock.core.trace import InactivePeriod, Trace
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_bytes_up
 
 EVICTION_TIERS = ("host", "disk")
-CODECS = ("raw",)
 
 
 def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
@@ -21,88 +31,221 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
 
     Memory is judged as if every copy took no time. A legal plan can then always run within its
     budget, however slow the links are: whoever waits for memory waits for a copy under way.
-    Evictions that are wrong in themselves are left out of the sums.
+    What is wrong in itself is left out of the sums.
     """
     periods: dict[int, list[InactivePeriod]] = {}
     for period in trace.inactive_periods:
         periods.setdefault(period.tensor, []).append(period)
 
     violations: list[str] = []
-    sound: list[Evict] = []
+    unreachable = _unreachable(plan.evictions, hardware)
+    evictions: list[Evict] = []
     for evict in plan.evictions:
-        broken = list(_eviction(trace, evict, periods.get(evict.tensor, []), hardware))
-        violations += broken
-        if not broken:
-            sound.append(evict)
-    violations += _order(trace, sound)
-    violations += _device(trace, sound, plan, hardware)
-    violations += _tiers(trace, sound, hardware)
+        if broken := list(_eviction(trace, evict, periods.get(evict.tensor, ()), unreachable)):
+            violations += broken
+        else:
+            evictions.append(evict)
+    recomputations: list[Recompute] = []
+    for entry in plan.recomputations:
+        if broken := list(_recomputation(trace, entry, periods.get(entry.tensor, ()))):
+            violations += broken
+        else:
+            recomputations.append(entry)
+    violations += _stale(trace, evictions)
+    violations += _order(trace, evictions, recomputations)
+    violations += _inputs(trace, evictions, recomputations)
+    broken = list(_variants(trace, plan.variants))
+    violations += broken
+    variants = () if broken else plan.variants
+    violations += _device(trace, evictions, recomputations, variants, plan, hardware)
+    violations += _tiers(trace, evictions, hardware)
+    if plan.offsets:
+        violations += check_offsets(trace, plan, evictions, recomputations)
     return violations
 
 
+def _unreachable(evictions: Iterable[Evict], hardware: Hardware) -> dict[str, str]:
+    """Why a tier cannot take copies, by its name; nothing for those that can."""
+    reasons = {}
+    for tier in dict.fromkeys(evict.tier for evict in evictions):
+        if tier not in EVICTION_TIERS:
+            reasons[tier] = f"goes to the tier {tier!r}: tiers are {', '.join(EVICTION_TIERS)}"
+        elif hardware.capacity_bytes(tier) <= 0:
+            reasons[tier] = f"goes to {tier}, which has no capacity: give {tier}_bytes above 0"
+        else:
+            try:
+                hardware.evict_s(tier, 1)
+                hardware.prefetch_s(tier, 1)
+            except InvalidArgument as error:
+                reasons[tier] = f"cannot reach {tier}: {error}"
+    return reasons
+
+
 def _eviction(
-    trace: Trace, evict: Evict, periods: Sequence[InactivePeriod], hardware: Hardware
+    trace: Trace, evict: Evict, periods: Sequence[InactivePeriod], unreachable: dict[str, str]
 ) -> Iterator[str]:
     """The rules an eviction obeys by itself."""
-    if not 0 <= evict.tensor < trace.tensors:
-        yield f"tensor {evict.tensor} is evicted, but the trace has {trace.tensors} tensors"
+    tensor, begin, end = evict.tensor, evict.begin, evict.end
+    if not 0 <= tensor < trace.tensors:
+        yield f"tensor {tensor} is evicted, but the trace has {trace.tensors} tensors"
         return
-    who = _who(evict)
     if evict.codec not in CODECS:
-        yield f"{who} uses the codec {evict.codec!r}: codecs are {', '.join(CODECS)}"
-    if evict.tier not in EVICTION_TIERS:
-        yield f"{who} goes to the tier {evict.tier!r}: tiers are {', '.join(EVICTION_TIERS)}"
-    elif hardware.capacity_bytes(evict.tier) <= 0:
-        yield f"{who} goes to {evict.tier}, which has no capacity: give {evict.tier}_bytes above 0"
-    else:
-        try:
-            size_bytes = int(trace.tensor_bytes[evict.tensor])
-            hardware.evict_s(evict.tier, size_bytes)
-            hardware.prefetch_s(evict.tier, size_bytes)
-        except InvalidArgument as error:
-            yield f"{who} cannot reach {evict.tier}: {error}"
-
-    within = [period for period in periods if period.begin <= evict.begin < period.end == evict.end]
-    if not within:
-        allowed = ", ".join(f"[{period.begin}, {period.end})" for period in periods) or "never"
-        yield f"{who} is outside the tensor's inactive periods: {allowed}"
+        yield f"{_who(evict)} uses the codec {evict.codec!r}: codecs are {', '.join(CODECS)}"
+    elif evict.codec != "raw" and trace.compressed_bytes(tensor) >= trace.tensor_bytes[tensor]:
+        yield f"{_who(evict)} uses the codec {evict.codec!r}, which does not make the tensor smaller"
+    if evict.tier in unreachable:
+        yield f"{_who(evict)} {unreachable[evict.tier]}"
+    period = _period(trace, periods, begin, end)
+    if period is None:
+        yield f"{_who(evict)} is outside the tensor's inactive periods: {_allowed(periods)}"
         return
-    if not within[0].ready <= evict.after < evict.begin:
+    if not period.ready <= evict.after < begin:
         yield (
-            f"{who} starts its copy after kernel {evict.after}: it must be at or after kernel "
-            f"{within[0].ready}, when the tensor is complete, and before kernel {evict.begin}"
+            f"{_who(evict)} starts its copy after kernel {evict.after}: it must be at or after kernel "
+            f"{period.ready}, when the tensor is complete, and before kernel {begin}"
         )
-        return
-    stale = [kernel for kernel in writes(trace, evict.tensor) if evict.after < kernel < evict.begin]
-    if stale:
-        yield f"{who} may copy the tensor before {_kernel(trace, stale[-1])} writes it"
-    if not evict.begin <= evict.prefetch_at <= evict.end:
+    elif evict.codec != "raw" and evict.after != begin - 1:
         yield (
-            f"{who} is prefetched at kernel {evict.prefetch_at}: it must be at or after kernel "
-            f"{evict.begin} and no later than kernel {evict.end}, which needs it"
+            f"{_who(evict)} starts its copy after kernel {evict.after}: what is compressed is so before "
+            f"kernel {begin}, and its copy starts after kernel {begin - 1}"
+        )
+    if not begin <= evict.prefetch_at <= end:
+        yield (
+            f"{_who(evict)} is prefetched at kernel {evict.prefetch_at}: it must be at or after kernel "
+            f"{begin} and no later than kernel {end}, which needs it"
         )
 
 
-def _order(trace: Trace, evictions: Sequence[Evict]) -> Iterator[str]:
-    """One tensor's evictions follow each other, and each finds the tensor on the device."""
-    by_tensor: dict[int, list[Evict]] = {}
-    sources = copy_sources(trace, evictions)
-    written = {id(evict) for index, evict in enumerate(evictions) if sources[index] == index}
-    for evict in evictions:
-        by_tensor.setdefault(evict.tensor, []).append(evict)
+def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePeriod]) -> Iterator[str]:
+    """The rules a recomputation obeys by itself."""
+    if not 0 <= entry.tensor < trace.tensors:
+        yield f"tensor {entry.tensor} is recomputed, but the trace has {trace.tensors} tensors"
+        return
+    maker = int(trace.tensor_recompute[entry.tensor]) if len(trace.tensor_recompute) else -1
+    if maker < 0:
+        yield f"{_who(entry)}: no kernel can make the tensor anew"
+    elif entry.begin <= maker:
+        yield f"{_who(entry)} begins before {_kernel(trace, maker)} has made the tensor"
+    if _period(trace, periods, entry.begin, entry.end) is None:
+        yield f"{_who(entry)} is outside the tensor's inactive periods: {_allowed(periods)}"
+
+
+def _period(trace: Trace, periods: Iterable[InactivePeriod], begin: int, end: int) -> InactivePeriod | None:
+    """The inactive period that kernels ``[begin, end)`` lie in. What autograd saved comes back at its
+    end, when it is loaded."""
+    for period in periods:
+        if period.begin <= begin < end <= period.end and begin <= trace.kernels:
+            return period if end == period.end or trace.evictable == "all" else None
+    return None
+
+
+def _allowed(periods: Iterable[InactivePeriod]) -> str:
+    return ", ".join(f"[{period.begin}, {period.end})" for period in periods) or "never"
+
+
+def _stale(trace: Trace, evictions: Sequence[Evict]) -> Iterator[str]:
+    """No copy starts before the last write to its tensor."""
+    rows = rows_of(trace, evictions)
+    for index in np.flatnonzero(written(trace, rows.tensor, rows.after, rows.begin)).tolist():
+        evict = evictions[index]
+        last = [int(kernel) for kernel in trace.writers[evict.tensor] if kernel < evict.begin][-1]
+        yield f"{_who(evict)} may copy the tensor before {_kernel(trace, last)} writes it"
+
+
+def _order(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[Recompute]) -> Iterator[str]:
+    """One tensor's absences follow each other, and each copy finds the tensor on the device."""
+    count = trace.kernels
+    made = dict(zip(map(id, evictions), copies_made(trace, evictions), strict=True))
+    by_tensor: dict[int, list[Evict | Recompute]] = {}
+    absences: list[Evict | Recompute] = [*evictions, *recomputations]
+    for absence in absences:
+        by_tensor.setdefault(absence.tensor, []).append(absence)
     for group in by_tensor.values():
-        group.sort(key=lambda evict: evict.begin)
-        for earlier, later in pairwise(group):
-            if later.begin < earlier.end:
+        group.sort(key=lambda absence: absence.begin)
+        earlier, shift = group[-1], count  # of the iteration before
+        for later in group:
+            end = earlier.end - shift
+            if later.begin < end:
                 yield f"{_who(later)} begins before the one during kernels {_span(earlier)} has ended"
-            elif id(later) in written and later.after < earlier.end:
-                yield (
-                    f"{_who(later)} is copied after kernel {later.after}, "
-                    f"when the tensor may be away until kernel {earlier.end}"
-                )
+            elif isinstance(later, Evict) and later.after < end and earlier.end >= shift:
+                # Before the very first iteration, only what is still away after its end has left.
+                left = shift == 0 or isinstance(earlier, Recompute) or earlier.prefetch_at >= count
+                if made[id(later)] == EVERY or (made[id(later)] == FIRST and left):
+                    yield (
+                        f"{_who(later)} is copied after kernel {later.after}, "
+                        f"when the tensor may be away until kernel {end}"
+                    )
+            earlier, shift = later, 0
 
 
-def _device(trace: Trace, evictions: Sequence[Evict], plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _inputs(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[Recompute]) -> Iterator[str]:
+    """What a kernel reads when it runs again is on the device, and is what it read the first time."""
+    if not recomputations:
+        return
+    count, inputs = trace.kernels, trace.inputs
+    remade = np.array([(entry.tensor, entry.begin, entry.end) for entry in recomputations], dtype=np.int64)
+    maker, end = trace.tensor_recompute[remade[:, 0]], remade[:, 2]
+    length = np.diff(inputs.starts)[maker]
+    row = np.repeat(np.arange(len(remade)), length)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
+    tensor = inputs.values[inputs.starts[maker][row] + within]
+
+    lasting, end = trace.tensor_persistent[tensor], end[row]
+    dead = (end < trace.tensor_birth[tensor]) | (trace.tensor_death[tensor] <= end)
+    dead &= ~lasting
+    stale = written(trace, tensor, maker[row], np.minimum(end, count))
+    stale |= written(trace, tensor, np.full(len(row), -1), end - count)
+
+    rows = rows_of(trace, evictions)
+    gone, begin, back = (
+        np.concatenate([column, remade[:, index]])
+        for index, column in enumerate((rows.tensor, rows.begin, rows.end))
+    )
+    away = covered(count, gone, begin, back, tensor, end % count)
+    # A parent that is made anew for the same kernel is made first.
+    due: dict[tuple[int, int], int] = {}
+    for index, (made, _, at) in enumerate(remade.tolist()):
+        due.setdefault((made, at % count), index)
+    late = np.array(
+        [
+            due.get((parent, at), -1) > index
+            for parent, at, index in zip(tensor.tolist(), (end % count).tolist(), row.tolist(), strict=True)
+        ],
+        dtype=np.bool_,
+    )
+    for wrong, words in (
+        (dead, "is not alive then"),
+        (stale, "has been written since"),
+        (away & ~dead, "is away then"),
+        (late, "is made anew for the same kernel, but later"),
+    ):
+        for index in np.flatnonzero(wrong).tolist():
+            entry = recomputations[int(row[index])]
+            again = _kernel(trace, int(maker[row[index]]))
+            yield (
+                f"{_who(entry)} runs {again} again before kernel {entry.end}: its input, tensor "
+                f"{tensor[index]}, {words}"
+            )
+
+
+def _variants(trace: Trace, variants: Sequence[int]) -> Iterator[str]:
+    if variants and len(variants) != trace.kernels:
+        yield f"the plan chooses variants of {len(variants)} kernels: the trace has {trace.kernels}"
+        return
+    for kernel, variant in enumerate(variants):
+        there = len(trace.kernel_variants[kernel]) if trace.kernel_variants else 0
+        if not -1 <= variant < there:
+            yield f"{_kernel(trace, kernel)} runs as variant {variant}: it has {there} of them"
+
+
+def _device(
+    trace: Trace,
+    evictions: Sequence[Evict],
+    recomputations: Sequence[Recompute],
+    variants: Sequence[int],
+    plan: Plan,
+    hardware: Hardware,
+) -> Iterator[str]:
     budget = plan.device_budget_bytes
     if budget > hardware.device_bytes:
         yield (
@@ -111,7 +254,7 @@ def _device(trace: Trace, evictions: Sequence[Evict], plan: Plan, hardware: Hard
         )
     if trace.kernels == 0:
         return
-    resident = resident_bytes(trace, evictions)
+    resident = resident_bytes(trace, evictions, recomputations, variants)
     over = int((resident > budget).sum())
     if over:
         worst = int(resident.argmax())
@@ -133,12 +276,13 @@ def _tiers(trace: Trace, evictions: Sequence[Evict], hardware: Hardware) -> Iter
             )
 
 
-def _who(evict: Evict) -> str:
-    return f"the eviction of tensor {evict.tensor} during kernels {_span(evict)}"
+def _who(absence: Evict | Recompute) -> str:
+    what = "eviction" if isinstance(absence, Evict) else "recomputation"
+    return f"the {what} of tensor {absence.tensor} during kernels {_span(absence)}"
 
 
-def _span(evict: Evict) -> str:
-    return f"[{evict.begin}, {evict.end})"
+def _span(absence: Evict | Recompute) -> str:
+    return f"[{absence.begin}, {absence.end})"
 
 
 def _kernel(trace: Trace, index: int) -> str:

@@ -10,7 +10,7 @@ import gzip
 import os
 import zlib
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 import msgspec
 import numpy as np
@@ -19,6 +19,14 @@ from penstock.errors import InvalidFile
 
 VERSION = 1
 Value = TypeVar("Value")
+
+
+class _Named(msgspec.Struct):
+    schema: str
+
+
+class _Valued(msgspec.Struct):
+    value: Any
 
 
 def _schema(kind: type) -> str:
@@ -33,10 +41,13 @@ def _encode(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} cannot be written to a file")
 
 
+_LISTS: dict[Any, Any] = {np.int64: list[int], np.float64: list[float], np.bool_: list[bool]}
+
+
 def _decode(kind: Any, value: Any) -> Any:
     if get_origin(kind) is np.ndarray:
         (element,) = kind.__args__[1].__args__
-        return np.array(value, dtype=element)
+        return np.array(msgspec.convert(value, _LISTS[element]), dtype=element)
     raise NotImplementedError(f"{kind} cannot be read from a file")
 
 
@@ -54,21 +65,37 @@ def save(value: Any, path: str | Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def load(kind: type[Value], path: str | Path) -> Value:
-    """Read a ``kind`` from ``path``. Raises InvalidFile where the file holds something else."""
+class Source(NamedTuple):
+    """A file's JSON text, unpacked, and the schema that it names."""
+
+    schema: str
+    data: bytes
+
+
+def read(path: str | Path) -> Source:
+    """The text of ``path`` and its schema. Raises InvalidFile where it is cut or names no schema."""
     data = Path(path).read_bytes()
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-        document = msgspec.json.decode(data)
-        schema = document["schema"]
-        if schema != _schema(kind):
-            raise InvalidFile(
-                f"{path} holds {schema!r}, not {_schema(kind)!r}: give the file of a {kind.__name__}, "
-                "written by this version of penstock"
-            )
-        return msgspec.convert(document["value"], kind, dec_hook=_decode)
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, EOFError, OSError, zlib.error) as error:
-        if isinstance(error, InvalidFile):
-            raise
+        return Source(msgspec.json.decode(data, type=_Named).schema, data)
+    except (msgspec.MsgspecError, EOFError, OSError, zlib.error) as error:
+        raise InvalidFile(f"{path} is not a whole JSON file that names its schema: {error}") from error
+
+
+def load(kind: type[Value], path: str | Path) -> Value:
+    """Read a ``kind`` from ``path``. Raises InvalidFile where the file holds something else."""
+    return value(kind, read(path), path)
+
+
+def value(kind: type[Value], source: Source, path: str | Path) -> Value:
+    """The ``kind`` in what was read from ``path``."""
+    if source.schema != _schema(kind):
+        raise InvalidFile(
+            f"{path} holds {source.schema!r}, not {_schema(kind)!r}: give the file of a {kind.__name__}, "
+            "written by this version of penstock"
+        )
+    try:
+        return msgspec.convert(msgspec.json.decode(source.data, type=_Valued).value, kind, dec_hook=_decode)
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidFile(f"{path} is not a penstock {kind.__name__.lower()} file: {error}") from error

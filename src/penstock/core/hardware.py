@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.core import files
 from penstock.errors import InvalidArgument
 
 TIERS = ("device", "host", "disk")
+MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
 LINKS = ("device_to_host", "host_to_device", "disk_write", "disk_read")
 
 
@@ -22,8 +24,13 @@ class Hardware:
     On a CPU the device is the RAM budget, there is no host tier (``host_bytes=0``, host rates
     0) and the disk is the next tier, reached directly (``disk_shares_bus=False``).
 
-    disk_shares_bus   disk traffic also crosses the link between device and host
+    disk_shares_bus   disk traffic also crosses the link between device and host. Where both a disk
+                      and a host transfer use it in one direction, the disk's gets its own rate, but at
+                      most half of the link's, and the other the rest
     duplex            rate of a disk link while the other direction is busy, over its rate alone
+    compress_bytes_per_s, expand_bytes_per_s   uncompressed bytes that the device turns into
+                      bitmask-CSR, or back, while it computes nothing else; defaults: about what the
+                      memory of a data-center GPU allows
     measured_rates    by link: (transfer bytes, bytes per second) pairs, ascending by bytes;
                       where present they take the place of the link's rate and latency
     name              what this describes, for people
@@ -40,6 +47,8 @@ class Hardware:
     host_to_device_latency_s: float = 0.0
     disk_read_latency_s: float = 0.0
     disk_write_latency_s: float = 0.0
+    compress_bytes_per_s: float = 600e9
+    expand_bytes_per_s: float = 900e9
     disk_shares_bus: bool = True
     duplex: float = 1.0
     measured_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
@@ -47,13 +56,46 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for tier in TIERS:
-            if self.capacity_bytes(tier) < 0:
-                raise InvalidArgument(f"{tier}_bytes is negative: {self.capacity_bytes(tier)}")
+            if not 0 <= (size_bytes := getattr(self, f"{tier}_bytes")) <= MOST_BYTES:
+                raise InvalidArgument(f"{tier}_bytes is {size_bytes}: give 0 to {MOST_BYTES} bytes")
+        for link in LINKS:
+            if not (rate := self.rate_bytes_per_s(link)) >= 0:
+                raise InvalidArgument(f"{link}_bytes_per_s is {rate}: give a rate above 0, or 0 for no link")
+            if not 0 <= (latency_s := getattr(self, f"{link}_latency_s")) < math.inf:
+                raise InvalidArgument(f"{link}_latency_s is {latency_s}: give seconds, 0 or more")
+        for name in ("compress_bytes_per_s", "expand_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}: give a rate above 0")
         if not 0 < self.duplex <= 1:
             raise InvalidArgument(f"duplex is {self.duplex}: it is a fraction above 0 and up to 1")
-        for link in self.measured_rates:
+        for link, points in self.measured_rates.items():
             if link not in LINKS:
                 raise InvalidArgument(f"measured_rates names the link {link!r}: links are {', '.join(LINKS)}")
+            sizes = [size for size, _ in points]
+            if any(size <= 0 for size in sizes) or sizes != sorted(set(sizes)):
+                raise InvalidArgument(
+                    f"measured_rates of {link} are for {sizes} bytes: give sizes that ascend"
+                )
+            if not all(0 < rate < math.inf for _, rate in points):
+                raise InvalidArgument(
+                    f"measured_rates of {link} are {[rate for _, rate in points]}: give rates above 0"
+                )
+
+    def require_rates(self) -> None:
+        """Raise InvalidArgument where a tier has room, but a link on the way there or back has no rate."""
+        for tier in TIERS[1:]:
+            if self.capacity_bytes(tier) <= 0:
+                continue
+            missing = [
+                link
+                for link in dict.fromkeys((*self.evict_links(tier), *self.prefetch_links(tier)))
+                if not self.measured_rates.get(link) and self.rate_bytes_per_s(link) <= 0
+            ]
+            if missing:
+                raise InvalidArgument(
+                    f"{tier} cannot be reached: {' and '.join(f'{link}_bytes_per_s' for link in missing)} "
+                    f"{'are' if len(missing) > 1 else 'is'} 0. Give a rate, or {tier}_bytes=0 to leave it out"
+                )
 
     def capacity_bytes(self, tier: str) -> int:
         return int(getattr(self, f"{tier}_bytes"))

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.core import files
+
+if TYPE_CHECKING:
+    from penstock.core.hardware import Hardware
+    from penstock.core.trace import Trace
+
+
+CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Send one tensor away for one inactive period, and bring it back.
+    """Send one tensor away for one inactive period, or a part of it, and bring it back.
 
     tensor        index in the trace
     after         index of the last kernel that must finish before the copy may start, -1 for none
-    begin         first kernel of the inactive period: the memory is free from here on, as soon
+    begin         first kernel at which it is away: the memory is free from here on, as soon
                   as the copy is complete
-    end           kernel that needs the tensor again
+    end           kernel that needs the tensor again; K + k is kernel k of the next iteration
     prefetch_at   kernel at whose start the copy back is issued, begin <= prefetch_at <= end
     tier          where the copy goes: "host" or "disk"
-    codec         how the bytes are stored: "raw"
+    codec         how the bytes are stored, of CODECS. What is stored compressed is compressed by the
+                  device before kernel `begin`, where its copy starts, and expanded before kernel `end`
     """
 
     tensor: int
@@ -31,6 +40,21 @@ class Evict:
     codec: str = "raw"
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Drop one tensor, and make it anew when it is needed.
+
+    tensor   index in the trace; kernel ``trace.tensor_recompute[tensor]`` makes it
+    begin    first kernel at which it is away
+    end      kernel that needs it again: the kernel that makes it runs again before. Several that are
+             due at one kernel are made in the order of the plan. K + k is kernel k of the next iteration
+    """
+
+    tensor: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The decisions for one iteration.
@@ -39,18 +63,39 @@ class Plan:
     reason                 why this policy, in one sentence
     device_budget_bytes    the budget the plan was made for
     evictions              in the order their copies may start
+    recomputations         in the order in which they are made
+    variants               [K] which of a kernel's variants runs, -1 for the kernel as traced; empty
+                           where all run as traced
+    offsets                [T] device address of each tensor in bytes from the start of the device's
+                           space, -1 for one that never occupies any; empty where none was planned
     minimum_bytes          smallest device budget at which the step can run at all
     predicted_s            iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
+    lower_bound_s          no plan for this trace, budget and these liberties is faster: proven
     """
 
     policy: str
     device_budget_bytes: int
     evictions: tuple[Evict, ...] = ()
+    recomputations: tuple[Recompute, ...] = ()
+    variants: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
     minimum_bytes: int = 0
     predicted_s: float = 0.0
     predicted_peak_bytes: int = 0
+    lower_bound_s: float = 0.0
     reason: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
+        return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
+
+    def check(self, trace: Trace, hardware: Hardware) -> list[str]:
+        """Every rule that this plan breaks, each in one sentence; empty where it is legal."""
+        from penstock.core.check import check  # the judge knows plans
+
+        return check(trace, self, hardware)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,12 @@ from penstock.core import files
 class Span(NamedTuple):
     """Something that occupied a stream from ``start_s`` to ``end_s``.
 
-    stream   "compute" or a key of penstock.core.hardware.LINKS
-    label    the kernel or the tensor, for people
-    index    kernel index on the compute stream, tensor index on a link; -1 when unknown
+    stream   "compute" or a key of penstock.core.hardware.LINKS. A copy is on one link: one to disk on
+             the disk's own, though it may cross the bus that host copies use
+    label    the kernel or the tensor, for people; on the compute stream also "recompute <kernel>",
+             "compress <tensor>" and "expand <tensor>"
+    index    kernel index on the compute stream, tensor index on a link and where the compute stream
+             compresses or expands; -1 when unknown
     """
 
     stream: str
@@ -85,12 +87,8 @@ class Timeline:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes that left the device. A copy that crosses two links on its way counts once."""
-        by_tensor: dict[int, Counter[str]] = defaultdict(Counter)
-        for span in self.spans:
-            if span.stream in ("device_to_host", "disk_write"):
-                by_tensor[span.index][span.stream] += span.size_bytes
-        return sum(max(links.values()) for links in by_tensor.values())
+        """Bytes that left the device."""
+        return self.moved_bytes("device_to_host", "disk_write")
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""

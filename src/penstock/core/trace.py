@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
+EVICTABLE = ("saved", "all")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +46,23 @@ class Lists:
         )
 
 
+class Variant(NamedTuple):
+    """Another algorithm for a kernel, with the same results (moDNN section 5.3)."""
+
+    name: str
+    time_s: float
+    workspace_bytes: int
+
+
 class InactivePeriod(NamedTuple):
     """Kernels ``[begin, end)`` during which a live tensor is neither used nor held by the program.
 
     G10 section 4.2. The tensor is used by the kernel before `begin` (or held until it) and
-    by kernel `end`.
+    by kernel `end`. A persistent tensor's last period reaches into the next iteration: there,
+    kernel ``K + k`` is kernel k of the next iteration.
 
-    ready   index of the last kernel that must finish before the tensor can be copied;
-            -1 when it can be copied before the first kernel
+    ready   index of the last kernel that must finish before the tensor can be copied: the last
+            that writes it; -1 when it can be copied before the first kernel
     """
 
     tensor: int
@@ -87,6 +98,17 @@ class Trace:
         save_tensor, save_kernel  [S] the n-th storage autograd saved (each storage and version
                                   once), and the kernel that comes next
         load_tensor, load_kernel  [L] unpackings in the order they happened, and the kernel next
+    What a planner may do beyond moving what autograd saved
+        evictable          "saved": nothing but what autograd saved can leave the device, and its copy
+                           stays until the tensor dies, as the runtime does it. "all": every tensor can
+                           leave whenever no kernel uses it, and its copy is given up when it is back
+                           for the last time, or when it is written
+        kernel_variants    K tuples of other algorithms, or empty where no kernel has any
+        tensor_recompute   [T] kernel that can be run again to make the tensor anew, bit for bit, -1
+                           where none can; empty where nothing can be recomputed
+        tensor_density     [T] fraction of the elements that are not zero, 1.0 where not measured; empty
+                           where none was
+        tensor_itemsize    [T] bytes of an element; empty where unknown, then 4
     measured   times come from a run on this machine, not from an estimate
     notes      free text by name, such as the device and the model
     """
@@ -107,24 +129,18 @@ class Trace:
     save_kernel: IntArray
     load_tensor: IntArray
     load_kernel: IntArray
+    evictable: str = "saved"
+    kernel_variants: tuple[tuple[Variant, ...], ...] = ()
+    tensor_recompute: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tensor_density: FloatArray = field(default_factory=lambda: np.zeros(0))
+    tensor_itemsize: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     measured: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kernels, tensors = self.kernels, self.tensors
-        for length, names in (
-            (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
-            (tensors, ("tensor_kind", "tensor_persistent")),
-            (tensors, ("tensor_birth", "tensor_death", "tensor_held_until")),
-            (len(self.save_tensor), ("save_kernel",)),
-            (len(self.load_tensor), ("load_kernel",)),
-        ):
-            for name in names:
-                if len(getattr(self, name)) != length:
-                    raise InvalidArgument(f"{name} has {len(getattr(self, name))} entries, not {length}")
-        for named in (self.inputs.values, self.outputs.values, self.save_tensor, self.load_tensor):
-            if len(named) and not 0 <= named.min() <= named.max() < tensors:
-                raise InvalidArgument(f"a trace of {tensors} tensors names one that is not among them")
+        from penstock.core.validate import validate  # it knows traces
+
+        validate(self)
 
     @property
     def kernels(self) -> int:
@@ -138,6 +154,18 @@ class Trace:
     def ideal_s(self) -> float:
         """Iteration time with every tensor resident: the sum of the kernels' times."""
         return float(self.kernel_time_s.sum())
+
+    @cached_property
+    def fastest_s(self) -> float:
+        """As `ideal_s`, with the fastest variant of each kernel."""
+        variants = self.kernel_variants or ((),) * self.kernels
+        times = self.kernel_time_s.tolist()
+        return float(
+            sum(
+                min([time_s, *(variant.time_s for variant in others)])
+                for time_s, others in zip(times, variants, strict=True)
+            )
+        )
 
     @cached_property
     def start_s(self) -> FloatArray:
@@ -175,10 +203,22 @@ class Trace:
         return Lists(starts.astype(np.int64), (keys % max(count, 1)).astype(np.int64))
 
     @cached_property
+    def writers(self) -> Lists:
+        """T lists: the kernels that write each tensor, ascending, each once."""
+        count = max(self.kernels, 1)
+        kernel = np.repeat(np.arange(self.kernels), np.diff(self.outputs.starts))
+        keys = np.unique(self.outputs.values * count + kernel)
+        starts = np.searchsorted(keys, np.arange(self.tensors + 1) * count)
+        return Lists(starts.astype(np.int64), (keys % count).astype(np.int64))
+
+    @cached_property
     def inactive_periods(self) -> tuple[InactivePeriod, ...]:
-        """Every period in which a saved tensor could be away from the device (G10 section 4.2)."""
+        """Every period in which a tensor could be away from the device (G10 section 4.2)."""
+        periods = self._periods_of_all() if self.evictable == "all" else self._periods_of_saved()
+        return tuple(sorted(periods, key=lambda period: (period.begin, period.tensor)))
+
+    def _periods_of_saved(self) -> Iterator[InactivePeriod]:
         ready = dict(zip(self.save_tensor[::-1].tolist(), (self.save_kernel[::-1] - 1).tolist(), strict=True))
-        periods = []
         for tensor, ready_after in ready.items():
             uses = self.uses[tensor]
             held_until = int(self.tensor_held_until[tensor])
@@ -186,14 +226,53 @@ class Trace:
                 begin = max(before + 1, held_until)
                 # Before it is saved, a tensor is the program's alone, and nobody can take it away.
                 if begin < after and ready_after < begin:
-                    periods.append(InactivePeriod(tensor, begin, after, ready_after))
-        return tuple(sorted(periods, key=lambda period: (period.begin, period.tensor)))
+                    yield InactivePeriod(tensor, begin, after, ready_after)
+
+    def _periods_of_all(self) -> Iterator[InactivePeriod]:
+        for tensor in range(self.tensors):
+            uses = self.uses[tensor].tolist()
+            if not uses:
+                continue
+            writers = self.writers[tensor].tolist()
+            following = uses[1:] + ([uses[0] + self.kernels] if self.tensor_persistent[tensor] else [])
+            for before, after in zip(uses, following, strict=False):
+                if before + 1 < after:
+                    ready = max((kernel for kernel in writers if kernel <= before), default=-1)
+                    yield InactivePeriod(tensor, before + 1, after, ready)
+
+    def compressed_bytes(self, tensor: int) -> int:
+        """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, and
+        those that are not zero. Its own size where that is not less, or its density is not known."""
+        size_bytes = int(self.tensor_bytes[tensor])
+        if not len(self.tensor_density):
+            return size_bytes
+        itemsize = int(self.tensor_itemsize[tensor]) if len(self.tensor_itemsize) else 4
+        elements = size_bytes // max(itemsize, 1)
+        packed = -(-elements // 8) + math.ceil(elements * float(self.tensor_density[tensor])) * itemsize
+        return min(size_bytes, packed)
 
     def scaled(self, time: float = 1.0) -> Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""
         if not time > 0:
             raise InvalidArgument(f"a trace cannot be scaled by {time}: give a factor above zero")
-        return replace(self, kernel_time_s=self.kernel_time_s * time)
+        variants = tuple(
+            tuple(variant._replace(time_s=variant.time_s * time) for variant in variants)
+            for variants in self.kernel_variants
+        )
+        return replace(self, kernel_time_s=self.kernel_time_s * time, kernel_variants=variants)
+
+    def with_density(self, by_kernel: Mapping[str, float]) -> Trace:
+        """The same iteration, assuming what fraction of some kernels' results is not zero.
+
+        by_kernel   densities by name of the kernel that last wrote the tensor, such as ``{"relu": 0.5}``
+        """
+        for name, fraction in by_kernel.items():
+            if not 0 <= fraction <= 1:
+                raise InvalidArgument(f"the density of {name!r} is {fraction}: give a fraction from 0 to 1")
+        density = np.ones(self.tensors)
+        for kernel, name in enumerate(self.kernel_name):
+            density[self.outputs[kernel]] = by_kernel.get(name, 1.0)
+        return replace(self, tensor_density=density)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
@@ -201,5 +280,15 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        return files.load(cls, path)
+        """Read what `save` wrote, or a published trace (penstock.core.published).
+
+        Raises InvalidFile where the file holds something else.
+        """
+        from penstock.core import published  # it makes traces
+
+        source = files.read(path)
+        return (
+            published.trace(path)
+            if source.schema == published.TRACE_SCHEMA
+            else files.value(cls, source, path)
+        )

@@ -1,0 +1,217 @@
+"""What every trace must be, whoever made it: the rules that planners and simulator rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.core.repeat import harmful, sole_writers
+from penstock.core.trace import EVICTABLE, KINDS, PHASES, IntArray, Lists
+from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.core.trace import Trace
+
+# Beyond these a number is a mistake; below them, sums stay exact in 64 bits.
+MOST_BYTES = 2**53
+MOST_S = 1e9
+
+_MADE_INSIDE = [KINDS.index("activation"), KINDS.index("workspace")]
+
+
+def validate(trace: Trace) -> None:
+    """Raise InvalidArgument, which says where and why, unless ``trace`` is one that can have happened."""
+    _lengths(trace)
+    _numbers(trace)
+    _indices(trace)
+    _lifetimes(trace)
+    _production(trace)
+    if len(trace.tensor_recompute):
+        _recomputation(trace)
+
+
+def _lengths(trace: Trace) -> None:
+    kernels, tensors = trace.kernels, trace.tensors
+    optional = ("tensor_recompute", "tensor_density", "tensor_itemsize")
+    for length, names in (
+        (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
+        (tensors, ("tensor_kind", "tensor_persistent")),
+        (tensors, ("tensor_birth", "tensor_death", "tensor_held_until")),
+        (len(trace.save_tensor), ("save_kernel",)),
+        (len(trace.load_tensor), ("load_kernel",)),
+        (tensors, [name for name in optional if len(getattr(trace, name))]),
+        (kernels, ["kernel_variants"] if trace.kernel_variants else []),
+    ):
+        for name in names:
+            if len(getattr(trace, name)) != length:
+                raise InvalidArgument(f"{name} has {len(getattr(trace, name))} entries, not {length}")
+    for name in ("inputs", "outputs"):
+        lists: Lists = getattr(trace, name)
+        starts = lists.starts
+        if starts[0] != 0 or starts[-1] != len(lists.values) or bool((np.diff(starts) < 0).any()):
+            raise InvalidArgument(f"{name} does not divide its {len(lists.values)} values among the kernels")
+
+
+def _numbers(trace: Trace) -> None:
+    """Sizes are whole and times are finite; neither is negative or absurd."""
+    if trace.evictable not in EVICTABLE:
+        raise InvalidArgument(f"evictable is {trace.evictable!r}: choose {' or '.join(EVICTABLE)}")
+    for name in ("tensor_bytes", "kernel_workspace_bytes"):
+        _within(trace, name, "bytes", 0, MOST_BYTES, whole=True)
+    _within(trace, "kernel_time_s", "s", 0.0, MOST_S)
+    _within(trace, "kernel_phase", "", 0, len(PHASES) - 1, whole=True)
+    _within(trace, "tensor_kind", "", 0, len(KINDS) - 1, whole=True)
+    if len(trace.tensor_density):
+        _within(trace, "tensor_density", "", 0.0, 1.0)
+    if len(trace.tensor_itemsize):
+        _within(trace, "tensor_itemsize", "bytes", 1, 1024, whole=True)
+    everything = int(trace.tensor_bytes.sum())
+    if everything > MOST_BYTES:
+        raise InvalidArgument(f"the tensors take {everything} bytes together, above {MOST_BYTES}")
+    for kernel, variants in enumerate(trace.kernel_variants):
+        for name, time_s, workspace_bytes in variants:
+            if not (0 <= time_s <= MOST_S and 0 <= workspace_bytes <= MOST_BYTES):
+                raise InvalidArgument(
+                    f"the variant {name!r} of {_kernel(trace, kernel)} takes {time_s} s and "
+                    f"{workspace_bytes} bytes: neither can be negative or absurd"
+                )
+
+
+def _within(trace: Trace, name: str, unit: str, least: float, most: float, whole: bool = False) -> None:
+    values: Any = getattr(trace, name)
+    if whole and values.dtype.kind not in "iu":
+        raise InvalidArgument(f"{name} holds {values.dtype} numbers: they have to be whole")
+    wrong = np.flatnonzero(~((values >= least) & (values <= most)))  # what is not a number is wrong too
+    if len(wrong):
+        first = int(wrong[0])
+        who = _kernel(trace, first) if name.startswith("kernel") else f"tensor {first}"
+        raise InvalidArgument(
+            f"{name} of {who} is {values[first]}{' ' * bool(unit)}{unit}: it has to lie between {least} "
+            f"and {most}"
+        )
+
+
+def _indices(trace: Trace) -> None:
+    """Whatever is named is there, and autograd's saves and loads are in the order they happened."""
+    tensors = trace.tensors
+    for named in (trace.inputs.values, trace.outputs.values, trace.save_tensor, trace.load_tensor):
+        if len(named) and not 0 <= named.min() <= named.max() < tensors:
+            raise InvalidArgument(f"a trace of {tensors} tensors names one that is not among them")
+    for name in ("save_kernel", "load_kernel"):
+        at: IntArray = getattr(trace, name)
+        if len(at) and (at.min() < 0 or at.max() > trace.kernels or bool((np.diff(at) < 0).any())):
+            raise InvalidArgument(f"{name} is not in the order of the {trace.kernels} kernels")
+
+
+def _lifetimes(trace: Trace) -> None:
+    count, birth, death = trace.kernels, trace.tensor_birth, trace.tensor_death
+    _refuse(
+        (birth < 0) | (birth > death) | (death > count),
+        lambda tensor: (
+            f"tensor {tensor} occupies memory during kernels [{birth[tensor]}, {death[tensor]}) of a trace "
+            f"of {count} kernels"
+        ),
+    )
+    _refuse(
+        trace.tensor_persistent & ((birth != 0) | (death != count)),
+        lambda tensor: (
+            f"tensor {tensor} is persistent, but alive during kernels [{birth[tensor]}, {death[tensor]}) only"
+        ),
+    )
+    held = trace.tensor_held_until
+    _refuse(
+        (held < 0) | (held > death),
+        lambda tensor: (
+            f"tensor {tensor} is held until kernel {held[tensor]}, but dies before kernel {death[tensor]}"
+        ),
+    )
+    uses = trace.uses
+    used = np.flatnonzero(np.diff(uses.starts))
+    first, last = uses.values[uses.starts[used]], uses.values[uses.starts[used + 1] - 1]
+    _refuse(
+        first < birth[used],
+        lambda index: (
+            f"{_kernel(trace, int(first[index]))} uses tensor {used[index]} before its birth at kernel "
+            f"{birth[used[index]]}"
+        ),
+    )
+    _refuse(
+        last >= death[used],
+        lambda index: (
+            f"{_kernel(trace, int(last[index]))} uses tensor {used[index]} after its death at kernel "
+            f"{death[used[index]]}"
+        ),
+    )
+
+
+def _production(trace: Trace) -> None:
+    """What the iteration makes is made before it is read: no cycles, no kernel before its inputs.
+
+    Inputs and what outlives the iteration are there from the start, and so may a gradient of the
+    iteration before be that is given up in this one.
+    """
+    uses, writers = trace.uses, trace.writers
+    used = np.flatnonzero(np.diff(uses.starts))
+    first = uses.values[uses.starts[used]]
+    read = trace.inputs.values
+    reader = np.repeat(np.arange(trace.kernels), np.diff(trace.inputs.starts))
+    first_read = np.full(trace.tensors, trace.kernels, dtype=np.int64)
+    np.minimum.at(first_read, read, reader)
+    kind = trace.tensor_kind[used]
+    there = trace.tensor_persistent[used] | (kind == KINDS.index("input"))
+    there |= (trace.tensor_birth[used] == 0) & ~np.isin(kind, _MADE_INSIDE)
+
+    def sentence(index: int) -> str:
+        tensor, kernel = int(used[index]), int(first[index])
+        later = [maker for maker in writers[tensor].tolist() if maker > kernel]
+        who = f"{_kernel(trace, kernel)} reads tensor {tensor}, which "
+        if not later:
+            return f"{who}no kernel makes"
+        return (
+            f"{who}is made only later, by {_kernel(trace, later[0])}: the kernels are in an impossible order"
+        )
+
+    _refuse(~there & (first_read[used] == first), sentence)
+
+
+def _recomputation(trace: Trace) -> None:
+    """Running the kernel again makes the tensor anew and changes nothing else."""
+    makers = trace.tensor_recompute
+    linked = np.flatnonzero(makers != -1)
+    _refuse_value(
+        linked[(makers[linked] < 0) | (makers[linked] >= trace.kernels)],
+        lambda tensor: f"tensor {tensor} is made anew by kernel {makers[tensor]}, which is not there",
+    )
+    sole = sole_writers(trace.outputs, trace.tensors)
+    _refuse_value(
+        linked[sole[linked] != makers[linked]],
+        lambda tensor: (
+            f"tensor {tensor} is made anew by {_kernel(trace, int(makers[tensor]))}, which is not the one "
+            "kernel that writes it"
+        ),
+    )
+    harm = harmful(makers, trace.inputs, trace.outputs, trace.tensor_persistent)
+    _refuse_value(
+        linked[harm[makers[linked]]],
+        lambda tensor: (
+            f"tensor {tensor} cannot be made anew by {_kernel(trace, int(makers[tensor]))}: it edits a "
+            "tensor, or writes one that outlives the iteration or is written again later"
+        ),
+    )
+
+
+def _refuse(wrong: Any, sentence: Any) -> None:
+    _refuse_value(np.flatnonzero(wrong), sentence)
+
+
+def _refuse_value(wrong: Sequence[int] | IntArray, sentence: Any) -> None:
+    """Raise with the sentence about the first of those that are wrong, if any are."""
+    if len(wrong):
+        more = f", and so are {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise InvalidArgument(f"{sentence(int(wrong[0]))}{more}")
+
+
+def _kernel(trace: Trace, index: int) -> str:
+    return f"kernel {index} `{trace.kernel_name[index]}`"
