@@ -11,9 +11,9 @@ INSTALLED := .venv/.installed
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/planning/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[cli,report,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[cli,plan,report,dev]'
 	touch $@
 
 demo: setup

@@ -6,6 +6,8 @@
 namespace penstock {
 
 void bind_checksum(nanobind::module_& module);
+void bind_planning(nanobind::module_& module);
+void bind_search(nanobind::module_& module);
 
 // Linux only.
 void bind_arena(nanobind::module_& module);

@@ -6,6 +6,8 @@ NB_MODULE(_native, module) {
   nanobind::set_leak_warnings(false);
   module.doc() = "The C++ parts of penstock.";
   penstock::bind_checksum(module);
+  penstock::bind_planning(module);
+  penstock::bind_search(module);
 #ifdef __linux__
   penstock::bind_arena(module);
   penstock::bind_transfers(module);

@@ -1,4 +1,8 @@
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 class ArenaStats:
     @property
@@ -48,3 +52,39 @@ class Transfers:
     def cancel(self, tokens: list[int]) -> int: ...
     def wait(self) -> Finished: ...
     def close(self) -> None: ...
+
+class Replay:
+    def __init__(self, trace: dict[str, Any], machine: dict[str, Any]) -> None: ...
+    def run(self, columns: tuple[Any, ...], record: bool, stop_on_deadlock: bool) -> dict[str, Any]: ...
+    def static_bytes(self, columns: tuple[Any, ...]) -> npt.NDArray[np.int64]: ...
+    def tier_bytes(self, columns: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+    def prefetch(
+        self, columns: tuple[Any, ...], start_s: npt.NDArray[np.float64], early: int
+    ) -> npt.NDArray[np.int64]: ...
+
+class PlanSearch:
+    """Local search over what happens in each inactive period. Not for two threads at once."""
+
+    def __init__(
+        self, trace: dict[str, object], machine: dict[str, object], choices: dict[str, object]
+    ) -> None: ...
+    def repair(
+        self, how: npt.NDArray[np.int8], late: npt.NDArray[np.int8]
+    ) -> npt.NDArray[np.int8] | None: ...
+    def improve(
+        self,
+        how: npt.NDArray[np.int8],
+        late: npt.NDArray[np.int8],
+        evaluations: int,
+        seconds: float,
+        target_s: float,
+        temperature: float,
+        seed: int,
+    ) -> tuple[
+        npt.NDArray[np.int8],
+        npt.NDArray[np.int8],
+        float,
+        tuple[npt.NDArray[np.int64], ...],
+        int,
+        bool,
+    ]: ...

@@ -1,0 +1,66 @@
+#include "model.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace penstock::planning {
+
+void Trace::prepare() {
+  const auto count = at(kernels);
+  std::vector<Bytes> change(count + 1);
+  births.assign(count + 1, 0);
+  deaths.assign(count + 1, 0);
+  initial = 0;
+  dying.starts.assign(count + 2, 0);
+  for (std::size_t t = 0; t < bytes.size(); ++t) {
+    const auto born = at(birth[t]), dead = at(death[t]);
+    change[born] += bytes[t];
+    change[dead] -= bytes[t];
+    if (initially_alive(static_cast<Index>(t))) {
+      initial += bytes[t];
+      if (dead == count) continue;  // and alive for good
+    } else {
+      births[born] += bytes[t];
+    }
+    deaths[dead] += bytes[t];
+    ++dying.starts[dead + 1];
+  }
+  for (std::size_t k = 0; k <= count; ++k) dying.starts[k + 1] += dying.starts[k];
+  dying.values.assign(at(dying.starts.back()), 0);
+  auto next = dying.starts;
+  for (std::size_t t = 0; t < bytes.size(); ++t) {
+    const auto dead = at(death[t]);
+    if (dead == count && initially_alive(static_cast<Index>(t))) continue;
+    dying.values[at(next[dead]++)] = static_cast<Index>(t);
+  }
+  births.pop_back();
+  live.assign(count, 0);
+  Bytes sum = 0;
+  for (std::size_t k = 0; k < count; ++k) live[k] = sum += change[k];
+}
+
+void check(const Trace& trace, const Absences& rows) {
+  const auto K = trace.kernels;
+  for (Index r = 0; r < rows.count; ++r) {
+    const auto how = rows.how[r];
+    if (how == kKeep) continue;
+    const auto fail = [r](const char* what) {
+      throw std::invalid_argument("row " + std::to_string(r) + " " + what);
+    };
+    if (how < kKeep || how > kRecompute) fail("leaves in no known way");
+    if (rows.tensor[r] < 0 || rows.tensor[r] >= trace.tensors) fail("names a tensor that the trace lacks");
+    if (rows.begin[r] < 0 || rows.begin[r] > K) fail("begins at a kernel that the trace lacks");
+    if (rows.end[r] < rows.begin[r] || rows.end[r] >= 2 * K) fail("ends at a kernel that the trace lacks");
+    if (how == kRecompute) {
+      if (trace.producer[at(rows.tensor[r])] < 0)
+        fail("recomputes a tensor that no kernel can make again");
+      continue;
+    }
+    if (rows.after[r] < -1 || rows.after[r] >= K) fail("is copied after a kernel that the trace lacks");
+    if (rows.prefetch_at[r] < 0 || rows.prefetch_at[r] >= 2 * K)
+      fail("is prefetched at a kernel that the trace lacks");
+  }
+}
+
+}  // namespace penstock::planning

@@ -1,0 +1,106 @@
+// What a replay knows of a trace, a machine and a plan: plain arrays, indices as in Python.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace penstock::planning {
+
+using Index = std::int64_t;
+using Bytes = std::int64_t;
+
+inline std::size_t at(Index index) { return static_cast<std::size_t>(index); }
+
+// Lists one after the other: list i is values[starts[i]] to values[starts[i + 1]].
+struct Lists {
+  std::vector<Index> starts{0};
+  std::vector<Index> values;
+
+  const Index* begin(Index list) const { return values.data() + starts[at(list)]; }
+  const Index* end(Index list) const { return values.data() + starts[at(list) + 1]; }
+};
+
+// Links, in the order of penstock.core.hardware.LINKS: a host copy's and a disk copy's, out and back.
+enum Link : int { kHostOut, kHostBack, kDiskOut, kDiskBack, kLinks };
+
+struct Trace {
+  Index kernels = 0, tensors = 0;
+  bool saved = true;                     // Trace.evictable
+  std::vector<Bytes> bytes, compressed;  // [T]
+  std::vector<Index> birth, death;       // [T] within [0, K]
+  std::vector<std::uint8_t> persistent;  // [T]
+  std::vector<Index> producer;           // [T] kernel that makes it again, -1 for none
+  Lists outputs;                         // K lists of tensors
+  Lists writers;                         // T lists of kernels, ascending
+
+  // Derived by prepare().
+  Bytes initial = 0;           // alive before the first kernel
+  std::vector<Bytes> live;     // [K] without workspaces
+  std::vector<Bytes> births;   // [K] allocated by each kernel
+  std::vector<Bytes> deaths;   // [K + 1] freed before each kernel; at K: when the iteration is over
+  Lists dying;                 // K + 1 lists of tensors, in the same way
+
+  void prepare();
+  bool initially_alive(Index tensor) const {
+    return persistent[at(tensor)] != 0 && birth[at(tensor)] == 0;
+  }
+};
+
+struct Machine {
+  Bytes budget = 0;
+  bool shares_bus = true;
+  double duplex = 1.0;
+  double compress_bytes_per_s = 1.0, expand_bytes_per_s = 1.0;
+  std::array<double, kLinks> latency_s{};
+  // By link: [T] bytes per second of each tensor when alone there, as it is and compressed; 0: no such link.
+  std::array<std::vector<double>, kLinks> rate, rate_compressed;
+};
+
+enum How : std::int8_t { kKeep, kHost, kDisk, kHostCsr, kDiskCsr, kRecompute };
+
+inline bool is_moved(std::int8_t how) { return how >= kHost && how <= kDiskCsr; }
+inline bool is_raw(std::int8_t how) { return how == kHost || how == kDisk; }
+inline bool is_csr(std::int8_t how) { return how == kHostCsr || how == kDiskCsr; }
+inline bool is_disk(std::int8_t how) { return how == kDisk || how == kDiskCsr; }
+
+// One row for each absence, in the order of the plan. Rows that are kept are skipped.
+struct Absences {
+  Index count = 0;
+  const Index *tensor = nullptr, *after = nullptr, *begin = nullptr, *end = nullptr, *prefetch_at = nullptr;
+  const std::int8_t* how = nullptr;
+};
+
+// How the kernels run: as traced, or by another variant, or with other times.
+struct Kernels {
+  const double* time_s = nullptr;      // [K]
+  const Bytes* workspace = nullptr;    // [K]
+};
+
+// Which copy serves each row, and where copies take room.
+struct Copies {
+  Lists rows_of;               // T lists of rows that are not kept, by `begin`
+  std::vector<Index> source;   // [R] row whose write serves it; -1: its copy is always there
+  std::vector<Index> slot;     // [R] row that stands for the room its copy takes
+  std::vector<Index> closes;   // [R] the row, of those that its source serves, that is served last
+  std::vector<std::uint8_t> carried;  // [R] source whose copy is there when an iteration begins
+  // [R] for slots: kernels [since, until) during which the copy takes room; until may exceed K
+  std::vector<Index> since, until;
+};
+
+void check(const Trace& trace, const Absences& rows);  // throws std::invalid_argument
+// The rows of each tensor, by `begin`, then in the order of the plan.
+void group(const Trace& trace, const Absences& rows, Lists& rows_of);
+void find_copies(const Trace& trace, const Absences& rows, Copies& copies);
+
+// [K] device bytes during each kernel if every copy took no time, operations before the kernel included.
+std::vector<Bytes> static_bytes(const Trace& trace, const Absences& rows, const Kernels& kernels);
+// [K] bytes that copies occupy on the host, and on disk.
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Absences& rows);
+
+// For each row the kernel at which to issue its prefetch. start_s: [K + 1], the last is the end.
+std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Absences& rows,
+                                    const Kernels& kernels, const double* start_s, Index early);
+
+}  // namespace penstock::planning

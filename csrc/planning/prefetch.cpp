@@ -1,0 +1,102 @@
+// When to issue prefetches: in time for the kernels that need them, where memory allows.
+#include <algorithm>
+#include <limits>
+
+#include "model.hpp"
+#include "rates.hpp"
+
+namespace penstock::planning {
+
+namespace {
+
+struct Read {
+  Index row;
+  double deadline_s;  // within one iteration
+  double seconds;     // when nothing else uses the link
+  double start_s = 0;
+};
+
+// Reads of one channel work one after the other: each starts in time for itself and those behind it.
+// Where the iteration repeats, the first of the next one push back the last of this one.
+void latest_starts(std::vector<Read>& reads, double period_s, bool repeats) {
+  double next_s = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < (repeats ? 2 : 1); ++round) {
+    for (auto read = reads.rbegin(); read != reads.rend(); ++read)
+      next_s = read->start_s = std::min(read->deadline_s, next_s) - read->seconds;
+    next_s += period_s;
+  }
+}
+
+// Takes `size` of memory from as far back as `target` up to kernel `end`, without a gap. From where.
+Index take(std::vector<Bytes>& slack, Index target, Index end, Bytes size) {
+  auto first = end;
+  while (first > target && slack[at(first - 1)] >= size) --first;
+  for (auto kernel = first; kernel < end; ++kernel) slack[at(kernel)] -= size;
+  return first;
+}
+
+}  // namespace
+
+std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Absences& rows,
+                                    const Kernels& kernels, const double* start_s, Index early) {
+  const auto K = trace.kernels;
+  const double period_s = start_s[K];
+  std::vector<Index> placed(rows.prefetch_at, rows.prefetch_at + rows.count);
+  std::vector<Index> order;
+  bool repeats = false;
+  for (Index r = 0; r < rows.count; ++r) {
+    if (rows.how[r] == kKeep) continue;
+    placed[at(r)] = rows.end[r];
+    if (is_moved(rows.how[r])) order.push_back(r);
+    repeats = repeats || rows.end[r] >= K;
+  }
+  auto on_demand = rows;
+  on_demand.prefetch_at = placed.data();
+  const auto required = static_bytes(trace, on_demand, kernels);
+  std::vector<Bytes> slack(at(K));
+  for (Index k = 0; k < K; ++k) slack[at(k)] = machine.budget - required[at(k)];
+
+  std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return rows.end[a] < rows.end[b]; });
+  std::vector<Read> reads[2];  // by tier
+  for (const auto row : order) {
+    const auto tensor = at(rows.tensor[row]);
+    const auto seconds = alone_s(trace, machine, rows.how[row], tensor, /*back=*/true);
+    reads[is_disk(rows.how[row]) ? 1 : 0].push_back({row, start_s[rows.end[row] % K], seconds});
+  }
+  std::vector<Index> wish(at(rows.count));
+  for (auto& channel : reads) {
+    std::stable_sort(channel.begin(), channel.end(),
+                     [](const Read& a, const Read& b) { return a.deadline_s < b.deadline_s; });
+    latest_starts(channel, period_s, repeats);
+    for (const auto& read : channel) {
+      const bool wraps = rows.end[read.row] >= K;
+      auto when_s = read.start_s + (wraps ? period_s : 0.0);
+      Index offset = 0;
+      if (wraps && when_s >= period_s) {
+        when_s -= period_s;
+        offset = K;
+      }
+      // The last kernel that starts no later.
+      const auto kernel = std::upper_bound(start_s, start_s + K, when_s) - start_s - 1;
+      wish[at(read.row)] = std::clamp<Index>(kernel + offset, rows.begin[read.row], rows.end[read.row]);
+    }
+  }
+  // `slack` holds what memory is left as prefetches take it, each as far as it needs, then further.
+  for (const bool further : {false, true}) {
+    if (further && early <= 0) break;
+    for (const auto row : order) {
+      const auto size = is_csr(rows.how[row]) ? trace.compressed[at(rows.tensor[row])]
+                                              : trace.bytes[at(rows.tensor[row])];
+      auto& kernel = placed[at(row)];
+      // One that had to stay behind its wish gains nothing from going on.
+      if (further && kernel > wish[at(row)]) continue;
+      const auto target = further ? std::max(rows.begin[row], kernel - early) : wish[at(row)];
+      // Kernels from K on are those of the next iteration, whose memory is the same.
+      if (kernel > K) kernel = K + take(slack, std::max(target - K, Index{0}), kernel - K, size);
+      if (kernel <= K) kernel = take(slack, target, kernel, size);
+    }
+  }
+  return placed;
+}
+
+}  // namespace penstock::planning

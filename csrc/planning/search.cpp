@@ -1,0 +1,580 @@
+#include "search.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+namespace penstock::search {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Kernel kReturning = 60;      // kernels after a late one whose tensors may have been in the way
+constexpr Kernel kLeaving = 200;       // kernels before a full one whose copies may be under way
+constexpr double kTraffic = 2e-3;      // what a second of copies or recomputation counts for, of one waited
+constexpr double kAmple = 3.0;         // a period this many times as long as its copies is as good as any
+constexpr int kRoomTries = 4;
+constexpr double kPolish = 0.1;        // of the evaluations, on top, for single prefetches
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+bool moved(std::int8_t how) { return how != kKeep && how != kRecompute; }
+bool on_host(std::int8_t how) { return how == kHost || how == kHostCsr; }
+bool compressed(std::int8_t how) { return how == kHostCsr || how == kDiskCsr; }
+
+}  // namespace
+
+void Rows::clear() {
+  for (auto* column : {&tensor, &after, &begin, &end, &prefetch_at}) column->clear();
+  how.clear();
+}
+
+void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t how_) {
+  tensor.push_back(tensor_);
+  after.push_back(after_);
+  begin.push_back(begin_);
+  end.push_back(end_);
+  prefetch_at.push_back(end_);
+  how.push_back(how_);
+}
+
+Search::Search(Choices choices, std::unique_ptr<Objective> objective)
+    : choices_(std::move(choices)), objective_(std::move(objective)) {
+  ideal_start_s_.assign(1, 0.0);
+  for (const double time_s : choices_.kernel_time_s) ideal_start_s_.push_back(ideal_start_s_.back() + time_s);
+  begin_ = choices_.begin;
+  end_ = choices_.end;
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    const auto at = [&](Kernel kernel) {
+      const auto turns = static_cast<double>(kernel / choices_.kernels) * ideal_start_s_.back();
+      return turns + ideal_start_s_[static_cast<std::size_t>(kernel % choices_.kernels)];
+    };
+    double least_s = kInfinity;
+    for (std::size_t how = kHost; how < kHows; ++how) {
+      least_s = std::min(least_s, choices_.cost_s[period * kHows + how]);
+    }
+    const double idle_s = at(choices_.end[period]) - at(choices_.begin[period]);
+    const double ease = least_s < kInfinity ? idle_s / (kAmple * least_s + 1e-12) : 0.0;
+    const auto bytes = static_cast<double>(choices_.bytes[period]);
+    leaving_.push_back(bytes * std::clamp(ease, 0.02, 1.0));
+    staying_.push_back(bytes * (1.1 - std::clamp(ease, 0.02, 1.0)));
+  }
+  pulls_.resize(static_cast<std::size_t>(choices_.tensors));
+  last_end_.assign(static_cast<std::size_t>(choices_.tensors), -1);
+}
+
+bool Search::covers(std::size_t period, Kernel kernel) const {
+  const auto begin = choices_.begin[period], end = choices_.end[period];
+  return (begin <= kernel && kernel < end) || (begin <= kernel + choices_.kernels && kernel + choices_.kernels < end);
+}
+
+// Keeps the longer part of the period during which kernel `pull` does not find the tensor away.
+void Search::shrink(std::size_t period, Kernel pull) {
+  auto &begin = begin_[period], &end = end_[period];
+  const auto kernels = choices_.kernels;
+  const bool wraps = choices_.end[period] > kernels;
+  for (const Kernel at : {pull, pull + kernels}) {
+    if (at < begin || at >= end) continue;
+    const bool before = !choices_.whole_ends && at > begin && (!wraps || at > kernels);
+    const bool behind = at + 1 < end && (!wraps || at + 1 <= kernels);
+    if (before && (!behind || at - begin >= end - at - 1)) {
+      end = at;
+    } else if (behind) {
+      begin = at + 1;
+    } else {
+      end = begin;
+    }
+  }
+}
+
+const Rows& Search::rows(const State& state) {
+  const auto& order = choices_.order;
+  for (auto position = order.rbegin(); position != order.rend(); ++position) {
+    const auto period = static_cast<std::size_t>(*position);
+    const auto how = state.how[period];
+    if (how == kKeep) continue;
+    const auto tensor = static_cast<std::size_t>(choices_.tensor[period]);
+    begin_[period] = choices_.begin[period];
+    end_[period] = choices_.end[period];
+    for (const auto pull : pulls_[tensor]) shrink(period, pull);
+    if (begin_[period] >= end_[period]) continue;
+    if (end_[period] >= choices_.kernels) last_end_[tensor] = end_[period] - choices_.kernels;
+    if (how != kRecompute) continue;
+    for (auto at = choices_.parent_starts[period]; at < choices_.parent_starts[period + 1]; ++at) {
+      const auto parent = choices_.parents[static_cast<std::size_t>(at)];
+      auto& pulls = pulls_[static_cast<std::size_t>(parent)];
+      if (pulls.empty()) pulled_.push_back(parent);
+      pulls.push_back(end_[period]);
+    }
+  }
+
+  rows_.clear();
+  periods_.clear();
+  for (const auto position : order) {
+    const auto period = static_cast<std::size_t>(position);
+    const auto how = state.how[period];
+    if (how == kKeep || begin_[period] >= end_[period]) continue;
+    const auto tensor = choices_.tensor[period];
+    auto& last_end = last_end_[static_cast<std::size_t>(tensor)];
+    auto after = std::max(choices_.ready[period], last_end);
+    if (compressed(how) || state.late[period]) after = begin_[period] - 1;
+    rows_.add(tensor, after, begin_[period], end_[period], how);
+    periods_.push_back(period);
+    last_end = end_[period];
+  }
+  for (const auto tensor : pulled_) pulls_[static_cast<std::size_t>(tensor)].clear();
+  pulled_.clear();
+  for (const auto tensor : rows_.tensor) last_end_[static_cast<std::size_t>(tensor)] = -1;
+  return rows_;
+}
+
+bool Search::memory_fits() {
+  objective_->static_bytes(rows_, memory_);
+  return std::all_of(memory_.begin(), memory_.end(),
+                     [this](std::int64_t bytes) { return bytes <= choices_.budget_bytes; });
+}
+
+bool Search::tiers_fit() {
+  // A look that suffices where there is plenty: each row takes room at most once.
+  std::int64_t host_bytes = 0, disk_bytes = 0;
+  for (std::size_t row = 0; row < rows_.size(); ++row) {
+    if (moved(rows_.how[row])) (on_host(rows_.how[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
+  }
+  if (host_bytes <= choices_.host_bytes && disk_bytes <= choices_.disk_bytes) return true;
+  objective_->tier_bytes(rows_, host_, disk_);
+  const auto within = [](const std::vector<std::int64_t>& used, std::int64_t capacity) {
+    return std::all_of(used.begin(), used.end(), [capacity](std::int64_t bytes) { return bytes <= capacity; });
+  };
+  return within(host_, choices_.host_bytes) && within(disk_, choices_.disk_bytes);
+}
+
+bool Search::fits(const State& state) {
+  rows(state);
+  return memory_fits() && tiers_fit();
+}
+
+// Sends the period away: the cheapest way that the tiers have room for, the relaxation's favourite first.
+bool Search::place(State& state, std::size_t period) {
+  std::int8_t ways[kHows];
+  int count = 0;
+  for (std::int8_t how = kHost; how < kHows; ++how) {
+    if (choices_.allowed[period] >> how & 1) ways[count++] = how;
+  }
+  const auto rank = [&](std::int8_t how) {
+    const auto at = period * kHows + static_cast<std::size_t>(how);
+    return choices_.cost_s[at] * (1.0 - 0.9 * choices_.bias[at]);
+  };
+  std::stable_sort(ways, ways + count, [&](std::int8_t a, std::int8_t b) { return rank(a) < rank(b); });
+  const auto before = state.how[period];
+  for (int way = 0; way < count; ++way) {
+    state.how[period] = ways[way];
+    rows(state);
+    if (tiers_fit()) return true;
+  }
+  state.how[period] = before;
+  return false;
+}
+
+bool Search::repair_tiers(State& state) {
+  const auto worst = [](const std::vector<std::int64_t>& used, std::int64_t capacity) {
+    const auto most = std::max_element(used.begin(), used.end());
+    return most == used.end() || *most <= capacity ? Kernel{-1} : Kernel{most - used.begin()};
+  };
+  for (std::size_t step = 0; step < 2 * choices_.periods() + 2; ++step) {
+    rows(state);
+    objective_->tier_bytes(rows_, host_, disk_);
+    auto kernel = worst(host_, choices_.host_bytes);
+    const bool host = kernel >= 0;
+    if (!host) kernel = worst(disk_, choices_.disk_bytes);
+    if (kernel < 0) return true;
+    // Of the copies that are there then, the one that the relaxation wants there least; the longest of those.
+    std::size_t chosen = kNone;
+    double least = kInfinity;
+    for (const bool there : {true, false}) {
+      for (std::size_t row = 0; row < rows_.size(); ++row) {
+        const auto period = periods_[row];
+        const auto how = state.how[period];
+        if (!moved(how) || on_host(how) != host) continue;
+        const auto begin = rows_.after[row] + 1, end = rows_.end[row], later = kernel + choices_.kernels;
+        if (there && !(begin <= kernel && kernel < end) && !(begin <= later && later < end)) continue;
+        const auto* bias = &choices_.bias[period * kHows];
+        const double here = host ? bias[kHost] + bias[kHostCsr] : bias[kDisk] + bias[kDiskCsr];
+        const double share = static_cast<double>(rows_.end[row] - rows_.begin[row]) /
+                             static_cast<double>(std::max<Kernel>(choices_.kernels, 1));
+        const double score = here - 1e-3 * share;
+        if (score < least) {
+          least = score;
+          chosen = period;
+        }
+      }
+      if (chosen != kNone) break;
+    }
+    if (chosen == kNone) return false;
+    const auto how = state.how[chosen];
+    const std::int8_t other = how == kHost ? kDisk : kDiskCsr;
+    if (host && (choices_.allowed[chosen] >> other & 1)) {
+      state.how[chosen] = other;
+    } else if (choices_.allowed[chosen] >> kRecompute & 1) {
+      state.how[chosen] = kRecompute;
+    } else {
+      state.how[chosen] = kKeep;
+    }
+  }
+  return false;
+}
+
+// A look at three moments, by the last sums: the exact answer takes longer.
+bool Search::host_seems_free(std::size_t period) const {
+  const auto begin = choices_.begin[period], end = choices_.end[period];
+  for (const auto kernel : {begin, (begin + end) / 2, end - 1}) {
+    const auto used = host_[static_cast<std::size_t>(kernel % choices_.kernels)];
+    if (used + choices_.bytes[period] > choices_.host_bytes) return false;
+  }
+  return true;
+}
+
+bool Search::repair_memory(State& state) {
+  std::vector<double> over_s(static_cast<std::size_t>(2 * choices_.kernels) + 1);
+  std::vector<std::uint8_t> refused(choices_.periods(), 0);
+  std::int64_t all_bytes = 0;
+  for (const auto bytes : choices_.bytes) all_bytes += bytes;
+  const bool scarce = choices_.host_bytes > 0 && all_bytes > choices_.host_bytes;
+  for (std::size_t step = 0; step < 3 * choices_.periods() + 3; ++step) {
+    rows(state);
+    objective_->static_bytes(rows_, memory_);
+    if (scarce) objective_->tier_bytes(rows_, host_, disk_);
+    const auto most = std::max_element(memory_.begin(), memory_.end());
+    if (most == memory_.end() || *most <= choices_.budget_bytes) return true;
+    const Kernel worst = most - memory_.begin();
+    const double excess = static_cast<double>(*most - choices_.budget_bytes);
+    over_s[0] = 0.0;
+    for (std::size_t at = 0; at + 1 < over_s.size(); ++at) {
+      const auto kernel = at % static_cast<std::size_t>(choices_.kernels);
+      const bool over = memory_[kernel] > choices_.budget_bytes;
+      over_s[at + 1] = over_s[at] + (over ? choices_.kernel_time_s[kernel] + 1e-9 : 0.0);
+    }
+    std::size_t chosen = kNone;
+    double best = -1.0;
+    for (std::size_t period = 0; period < choices_.periods(); ++period) {
+      if (state.how[period] != kKeep || refused[period] || !covers(period, worst)) continue;
+      double cost_s = kInfinity;
+      for (std::int8_t how = kHost; how < kHows; ++how) {
+        if ((choices_.allowed[period] >> how & 1) && !(scarce && on_host(how) && !host_seems_free(period))) {
+          cost_s = std::min(cost_s, choices_.cost_s[period * kHows + static_cast<std::size_t>(how)]);
+        }
+      }
+      if (cost_s == kInfinity) continue;
+      const double relief = over_s[static_cast<std::size_t>(choices_.end[period])] -
+                            over_s[static_cast<std::size_t>(choices_.begin[period])];
+      const double bytes = std::min(static_cast<double>(choices_.bytes[period]), excess);
+      const double score = relief * bytes / (cost_s + 1e-9);
+      if (score > best) {
+        best = score;
+        chosen = period;
+      }
+    }
+    if (chosen != kNone) {
+      if (!place(state, chosen)) refused[chosen] = 1;
+      continue;
+    }
+    // Recomputations may hold what could leave: move the nearest one's tensor instead.
+    std::size_t nearest = kNone;
+    Kernel distance = std::numeric_limits<Kernel>::max();
+    for (std::size_t period = 0; period < choices_.periods(); ++period) {
+      if (state.how[period] != kRecompute) continue;
+      const auto away = std::abs(choices_.end[period] - worst);
+      if (away < distance) {
+        distance = away;
+        nearest = period;
+      }
+    }
+    if (nearest == kNone) return false;
+    state.how[nearest] = kKeep;
+    for (const std::int8_t how : {kHost, kDisk}) {
+      if (!(choices_.allowed[nearest] >> how & 1)) continue;
+      state.how[nearest] = how;
+      rows(state);
+      if (tiers_fit()) break;
+      state.how[nearest] = kKeep;
+    }
+    refused[nearest] = 1;
+  }
+  return false;
+}
+
+bool Search::repair(State& state) { return repair_tiers(state) && repair_memory(state) && fits(state); }
+
+void Search::prune(State& state) {
+  rows(state);
+  objective_->static_bytes(rows_, memory_);
+  candidates_.clear();
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    if (state.how[period] == kKeep) continue;
+    const auto cost_s = choices_.cost_s[period * kHows + static_cast<std::size_t>(state.how[period])];
+    candidates_.emplace_back(-cost_s, period);
+  }
+  std::sort(candidates_.begin(), candidates_.end());
+  const auto order = candidates_;
+  for (const auto& [cost_s, period] : order) {
+    // A cheap look before the exact one.
+    bool room = true;
+    const auto begin = choices_.begin[period], end = choices_.end[period];
+    if (moved(state.how[period])) {
+      for (auto kernel = begin_[period]; kernel < end_[period] && room; ++kernel) {
+        const auto used = memory_[static_cast<std::size_t>(kernel % choices_.kernels)];
+        room = used + choices_.bytes[period] <= choices_.budget_bytes;
+      }
+    }
+    if (!room || begin >= end) continue;
+    const auto how = state.how[period];
+    state.how[period] = kKeep;
+    if (!fits(state)) state.how[period] = how;
+    rows(state);
+    objective_->static_bytes(rows_, memory_);
+  }
+}
+
+// The time of what the last call of `rows` made of `state`, which memory has room for.
+double Search::evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into) {
+  if (!tiers_fit()) return kInfinity;
+  objective_->prefetch(rows_, start_s, early);
+  objective_->run(rows_, into.verdict);
+  into.state = state;
+  into.rows = rows_;
+  return into.verdict.iteration_s;
+}
+
+// Plans that take the same time differ in what they leave the next change: idle links are better.
+double Search::score(const Current& candidate) const {
+  double work_s = 0.0;
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    const auto how = candidate.state.how[period];
+    if (how != kKeep) work_s += choices_.cost_s[period * kHows + static_cast<std::size_t>(how)];
+  }
+  return candidate.verdict.iteration_s + kTraffic * work_s;
+}
+
+std::uint64_t Search::bits() {
+  // SplitMix64: the same numbers on every platform.
+  auto value = random_ += 0x9e3779b97f4a7c15u;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
+  return value ^ (value >> 31);
+}
+
+double Search::uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+
+std::size_t Search::below(std::size_t count) {
+  return std::min(static_cast<std::size_t>(uniform() * static_cast<double>(count)), count - 1);
+}
+
+// A period that passes the test, likely one of great weight; kNone where none does.
+template <typename Test>
+std::size_t Search::pick(const std::vector<double>& weight, Test test) {
+  candidates_.clear();
+  double total = 0.0;
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    if (choices_.allowed[period] <= 1 || !test(period)) continue;
+    total += weight[period];
+    candidates_.emplace_back(total, period);
+  }
+  if (candidates_.empty()) return kNone;
+  const double draw = uniform() * total;
+  const auto at = std::upper_bound(candidates_.begin(), candidates_.end(), std::pair{draw, kNone});
+  return at == candidates_.end() ? candidates_.back().second : at->second;
+}
+
+bool Search::alter(State& state, std::size_t period, bool may_keep) {
+  if (period == kNone) return false;
+  std::int8_t ways[kHows];
+  std::size_t count = 0;
+  for (std::int8_t how = may_keep ? kKeep : kHost; how < kHows; ++how) {
+    const bool possible = how == kKeep || (choices_.allowed[period] >> how & 1);
+    if (possible && how != state.how[period]) ways[count++] = how;
+  }
+  if (count == 0) return false;
+  state.how[period] = ways[below(count)];
+  return true;
+}
+
+// One small change, half of the time aimed at a kernel that waits.
+bool Search::change(State& state, const Verdict& verdict) {
+  const auto kernels = choices_.kernels;
+  const auto kept = [&](std::size_t period) { return state.how[period] == kKeep; };
+  const double draw = uniform();
+  if (draw < 0.55) {
+    double total = 0.0;
+    for (const double stall_s : verdict.stall_s) total += stall_s;
+    if (total > 0.0) {
+      double left = uniform() * total;
+      Kernel at = 0;
+      while (at + 1 < kernels && (left -= verdict.stall_s[static_cast<std::size_t>(at)]) > 0.0) ++at;
+      if (verdict.stall_cause[static_cast<std::size_t>(at)] == 1) {
+        return alter(state, pick(staying_, [&](std::size_t period) {
+                       const auto until = ((choices_.end[period] - at) % kernels + kernels) % kernels;
+                       return moved(state.how[period]) && until < kReturning;
+                     }), true);
+      }
+      if (uniform() < 0.5) {
+        return alter(state, pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, at); }), false);
+      }
+      return alter(state, pick(staying_, [&](std::size_t period) {
+                     const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
+                     return moved(state.how[period]) && since < kLeaving && covers(period, at);
+                   }), true);
+    }
+  }
+  const auto any = [&](std::size_t) { return true; };
+  if (draw < 0.8) {
+    const auto leaves = pick(staying_, [&](std::size_t period) { return !kept(period); });
+    if (leaves == kNone) return false;
+    const auto middle = (choices_.begin[leaves] + choices_.end[leaves]) / 2 % kernels;
+    const auto enters = pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, middle); });
+    if (enters == kNone) return false;
+    state.how[leaves] = kKeep;
+    return alter(state, enters, false);
+  }
+  if (draw < 0.83) {
+    const auto period = pick(leaving_, [&](std::size_t at) { return moved(state.how[at]); });
+    if (period == kNone) return false;
+    state.late[period] ^= 1;
+    return true;
+  }
+  const bool altered = alter(state, pick(leaving_, any), true);
+  if (uniform() < 0.3) alter(state, pick(leaving_, any), true);
+  return altered;
+}
+
+// Sends away what is in the way at the fullest kernel, as drawn. False where nothing can leave.
+bool Search::give_room(State& state) {
+  const Kernel worst = std::max_element(memory_.begin(), memory_.end()) - memory_.begin();
+  return alter(state, pick(leaving_, [&](std::size_t period) {
+                 return state.how[period] == kKeep && covers(period, worst);
+               }), false);
+}
+
+// Takes a copy, as drawn, off the tier that is fullest. False where none is there.
+bool Search::give_tier_room(State& state) {
+  const auto host_most = std::max_element(host_.begin(), host_.end());
+  const auto disk_most = std::max_element(disk_.begin(), disk_.end());
+  const bool host = host_most != host_.end() && *host_most > choices_.host_bytes;
+  const Kernel worst = host ? host_most - host_.begin() : disk_most - disk_.begin();
+  const auto period = pick(staying_, [&](std::size_t at) {
+    const auto how = state.how[at];
+    return moved(how) && on_host(how) == host && covers(at, worst);
+  });
+  if (period == kNone) return false;
+  const bool disk = choices_.allowed[period] >> kDisk & 1;
+  state.how[period] = host && disk && uniform() < 0.7 ? kDisk : kKeep;
+  return true;
+}
+
+Found Search::improve(const State& start, const Limits& limits) {
+  const auto begun = Clock::now();
+  random_ = limits.seed * 0x9e3779b97f4a7c15u + 1;
+  Found found;
+  Current current, trial;
+  double current_s = kInfinity;
+  std::int64_t early = choices_.kernels;
+  found.iteration_s = kInfinity;
+  const auto keep_best = [&](const Current& candidate, double iteration_s) {
+    if (iteration_s >= found.iteration_s) return;
+    found.iteration_s = iteration_s;
+    found.state = candidate.state;
+    found.rows = candidate.rows;
+  };
+  // How early to prefetch, each on the timeline that it leads to.
+  for (const std::int64_t kernels : {choices_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
+    auto start_s = ideal_start_s_;
+    double before_s = kInfinity;
+    for (int round = 0; round < 3; ++round) {
+      rows(start);
+      const double iteration_s = memory_fits() ? evaluate(start, kernels, start_s, trial) : kInfinity;
+      ++found.evaluations;
+      if (!(iteration_s < before_s)) break;
+      before_s = iteration_s;
+      start_s = trial.verdict.start_s;
+      if (iteration_s < current_s) {
+        current_s = iteration_s;
+        early = kernels;
+        current = trial;
+        keep_best(current, current_s);
+      }
+      if (seconds_since(begun) > limits.seconds) break;
+    }
+    found.timed_out = seconds_since(begun) > limits.seconds;
+    if (found.timed_out) break;
+  }
+  const double first_s = current_s;
+  if (!std::isfinite(first_s)) return found;
+
+  State proposal = current.state;
+  double current_score = score(current);
+  while (found.evaluations < limits.evaluations && found.iteration_s > limits.target_s) {
+    found.timed_out = seconds_since(begun) > limits.seconds;
+    if (found.timed_out) break;
+    ++found.evaluations;  // also of what is refused before the replay: the loop has to end
+    proposal.how = current.state.how;
+    proposal.late = current.state.late;
+    if (!change(proposal, current.verdict)) continue;
+    bool room = (rows(proposal), memory_fits());
+    for (int attempt = 0; !room && attempt < kRoomTries && give_room(proposal); ++attempt) {
+      room = (rows(proposal), memory_fits());
+    }
+    for (int attempt = 0; room && attempt < kRoomTries && !tiers_fit(); ++attempt) {
+      room = give_tier_room(proposal) && (rows(proposal), memory_fits());
+      if (!room) room = give_room(proposal) && (rows(proposal), memory_fits());
+    }
+    if (!room) continue;
+    const double iteration_s = evaluate(proposal, early, current.verdict.start_s, trial);
+    const double left = 1.0 - static_cast<double>(found.evaluations) / static_cast<double>(limits.evaluations);
+    const double temperature_s = first_s * limits.temperature * left * left;
+    if (!std::isfinite(iteration_s)) continue;
+    const double trial_score = score(trial);
+    const bool taken = trial_score <= current_score ||
+                       (temperature_s > 0.0 && uniform() < std::exp((current_score - trial_score) / temperature_s));
+    if (!taken) continue;
+    std::swap(current, trial);
+    current_score = trial_score;
+    keep_best(current, iteration_s);
+  }
+  polish(found, limits, begun);
+  return found;
+}
+
+// Moves single prefetches of the best plan, at first likely those of tensors that are late.
+void Search::polish(Found& found, const Limits& limits, Clock::time_point begun) {
+  std::vector<std::size_t> moves;
+  for (std::size_t row = 0; row < found.rows.size(); ++row) {
+    if (moved(found.rows.how[row])) moves.push_back(row);
+  }
+  if (moves.empty()) return;
+  Verdict verdict;
+  const auto until = found.evaluations + static_cast<std::int64_t>(kPolish * static_cast<double>(limits.evaluations));
+  while (found.evaluations < until && found.iteration_s > limits.target_s) {
+    found.timed_out = found.timed_out || seconds_since(begun) > limits.seconds;
+    if (found.timed_out) break;
+    ++found.evaluations;
+    const auto row = moves[below(moves.size())];
+    const auto before = found.rows.prefetch_at[row];
+    const auto span = found.rows.end[row] - found.rows.begin[row];
+    auto reach = static_cast<std::size_t>(span) + 1;
+    if (uniform() < 0.5) reach = std::min<std::size_t>(reach, 8);
+    auto wish = found.rows.end[row] - static_cast<Kernel>(below(reach));
+    if (wish == before) continue;
+    found.rows.prefetch_at[row] = wish;
+    objective_->static_bytes(found.rows, memory_);
+    const bool room = *std::max_element(memory_.begin(), memory_.end()) <= choices_.budget_bytes;
+    if (room) objective_->run(found.rows, verdict);
+    if (room && verdict.iteration_s <= found.iteration_s) {
+      found.iteration_s = verdict.iteration_s;
+    } else {
+      found.rows.prefetch_at[row] = before;
+    }
+  }
+}
+
+}  // namespace penstock::search

@@ -1,0 +1,156 @@
+// The search for a better plan: small changes, of which the replay keeps those that do not cost time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace penstock::search {
+
+using Clock = std::chrono::steady_clock;
+using Kernel = std::int64_t;
+
+enum How : std::int8_t { kKeep = 0, kHost = 1, kDisk = 2, kHostCsr = 3, kDiskCsr = 4, kRecompute = 5 };
+constexpr int kHows = 6;
+
+// The absences of a plan, as columns: one entry for each eviction or recomputation.
+struct Rows {
+  std::vector<std::int64_t> tensor, after, begin, end, prefetch_at;
+  std::vector<std::int8_t> how;
+
+  std::size_t size() const { return how.size(); }
+  void clear();
+  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t how);
+};
+
+// What a replay says of a plan. Stalls are by kernel: seconds, and 0 none, 1 a prefetch, 2 memory.
+struct Verdict {
+  double iteration_s = 0.0;
+  std::vector<double> stall_s, start_s;
+  std::vector<std::int8_t> stall_cause;
+};
+
+// The judge of memory and of time. Calls reuse what they are given.
+class Objective {
+ public:
+  virtual ~Objective() = default;
+  virtual void static_bytes(const Rows& rows, std::vector<std::int64_t>& bytes) = 0;
+  virtual void tier_bytes(const Rows& rows, std::vector<std::int64_t>& host, std::vector<std::int64_t>& disk) = 0;
+  virtual void prefetch(Rows& rows, const std::vector<double>& start_s, std::int64_t early) = 0;
+  virtual void run(const Rows& rows, Verdict& verdict) = 0;
+};
+
+// What may be chosen: P inactive periods of T tensors over K kernels.
+//
+// tensor, begin, end   [P] the period; end > K where it reaches into the next iteration
+// ready                [P] the last kernel that writes the tensor before the period, -1 for none
+// bytes                [P] of the tensor
+// allowed              [P] bit h is set where `How` h is possible; keeping always is
+// cost_s               [P * kHows] seconds of link or compute that each way takes
+// bias                 [P * kHows] how much of the period goes each way in the relaxation, or zeros
+// order                [P] the periods so that what makes a tensor comes before what it is made into
+// parent_starts, parents   by period: the tensors that recomputing its tensor reads
+// whole_ends           a period ends where the trace says, never earlier (captured traces)
+struct Choices {
+  Kernel kernels = 0;
+  std::int64_t tensors = 0;
+  std::vector<std::int64_t> tensor, begin, end, ready, bytes;
+  std::vector<std::uint8_t> allowed;
+  std::vector<double> cost_s, bias;
+  std::vector<std::int64_t> order, parent_starts, parents;
+  std::vector<double> kernel_time_s;
+  bool whole_ends = false;
+  std::int64_t budget_bytes = 0, host_bytes = 0, disk_bytes = 0;
+
+  std::size_t periods() const { return tensor.size(); }
+};
+
+// A choice for every period. late: the copy starts only before the period, though it could earlier.
+struct State {
+  std::vector<std::int8_t> how;
+  std::vector<std::uint8_t> late;
+};
+
+struct Limits {
+  std::int64_t evaluations = 0;
+  double seconds = 0.0;    // a guard: reached, the result depends on the machine
+  double target_s = 0.0;   // an iteration time that is good enough
+  double temperature = 0.0;  // of the iteration time: how much worse a change may be at first
+  std::uint64_t seed = 0;
+};
+
+struct Found {
+  State state;
+  Rows rows;
+  double iteration_s = 0.0;
+  std::int64_t evaluations = 0;
+  bool timed_out = false;
+};
+
+class Search {
+ public:
+  Search(Choices choices, std::unique_ptr<Objective> objective);
+
+  // The absences that a choice comes to: recomputations bring what they read back early.
+  const Rows& rows(const State& state);
+
+  bool fits(const State& state);
+
+  // Changes the choice until memory and tiers hold it. False where that did not succeed.
+  bool repair(State& state);
+
+  // Takes back what is not needed, the dearest first.
+  void prune(State& state);
+
+  Found improve(const State& start, const Limits& limits);
+
+ private:
+  struct Current {
+    State state;
+    Rows rows;
+    Verdict verdict;
+  };
+
+  bool covers(std::size_t period, Kernel kernel) const;
+  void shrink(std::size_t period, Kernel pull);
+  bool memory_fits();
+  bool tiers_fit();
+  bool place(State& state, std::size_t period);
+  bool repair_tiers(State& state);
+  bool repair_memory(State& state);
+  double evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into);
+  double score(const Current& candidate) const;
+  bool change(State& state, const Verdict& verdict);
+  void polish(Found& found, const Limits& limits, Clock::time_point begun);
+  bool give_room(State& state);
+  bool give_tier_room(State& state);
+  bool host_seems_free(std::size_t period) const;
+  bool alter(State& state, std::size_t period, bool may_keep);
+
+  std::uint64_t bits();
+  double uniform();
+  std::size_t below(std::size_t count);
+  template <typename Test>
+  std::size_t pick(const std::vector<double>& weight, Test test);
+
+  Choices choices_;
+  std::unique_ptr<Objective> objective_;
+  std::vector<double> ideal_start_s_;
+  std::vector<double> leaving_, staying_;  // [P] how likely a period is drawn to be away, or not
+  std::uint64_t random_ = 0;
+
+  // What the last call of `rows` found.
+  Rows rows_;
+  std::vector<std::size_t> periods_;            // of each row
+  std::vector<Kernel> begin_, end_;             // [P] as shrunk; empty where the period is not away
+  std::vector<std::vector<Kernel>> pulls_;      // [T]
+  std::vector<std::int64_t> pulled_;            // tensors with pulls
+  std::vector<Kernel> last_end_;                // [T]
+  std::vector<std::int64_t> memory_, host_, disk_;
+  std::vector<std::pair<double, std::size_t>> candidates_;
+};
+
+constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+}  // namespace penstock::search

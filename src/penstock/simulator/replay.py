@@ -1,0 +1,286 @@
+"""Plans tried fast: one trace on one machine, and thousands of plans, carried out by `penstock._native`.
+
+What a plan means is said in `penstock.simulator.events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import _native
+from penstock.core.hardware import LINKS, Hardware
+from penstock.core.plan import Evict, Plan, Recompute
+from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.errors import InvalidArgument
+
+KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(6)
+HOW = {("host", "raw"): HOST, ("disk", "raw"): DISK, ("host", "csr"): HOST_CSR, ("disk", "csr"): DISK_CSR}
+CAUSES = ("", "prefetch", "memory")
+
+ByteArray = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Absences:
+    """The evictions and recomputations of a plan as columns: one row for each, in the order of the plan.
+
+    tensor, after, begin, end, prefetch_at   [R] as in Evict; `after` and `prefetch_at` mean nothing to a
+                                             recomputation
+    how                                      [R] HOST, DISK, HOST_CSR, DISK_CSR or RECOMPUTE; rows with KEEP
+                                             are skipped
+    """
+
+    tensor: IntArray
+    after: IntArray
+    begin: IntArray
+    end: IntArray
+    prefetch_at: IntArray
+    how: ByteArray
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @classmethod
+    def of(cls, evictions: Sequence[Evict], recomputations: Sequence[Recompute] = ()) -> Absences:
+        """The rows of all evictions, then those of all recomputations."""
+        rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
+        rows += [(r.tensor, r.begin - 1, r.begin, r.end, r.end) for r in recomputations]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        how = [_how(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
+        tensor, after, begin, end, prefetch_at = (np.ascontiguousarray(column) for column in table)
+        return cls(tensor, after, begin, end, prefetch_at, np.array(how, dtype=np.int8))
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Absences:
+        return cls.of(plan.evictions, plan.recomputations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What one replay found.
+
+    iteration_s       inf where it deadlocks
+    stall_s           [K] wait before each kernel
+    stall_cause       [K] index into CAUSES
+    start_s           [K] when each kernel of the reported iteration starts, which begins at 0
+    peak_bytes        the most device bytes in use at any moment of it
+    tier_peak_bytes   the same by tier, of "host" and "disk"
+    deadlock          no more memory could come free, and what was needed did not fit
+    records           spans, stalls and samples as columns, where asked for
+    """
+
+    iteration_s: float
+    stall_s: FloatArray
+    stall_cause: ByteArray
+    start_s: FloatArray
+    peak_bytes: int
+    tier_peak_bytes: dict[str, int]
+    deadlock: bool
+    records: dict[str, Any] = field(default_factory=dict)
+
+
+class Replay:
+    """A trace on a machine, on which plans are tried. Deterministic; may be used by several threads."""
+
+    def __init__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> None:
+        self.trace, self.hardware, self.budget_bytes = trace, hardware, budget_bytes
+        compressed = _compressed_bytes(trace)
+        links = [
+            (
+                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
+                _rates(hardware, link, trace.tensor_bytes),
+                _rates(hardware, link, compressed),
+            )
+            for link in LINKS
+        ]
+        recompute = trace.tensor_recompute
+        count = trace.kernels
+        self._times = np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64)
+        self._workspaces = _column(trace.kernel_workspace_bytes)
+        self._native = _native.Replay(
+            {
+                "kernels": count,
+                "saved": trace.evictable == "saved",
+                "bytes": _column(trace.tensor_bytes),
+                "compressed": compressed,
+                "birth": _column(np.clip(trace.tensor_birth, 0, count)),
+                "death": _column(np.clip(trace.tensor_death, 0, count)),
+                "persistent": trace.tensor_persistent.astype(np.uint8),
+                "producer": _column(recompute if len(recompute) else np.full(trace.tensors, -1)),
+                "outputs": (_column(trace.outputs.starts), _column(trace.outputs.values)),
+                "writers": (_column(trace.writers.starts), _column(trace.writers.values)),
+            },
+            {
+                "budget": budget_bytes,
+                "shares_bus": hardware.disk_shares_bus,
+                "duplex": float(hardware.duplex),
+                "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
+                "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+                "links": links,
+            },
+        )
+
+    def run(
+        self,
+        absences: Absences,
+        kernel_time_s: FloatArray | None = None,
+        record: bool = False,
+        *,
+        variants: Sequence[int] | IntArray = (),
+        stop_on_deadlock: bool = True,
+    ) -> Result:
+        """Carry out a plan.
+
+        kernel_time_s      [K] times in place of those of the trace and its variants
+        record             keep every span, stall and change of memory
+        variants           as in Plan
+        stop_on_deadlock   without, what is needed takes memory above the budget, and the peak shows it
+        """
+        columns = self._columns(absences, variants, kernel_time_s)
+        found = _checked(self._native.run, columns, record, stop_on_deadlock)
+        device, host, disk = found["peak_bytes"]
+        stopped = found["deadlock"] and stop_on_deadlock
+        return Result(
+            iteration_s=float("inf") if stopped else found["iteration_s"],
+            stall_s=found["stall_s"],
+            stall_cause=found["stall_cause"],
+            start_s=found["start_s"],
+            peak_bytes=device,
+            tier_peak_bytes={"host": host, "disk": disk},
+            deadlock=found["deadlock"],
+            records={name: found[name] for name in ("spans", "stalls", "samples")} if record else {},
+        )
+
+    def static_bytes(self, absences: Absences, *, variants: Sequence[int] | IntArray = ()) -> IntArray:
+        """[K] device bytes at each kernel if every copy took no time: what the judge goes by."""
+        found: IntArray = _checked(self._native.static_bytes, self._columns(absences, variants))
+        return found
+
+    def tier_bytes(self, absences: Absences) -> dict[str, IntArray]:
+        """[K] bytes that copies occupy during each kernel, on "host" and on "disk"."""
+        host, disk = _checked(self._native.tier_bytes, self._columns(absences))
+        return {"host": host, "disk": disk}
+
+    def prefetch(
+        self,
+        absences: Absences,
+        start_s: FloatArray,
+        early: int = 0,
+        *,
+        variants: Sequence[int] | IntArray = (),
+    ) -> IntArray:
+        """[R] when to issue each prefetch: at the latest kernel at whose start it, and all after it on its
+        link, are in time; then up to `early` kernels sooner. Later where memory is short by the static rule:
+        prefetches never take it above the budget. One that is placed at `begin` never leaves.
+
+        start_s   [K + 1] when each kernel is expected to start, and the last to end; a [K] is continued
+                  with the last kernel's time
+        """
+        clock = np.ascontiguousarray(start_s, dtype=np.float64)
+        if len(clock) == self.trace.kernels and len(clock):
+            clock = np.append(clock, clock[-1] + self._times[-1])
+        found: IntArray = _checked(
+            self._native.prefetch, self._columns(absences, variants), clock, int(early)
+        )
+        return found
+
+    @cached_property
+    def _unreachable(self) -> dict[int, str]:
+        """By way of leaving: what keeps tensors from it."""
+        reasons = {}
+        for (tier, _), how in HOW.items():
+            try:
+                self.hardware.evict_s(tier, 1)
+                self.hardware.prefetch_s(tier, 1)
+            except InvalidArgument as error:
+                reasons[how] = str(error)
+        return reasons
+
+    def _columns(
+        self,
+        absences: Absences,
+        variants: Sequence[int] | IntArray = (),
+        kernel_time_s: FloatArray | None = None,
+    ) -> tuple[Any, ...]:
+        for how, reason in self._unreachable.items():
+            if (absences.how == how).any():
+                raise InvalidArgument(reason)
+        times, workspaces = self._times, self._workspaces
+        if len(variants):
+            times, workspaces = _of_variants(self.trace, variants)
+        if kernel_time_s is not None:
+            times = np.ascontiguousarray(kernel_time_s, dtype=np.float64)
+        return (
+            absences.tensor,
+            absences.after,
+            absences.begin,
+            absences.end,
+            absences.prefetch_at,
+            absences.how,
+            times,
+            workspaces,
+        )
+
+
+def _checked(call: Any, *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except ValueError as error:
+        raise InvalidArgument(
+            f"the plan is not one for this trace: {error}. Make the plan from the same trace"
+        ) from None
+
+
+def _how(evict: Evict) -> int:
+    if (evict.tier, evict.codec) not in HOW:
+        raise InvalidArgument(
+            f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
+            "tiers are host and disk, codecs raw and csr"
+        )
+    return HOW[evict.tier, evict.codec]
+
+
+def _column(values: npt.NDArray[Any]) -> IntArray:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def _compressed_bytes(trace: Trace) -> IntArray:
+    """[T] what each tensor takes as bitmask-CSR."""
+    if not len(trace.tensor_density):
+        return _column(trace.tensor_bytes)
+    return np.array([trace.compressed_bytes(tensor) for tensor in range(trace.tensors)], dtype=np.int64)
+
+
+def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
+    """Bytes per second of each size alone on `link`, latency apart; 0 where there is no such link."""
+    if link not in hardware.measured_rates:
+        return np.full(len(size_bytes), hardware.rate_bytes_per_s(link))
+    sizes, which = np.unique(size_bytes, return_inverse=True)
+    rates = [size / hardware.transfer_s(link, size) if size else 1.0 for size in sizes.tolist()]
+    return np.array(rates, dtype=np.float64)[which]
+
+
+def _of_variants(trace: Trace, variants: Sequence[int] | IntArray) -> tuple[FloatArray, IntArray]:
+    """[K] times and workspaces of the kernels as they run."""
+    if len(variants) != trace.kernels:
+        raise InvalidArgument(
+            f"the plan has variants of {len(variants)} kernels; the trace has {trace.kernels} kernels. "
+            "Make the plan from the same trace"
+        )
+    times, workspaces = trace.kernel_time_s.copy(), _column(trace.kernel_workspace_bytes).copy()
+    for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
+        choices = trace.kernel_variants[kernel] if trace.kernel_variants else ()
+        if variants[kernel] >= len(choices):
+            raise InvalidArgument(
+                f"the plan runs variant {variants[kernel]} of kernel {kernel}, which has {len(choices)}: "
+                "make the plan from the same trace"
+            )
+        times[kernel] = choices[variants[kernel]].time_s
+        workspaces[kernel] = choices[variants[kernel]].workspace_bytes
+    return times, workspaces
