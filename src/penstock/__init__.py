@@ -10,7 +10,7 @@ from penstock.capture.tracer import fake_mode, trace
 from penstock.checkpoint import SaveHandle, load, save
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict, Plan
+from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import (
@@ -46,6 +46,7 @@ __all__ = [
     "Offload",
     "PenstockError",
     "Plan",
+    "Recompute",
     "Report",
     "SaveHandle",
     "SavedTensorModified",

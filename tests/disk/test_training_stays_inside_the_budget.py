@@ -9,7 +9,7 @@ import pytest
 from tests.disk import training
 
 MIB = 1 << 20
-CODE_BYTES = 48 * MIB  # for code and libraries
+CODE_BYTES = 64 * MIB  # for code and libraries, the solver among them
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4], ids=["minimum", "middle"])

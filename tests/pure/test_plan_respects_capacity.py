@@ -18,7 +18,8 @@ from penstock.simulator import simulate
 
 from .traces import PAGE, five_kernels, gpt, machine, machines, traces
 
-EVICTING = [name for name in POLICIES if name != "keep"]
+# FlashNeuron fails where its selection does not fit: see test_flashneuron_selects_from_the_front.
+EVICTING = [name for name in POLICIES if name not in ("keep", "flashneuron")]
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -70,7 +71,7 @@ def test_small_tiers_are_kept_to_or_refused(
 
 def test_a_tier_that_is_too_small_is_named_with_its_size() -> None:
     hardware = machine(disk_bytes=99)
-    with pytest.raises(SpillSpaceFull, match=r"100 B have to leave .* kernel `c` .* disk budget of 99 B"):
+    with pytest.raises(SpillSpaceFull, match=r"within 200 B.* disk budget of 99 B .* kernel `a`"):
         plan(five_kernels(), hardware, device_budget_bytes=200)
 
 

@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict, Plan
+from penstock.core.plan import Plan
 from penstock.core.pressure import minimum_bytes, tightest_kernel
 from penstock.core.trace import Trace
-from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
+from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.evict_all import evict_all
-from penstock.planners.g10 import g10
+from penstock.planners.flashneuron import flashneuron
+from penstock.planners.g10 import g10, g10_gds, g10_host
 from penstock.planners.keep import keep
+from penstock.planners.modnn import modnn
+from penstock.planners.optimal import optimal
+from penstock.planners.problem import Decision, Policy, Problem
+from penstock.planners.vdnn import vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up
 
-__all__ = ["POLICIES", "Policy", "budget_table", "plan", "require_policy"]
+__all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy"]
 
-Policy = Callable[[Trace, int, Hardware], tuple[Evict, ...]]
-
-# A policy is a pure function (trace, budget_bytes, hardware) -> evictions, legal for any budget of
-# `minimum_bytes` or more.
+# A policy is a pure function of a problem, legal for any budget of `minimum_bytes` or more.
 POLICIES: dict[str, Policy] = {
     "keep": keep,
     "evict_all": evict_all,
+    "vdnn_all": vdnn_all,
+    "vdnn_conv": vdnn_conv,
+    "flashneuron": flashneuron,
+    "modnn": modnn,
     "g10": g10,
+    "g10_gds": g10_gds,
+    "g10_host": g10_host,
+    "optimal": optimal,
 }
 
 
 def plan(
-    trace: Trace, hardware: Hardware, policy: str = "auto", *, device_budget_bytes: int | None = None
+    trace: Trace,
+    hardware: Hardware,
+    policy: str = "optimal",
+    recompute: bool = False,
+    compress: bool = False,
+    time_limit_s: float = 10.0,
+    *,
+    device_budget_bytes: int | None = None,
 ) -> Plan:
-    """Decide what leaves the device, when, where to, and when it comes back.
+    """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
-    policy                a name in POLICIES; "auto" keeps everything where that fits, or uses "g10"
+    policy                a name in POLICIES
+    recompute             tensors may be made anew instead of being moved, where the trace says how
+    compress              tensors may be moved as bitmask-CSR, where the trace knows their density
+    time_limit_s          for planning; a policy that reaches it answers with the best it has found
     device_budget_bytes   all of the device's memory when not given
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
@@ -42,6 +60,9 @@ def plan(
     """
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
     require_policy(policy)
+    hardware.require_rates()
+    if not time_limit_s >= 0:
+        raise InvalidArgument(f"time_limit_s is {time_limit_s}: give seconds, zero or more")
     if budget > hardware.device_bytes:
         raise InvalidArgument(
             f"the device budget of {format_bytes(budget)} exceeds the device, which has "
@@ -50,61 +71,43 @@ def plan(
     needed = minimum_bytes(trace)
     if budget < needed:
         raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
-    name, reason = _choose(trace, policy, budget)
+    _require_room(trace, policy, budget)
+    decision = POLICIES[policy](Problem(trace, hardware, budget, recompute, compress, time_limit_s))
     draft = Plan(
-        policy=name,
+        policy=policy,
         device_budget_bytes=budget,
-        evictions=POLICIES[name](trace, budget, hardware),
+        evictions=decision.evictions,
+        recomputations=decision.recomputations,
+        variants=decision.variants,
+        offsets=decision.offsets,
         minimum_bytes=needed,
-        reason=reason,
+        lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),
+        reason=_reason(trace, budget, decision.reason),
     )
     timeline = simulate(trace, draft, hardware)
     return replace(draft, predicted_s=timeline.iteration_s, predicted_peak_bytes=timeline.peak_bytes)
 
 
 def require_policy(policy: str) -> None:
-    """Raise InvalidArgument unless ``policy`` is "auto" or a name in POLICIES."""
-    if policy != "auto" and policy not in POLICIES:
-        raise InvalidArgument(f"there is no policy {policy!r}: choose auto, {', '.join(POLICIES)}")
+    """Raise InvalidArgument unless ``policy`` is a name in POLICIES."""
+    if policy not in POLICIES:
+        raise InvalidArgument(f"there is no policy {policy!r}: choose {', '.join(POLICIES)}")
 
 
-def budget_table(
-    trace: Trace,
-    hardware: Hardware,
-    fractions: Sequence[float] = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0),
-    policy: str = "auto",
-) -> list[tuple[int, Plan]]:
-    """Plans for budgets from the smallest possible, 0.0, to the in-memory peak, 1.0, ascending.
-
-    Budgets above the device's memory are left out, and so are those at which what has to leave
-    has nowhere to go.
-    """
-    least = minimum_bytes(trace)
-    budgets = sorted({least + round(fraction * (trace.peak_bytes - least)) for fraction in fractions})
-    rows = []
-    for budget in budgets:
-        if budget <= hardware.device_bytes:
-            try:
-                rows.append((budget, plan(trace, hardware, policy, device_budget_bytes=budget)))
-            except SpillSpaceFull:
-                continue
-    return rows
-
-
-def _choose(trace: Trace, policy: str, budget: int) -> tuple[str, str]:
-    """The policy's name, and why."""
-    peak = format_bytes_up(trace.peak_bytes)
-    fits = trace.peak_bytes <= budget
-    if policy == "keep" and not fits:
+def _require_room(trace: Trace, policy: str, budget: int) -> None:
+    if policy == "keep" and trace.peak_bytes > budget:
         raise InvalidArgument(
-            f"the policy 'keep' needs {peak} on the device; the budget is {format_bytes(budget)}. "
-            "Choose another policy, or raise the budget"
+            f"the policy 'keep' needs {format_bytes_up(trace.peak_bytes)} on the device; the budget is "
+            f"{format_bytes(budget)}. Choose another policy, or raise the budget"
         )
-    if policy != "auto":
-        return policy, f"{policy} was asked for"
-    if fits:
-        return "keep", f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
-    return "g10", f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
+
+
+def _reason(trace: Trace, budget: int, more: str) -> str:
+    peak = format_bytes_up(trace.peak_bytes)
+    if trace.peak_bytes <= budget:
+        return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
+    why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
+    return f"{why}; {more}" if more else why
 
 
 def _too_small(trace: Trace, budget: int, needed: int) -> str:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import numpy as np
 
-from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict
-from penstock.core.pressure import resident_bytes
-from penstock.core.trace import Trace
-from penstock.planners.prefetch import bring_back
-from penstock.planners.room import Room, candidates, spill_full
+from penstock.planners.lists import cyclic
+from penstock.planners.lists.prefetch import advance, latest_safe
+from penstock.planners.lists.room import Room, spill_full
+from penstock.planners.lists.vitality import Candidates
+from penstock.planners.problem import Decision, Problem
 
 WORTH_BYTES = 4096  # smaller tensors leave only where the budget asks for it
 
 
-def evict_all(trace: Trace, budget_bytes: int, hardware: Hardware) -> tuple[Evict, ...]:
+def evict_all(problem: Problem) -> Decision:
     """Every inactive period of every tensor of WORTH_BYTES or more, and of smaller ones where needed.
 
     Prefetches are issued at the latest moment at which all reads are still in time, or on demand
     where memory does not allow that.
     """
-    room = Room(trace, hardware)
-    options = candidates(trace)
-    options.sort(key=lambda option: (-trace.tensor_bytes[option.tensor], option.begin - option.end))
-    over = resident_bytes(trace, ()) - budget_bytes
+    trace, budget_bytes = problem.trace, problem.budget_bytes
+    room = Room(trace, problem.hardware)
+    options = Candidates.of(trace)
+    over = trace.live_bytes - budget_bytes
     chosen = []
-    for option in options:
-        size = int(trace.tensor_bytes[option.tensor])
-        if size < WORTH_BYTES and over[option.begin : option.end].max() <= 0:
+    for index in np.lexsort((options.begin - options.end, -options.size_bytes)).tolist():
+        evict, size = options.evict(index, ""), int(options.size_bytes[index])
+        if size < WORTH_BYTES and cyclic.highest(over, evict.begin, evict.end) <= 0:
             continue
-        for tier in room.tiers(option.tensor, option.after)[:1]:
-            room.take(tier, option.tensor, option.after)
-            chosen.append(replace(option, tier=tier))
-            over[option.begin : option.end] -= size
+        tier = room.first(room.tiers, evict)
+        if tier is not None:
+            room.take(tier, evict)
+            chosen.append(options.evict(index, tier))
+            cyclic.add(over, evict.begin, evict.end, -size)
     if over.max(initial=0) > 0:
-        raise spill_full(trace, chosen, budget_bytes, hardware)
-    return bring_back(trace, chosen, budget_bytes, hardware, trace.start_s, early=False)
+        raise spill_full(trace, chosen, budget_bytes, problem.hardware)
+    chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
+    wishes = latest_safe(trace, chosen, problem.hardware)
+    return Decision(evictions=advance(trace, chosen, wishes, budget_bytes))

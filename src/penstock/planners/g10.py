@@ -1,183 +1,174 @@
-"""G10 (sections 4.3 and 4.4): evict by benefit over cost, then prefetch as early as memory allows.
+"""G10 (Zhang et al., MICRO 2023, sections 4.3 and 4.4): smart eviction, then eager prefetch.
 
-Three things go beyond the paper. Inactive periods of about the same ratio are taken longest first:
-their copies are made early and needed late. A period is worth less where its copy would be complete
-late. And Algorithm 1 runs several times, with either tier first and with such choices made either
-way; the simulator picks the best, and a short search improves it.
+Where the paper leaves something open, this follows the artifact that made its figures:
+
+- An eviction's benefit is the bytes times the seconds above the budget, between the moments at which half
+  of the copy out is done and half of the copy back; its cost is not divided by, for it takes the disk
+  as long as the tensor is large, and large tensors would lose their preference.
+- A period counts only if it is SAFETY times as long as the copy.
+- The host is used where nothing at all is left of the disk's link in any kernel that the copy would fill; so
+  what is copied within one kernel goes to the host, too.
+- What is above the budget after Algorithm 1 is evicted by page faults: to the host while it has room, back
+  on demand. Here the victims are planned, by whole tensors, so that the device always suffices.
+
+Without unified memory (figure 11), `g10_host` sends such victims to the disk, and `g10_gds` knows no host.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict
-from penstock.core.trace import FloatArray, Trace
-from penstock.planners.prefetch import bring_back
-from penstock.planners.room import Room, candidates, spill_full
-from penstock.planners.search import GOOD_ENOUGH, replay, search
+from penstock.core.trace import FloatArray
+from penstock.planners.lists import cyclic
+from penstock.planners.lists.prefetch import advance
+from penstock.planners.lists.repair import evict_further
+from penstock.planners.lists.room import Room
+from penstock.planners.lists.traffic import Traffic
+from penstock.planners.lists.vitality import Candidates
+from penstock.planners.problem import Decision, Problem
 
-ALIKE = (1.05, 4.0)  # ratios within this factor count as the same
+SAFETY = 2.5  # of a period's length over the time of one copy: there, back, and half as much again
 
 
-def g10(trace: Trace, budget_bytes: int, hardware: Hardware) -> tuple[Evict, ...]:
-    """The plan with the least predicted time among those of Algorithm 1, improved."""
-    best: tuple[Evict, ...] = ()
-    best_s = math.inf
-    tiers = tuple(Room(trace, hardware).free)
-    orders = dict.fromkeys((tiers, tiers[::-1]))
-    for order, punctual, alike in product(orders, (False, True), ALIKE):
-        chosen = _Selection(trace, budget_bytes, hardware, order, alike).run(punctual)
-        plan = bring_back(trace, chosen, budget_bytes, hardware, trace.start_s, early=True)
-        iteration_s = replay(trace, plan, budget_bytes, hardware).iteration_s
-        if iteration_s < best_s:
-            best, best_s = plan, iteration_s
-        if best_s <= trace.ideal_s * GOOD_ENOUGH:
-            break
-    return search(trace, best, budget_bytes, hardware)
+def g10(problem: Problem) -> Decision:
+    """Algorithm 1 over disk and host, and what is left to the host first."""
+    return _plan(problem, ("disk", "host"), ("host", "disk"))
+
+
+def g10_host(problem: Problem) -> Decision:
+    """The same without unified memory: what Algorithm 1 leaves goes to the disk first."""
+    return _plan(problem, ("disk", "host"), ("disk", "host"))
+
+
+def g10_gds(problem: Problem) -> Decision:
+    """GPU-direct storage alone: the disk, and the host only where there is no disk."""
+    tiers = ("disk",) if problem.hardware.disk_bytes else ("host",)
+    return _plan(problem, tiers, tiers)
+
+
+def _plan(problem: Problem, tiers: tuple[str, ...], spill: tuple[str, ...]) -> Decision:
+    trace, hardware = problem.trace, problem.hardware
+    selection = _Selection(problem, tuple(tier for tier in tiers if hardware.capacity_bytes(tier) > 0))
+    selection.run()
+    chosen = [evict for evict, _, _ in selection.chosen]
+    further = evict_further(
+        selection.options,
+        selection.taken,
+        chosen,
+        selection.room,
+        problem.budget_bytes,
+        hardware,
+        tuple(tier for tier in spill if hardware.capacity_bytes(tier) > 0),
+    )
+    if not chosen and not further:
+        return Decision()
+    # Eager prefetch (section 4.4): in the order of the latest safe moments, each as early as memory allows,
+    # but not before its copy is complete.
+    order = sorted(selection.chosen, key=lambda entry: (entry[2], entry[0].end, entry[0].tensor))
+    evictions = [evict for evict, _, _ in order] + further
+    latest = [back for _, _, back in order] + [evict.end for evict in further]
+    earliest = [min(away + 1, back) for _, away, back in order] + [evict.end for evict in further]
+    return Decision(evictions=advance(trace, evictions, latest, problem.budget_bytes, earliest))
 
 
 class _Offer(NamedTuple):
-    """What one eviction would bring now. Offers sort best first.
+    """What evicting one period would bring now. Offers sort best first.
 
-    usable    first kernel at which the copy is complete and its memory free
-    write_s   how long the copy takes, 0 when the tensor has one already
+    benefit      negative: bytes * seconds above the budget
+    byte_seconds negative: of the whole period
     """
 
-    rank: int
-    idle_s: float  # negative: longer first
+    benefit: float
+    byte_seconds: float
     option: int
-    tier: str
-    usable: int
-    write_s: float
 
 
 class _Selection:
-    """Algorithm 1: the periods not taken, and the three states it tracks.
+    """Algorithm 1, and the three states that it tracks: the periods, the memory and the links.
 
-    over   [K] bytes above the budget, negative where there is room, if copies took no time
-    late   [K] the same when each copy takes its turn on the link
-    free   by link: [K + 1] seconds for which the link is still free before each kernel starts
+    resident   [K] device bytes, copies taking their time
+    chosen     eviction, first kernel that finds it away, kernel at which its read starts at the latest
     """
 
-    def __init__(
-        self, trace: Trace, budget_bytes: int, hardware: Hardware, tiers: Sequence[str], alike: float
-    ) -> None:
-        self.trace, self.hardware, self.budget_bytes = trace, hardware, budget_bytes
-        self.tiers, self.alike = tiers, alike
-        self.room = Room(trace, hardware)
-        self.options = candidates(trace)
-        self.siblings: dict[int, list[int]] = {}
-        for index, option in enumerate(self.options):
-            self.siblings.setdefault(option.tensor, []).append(index)
-        self.over = trace.live_bytes - budget_bytes
-        self.late = self.over.copy()
-        # A kernel that takes no time still has to fit.
-        self.duration_s = trace.kernel_time_s + 1e-9 * (trace.ideal_s or 1.0)
-        starts = np.concatenate([[0.0], np.cumsum(self.duration_s)])
-        self.free = {link: starts.copy() for tier in tiers for link in hardware.evict_links(tier)}
-        sizes = [int(trace.tensor_bytes[option.tensor]) for option in self.options]
-        self.write_s = {tier: [hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
-        self.read_s = {tier: [hardware.prefetch_s(tier, size) for size in sizes] for tier in tiers}
-        self.taken: dict[int, tuple[Evict, int]] = {}  # option -> eviction, usable
+    def __init__(self, problem: Problem, tiers: tuple[str, ...]) -> None:
+        self.trace, self.hardware = problem.trace, problem.hardware
+        self.budget_bytes, self.tiers = problem.budget_bytes, tiers
+        self.options = Candidates.of(self.trace)
+        self.room = Room(self.trace, self.hardware)
+        self.traffic = Traffic(self.trace, self.hardware, tiers)
+        self.resident = self.trace.live_bytes.copy()
+        self.taken = np.zeros(len(self.options), dtype=np.bool_)
+        self.chosen: list[tuple[Evict, int, int]] = []
+        clock = cyclic.unrolled(self.trace.kernel_time_s)
+        self.length_s: FloatArray = clock[self.options.end] - clock[self.options.idle + 1]
+        sizes = self.options.size_bytes.tolist()
+        self.write_s = {tier: [self.hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
+        self.read_s = {tier: [self.hardware.prefetch_s(tier, size) for size in sizes] for tier in tiers}
+        self._above = self._seconds_above()
 
-    def run(self, punctual: bool) -> list[Evict]:
-        """Take periods until memory suffices; with ``punctual``, first those that are free in time."""
-        for by_time in (True, False) if punctual else (False,):
-            self._greedy(by_time)
-        if self.over.max(initial=0) > 0:
-            chosen = [evict for evict, _ in self.taken.values()]
-            raise spill_full(self.trace, chosen, self.budget_bytes, self.hardware)
-        return self._needed()
+    def run(self) -> None:
+        """Take the best offer until nothing is above the budget, or no offer helps.
 
-    def _greedy(self, by_time: bool) -> None:
-        """Take the best offer until nothing is over the budget, or no offer helps.
-
-        An offer only gets worse as others are taken, unless its tensor gains a copy. So the best
-        of the old offers is the best of all if it is still ahead when made anew.
+        An offer only gets worse as others are taken: the best of the old ones is the best of all if
+        it is still ahead when made anew.
         """
-        mass = np.maximum(self.late if by_time else self.over, 0).astype(np.float64)
-        offers = [self._offer(option, mass, by_time) for option in range(len(self.options))]
-        heap = [offer for offer in offers if offer]
+        periods = range(len(self.options)) if self.tiers else ()
+        heap = [offer for index in periods if (offer := self._offer(index)) is not None]
         heapq.heapify(heap)
-        while heap and mass.any():
-            offer = self._offer(heapq.heappop(heap).option, mass, by_time)
+        while heap and self._above[-1] > 0:
+            offer = self._offer(heapq.heappop(heap).option)
             if offer is None:
                 continue
             if heap and heap[0] < offer:
                 heapq.heappush(heap, offer)
-                continue
-            evict = self._take(offer)
-            pressure = self.late if by_time else self.over
-            mass[evict.begin : evict.end] = np.maximum(pressure[evict.begin : evict.end], 0)
-            for sibling in self.siblings[evict.tensor]:
-                if renewed := self._offer(sibling, mass, by_time):
-                    heapq.heappush(heap, renewed)
-
-    def _offer(self, index: int, mass: FloatArray, by_time: bool) -> _Offer | None:
-        """Benefit over cost: bytes * seconds above the budget, per second on the links."""
-        option = self.options[index]
-        if index in self.taken:
-            return None
-        size = int(self.trace.tensor_bytes[option.tensor])
-        copied = option.tensor in self.room.home
-        found: tuple[int, float, str] | None = None
-        for tier in sorted(self.room.tiers(option.tensor, option.after), key=self.tiers.index):
-            write_s = 0.0 if copied else self.write_s[tier][index]
-            usable = option.begin if copied else self._usable(option, tier, write_s)
-            if found is None or usable < found[0]:
-                found = (usable, write_s, tier)
-            if usable == option.begin:
-                break
-        if found is None:
-            return None
-        usable, write_s, tier = found
-        since = usable if by_time else option.begin
-        benefit = np.minimum(mass[since : option.end], size) @ self.duration_s[since : option.end]
-        if benefit <= 0:
-            return None
-        cost_s = write_s + self.read_s[tier][index]
-        ratio = math.log(benefit / max(cost_s, 1e-12)) / math.log(self.alike)
-        idle_s = self.trace.start_s[option.end] - self.trace.start_s[option.begin]
-        return _Offer(-round(ratio), -float(idle_s), index, tier, usable, write_s)
-
-    def _usable(self, option: Evict, tier: str, write_s: float) -> int:
-        """The first kernel of the period that finds the copy complete; its end where none does."""
-        done = option.begin
-        for link in self.hardware.evict_links(tier):
-            free = self.free[link]
-            done = max(done, int(np.searchsorted(free, free[option.after + 1] + write_s)))
-        return min(done, option.end)
-
-    def _take(self, offer: _Offer) -> Evict:
-        option = self.options[offer.option]
-        size = self.trace.tensor_bytes[option.tensor]
-        for link in self.hardware.evict_links(offer.tier):
-            free = self.free[link][option.after + 1 :]
-            free[:] = free[0] + np.maximum(free - free[0] - offer.write_s, 0)
-        self.room.take(offer.tier, option.tensor, option.after)
-        evict = replace(option, tier=offer.tier)
-        self.taken[offer.option] = (evict, offer.usable)
-        self.over[option.begin : option.end] -= size
-        self.late[offer.usable : option.end] -= size
-        return evict
-
-    def _needed(self) -> list[Evict]:
-        """What was taken, without what later choices have made unnecessary."""
-        kept = []
-        for evict, usable in reversed(self.taken.values()):
-            size = self.trace.tensor_bytes[evict.tensor]
-            over, late = self.over[evict.begin : evict.end], self.late[usable : evict.end]
-            if over.max() + size <= 0 and late.max(initial=-size) + size <= 0:
-                over += size
-                late += size
             else:
-                kept.append(evict)
-        return kept
+                self._decide(offer.option)
+
+    def _seconds_above(self) -> FloatArray:
+        above = np.where(self.resident > self.budget_bytes, self.traffic.duration_s, 0.0)
+        return cyclic.unrolled(above)
+
+    def _offer(self, index: int) -> _Offer | None:
+        tier, begin, end = self.tiers[0], int(self.options.idle[index]) + 1, int(self.options.end[index])
+        half_out = self.traffic.away_from(tier, begin, self.write_s[tier][index] / 2)
+        half_back = self.traffic.back_from(tier, end, self.read_s[tier][index] / 2)
+        if half_out >= half_back:
+            return None
+        size = int(self.options.size_bytes[index])
+        benefit = size * float(self._above[half_back] - self._above[half_out])
+        return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
+
+    def _decide(self, index: int) -> None:
+        """Give the period to a tier, or drop it."""
+        tier = self._tier(index)
+        if tier is None:
+            return
+        evict = self.options.evict(index, tier)
+        away = max(self.traffic.away_from(tier, evict.after + 1, self.write_s[tier][index]), evict.begin)
+        back = min(self.traffic.back_from(tier, evict.end, self.read_s[tier][index]), evict.end)
+        if away >= back or not self.room.fits(tier, evict):
+            return
+        size = int(self.options.size_bytes[index])
+        self.taken[index] = True
+        self.room.take(tier, evict)
+        self.traffic.write(tier, size, evict.after + 1)
+        self.traffic.read(tier, size, evict.end)
+        cyclic.add(self.resident, away, back, -size)
+        self.chosen.append((evict, away, back))
+        self._above = self._seconds_above()
+
+    def _tier(self, index: int) -> str | None:
+        """The first tier whose link the period is long enough for, and has something left of."""
+        tiers = [tier for tier in self.tiers if self.length_s[index] > SAFETY * self.write_s[tier][index]]
+        if len(tiers) < 2:
+            return tiers[0] if tiers else None
+        first, *others = tiers
+        begin = int(self.options.idle[index]) + 1
+        if not self.traffic.is_full(first, begin, self.write_s[first][index]):
+            return first
+        other = self.room.first(others, self.options.evict(index, others[0]))
+        return other or first

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict
-from penstock.core.trace import Trace
+from penstock.planners.problem import Decision, Problem
 
 
-def keep(trace: Trace, budget_bytes: int, hardware: Hardware) -> tuple[Evict, ...]:
+def keep(problem: Problem) -> Decision:
     """No evictions, whatever the budget."""
-    return ()
+    return Decision()

@@ -46,6 +46,10 @@ from penstock.storage.spill import Directories, SpillSpace, as_paths
 from penstock.storage.tables import Tables
 from penstock.units import format_bytes_up, parse_bytes
 
+# Planning takes no longer than so many steps of the trace, within these limits.
+PLANNING_STEPS = 5.0
+PLANNING_LIMITS_S = (0.5, 10.0)
+
 logger = logging.getLogger("penstock")
 
 PROBE_S = 2.0
@@ -63,7 +67,7 @@ def offload(
     spill_dir: Directories | None = None,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
-    policy: str = "auto",
+    policy: str = "optimal",
     hardware: Hardware | None = None,
     page_cache_budget: int | str = 0,
     ways: str | Sequence[str] | None = None,
@@ -87,7 +91,7 @@ def offload(
     host_budget     pinned host memory to use as a tier and for staging, for a model on a GPU; None
                     for an eighth of what is free
     disk_budget     most bytes on disk; None for what is free there
-    policy          "auto", or a key of penstock.planners.POLICIES
+    policy          a key of penstock.planners.POLICIES
     hardware        rates of this machine's links, as `penstock.probe` measures them; None to
                     measure them now, in about two seconds
     page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other
@@ -304,7 +308,7 @@ class Offload:
             fastest_s = np.minimum(self.trace.kernel_time_s, trace.kernel_time_s)
             trace = replace(trace, kernel_time_s=fastest_s)
         try:
-            made = plan(trace, self.hardware, self._policy)
+            made = plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
         except PenstockError as error:
             if self._schedule is not None:  # the budget is at the edge, and the plan in force keeps it
                 logger.warning("no better plan could be made, and the one in force is kept: %s", error)
@@ -316,6 +320,7 @@ class Offload:
         if violations:
             raise InvalidPlan(violations)
         self.trace, self.plan, self._schedule = trace, made, schedule(trace, made)
+        resident.release_free_memory()  # what the solver took
 
     def _note_departure(self) -> None:
         self._schedule = None
@@ -410,6 +415,12 @@ class Offload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _planning_s(trace: Trace) -> float:
+    """How long planning this step may take."""
+    least_s, most_s = PLANNING_LIMITS_S
+    return min(max(PLANNING_STEPS * trace.ideal_s, least_s), most_s)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -1,0 +1,1 @@
+"""What the policies that work through a list of tensors share."""

@@ -1,0 +1,192 @@
+"""The default: everything decided together, near a linear relaxation, and judged by the simulator.
+
+A linear programme over time slots says how much of each inactive period should go which way, and
+proves a bound (`penstock.planners.relaxation.relax`). Its fractions are rounded, what then does not fit is
+repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a
+greedy one are seeds, too: without a solver they are all there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+
+from penstock.core.pressure import tightest_kernel
+from penstock.core.trace import FloatArray
+from penstock.errors import SpillSpaceFull
+from penstock.planners.problem import Decision, Problem
+from penstock.planners.relaxation.relax import relax
+from penstock.planners.search.choices import Choices, choices
+from penstock.planners.search.improve import Candidate, Improver
+from penstock.planners.search.kernels import with_fastest, with_thrifty
+from penstock.planners.search.rounding import HowArray
+from penstock.planners.search.seeds import everything_away, seeds
+from penstock.units import format_bytes, format_bytes_up
+
+GOOD_ENOUGH = 1.0005  # of the bound
+TEMPERATURES = (1e-4, 5e-5)  # of the searches at once, where the start is FAR from the bound or farther
+FAR = 0.05
+ROUNDS = 5  # after each, all go on from the best
+SETTLED = 2e-4  # a round that gains less is the last
+_SOLVING = 0.6  # of the time limit, at most, for the relaxation
+_SEEDING = 0.3  # of what is left then
+WORK = 60_000_000  # changes to try, times kernels and periods
+MOST_CHANGES = 20_000  # per search
+_RESERVE_S = 0.2  # for what comes after the search
+
+_log = logging.getLogger("penstock")
+_told = False
+
+
+def optimal(problem: Problem) -> Decision:
+    """The fastest plan found within the time limit, legal in any case, and the bound that was proven.
+
+    The same input gives the same plan unless the time limit is reached.
+
+    Raises SpillSpaceFull where what has to leave the device has nowhere to go.
+    """
+    deadline_s = time.perf_counter() + problem.time_limit_s
+    ways = [with_fastest(problem.trace, problem.budget_bytes)]
+    thrifty = with_thrifty(problem.trace, problem.budget_bytes)
+    if thrifty[0] != ways[0][0]:
+        ways.append(thrifty)
+    found: list[tuple[float, Decision]] = []
+    for index, (variants, trace) in enumerate(ways):
+        left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(ways) - index)
+        iteration_s, decision = _plan(replace(problem, trace=trace, time_limit_s=left_s))
+        found.append((iteration_s, replace(decision, variants=variants)))
+    best = min(found, key=lambda one: one[0])[1]
+    # What was proven for one choice of variants is nothing for the others.
+    bound_s = 0.0 if best.variants else best.lower_bound_s
+    return replace(best, lower_bound_s=max(bound_s, problem.trace.fastest_s))
+
+
+def _plan(problem: Problem) -> tuple[float, Decision]:
+    """The time of the best plan for a trace without variants, and the plan."""
+    begun_s = time.perf_counter()
+    trace = problem.trace
+    if trace.peak_bytes <= problem.budget_bytes:
+        peak, budget = format_bytes_up(trace.peak_bytes), format_bytes(problem.budget_bytes)
+        reason = f"all of the step's {peak} fit in the budget of {budget}"
+        return trace.ideal_s, Decision(lower_bound_s=trace.ideal_s, reason=reason)
+
+    def left_s() -> float:
+        return max(problem.time_limit_s - (time.perf_counter() - begun_s), 0.0)
+
+    options = choices(problem)
+    bound_s, fractions, note = _relaxed(problem)
+    starts = _starts(problem, options, fractions, _SEEDING * left_s())
+    best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
+    evictions, recomputations = best.absences()
+    reason = f"the best of {best.evaluations} changes tried" + (", until the time limit" * best.timed_out)
+    return best.iteration_s, Decision(
+        evictions=evictions,
+        recomputations=recomputations,
+        lower_bound_s=bound_s,
+        reason=f"{reason}; {note}" if note else reason,
+    )
+
+
+def _relaxed(problem: Problem) -> tuple[float, FloatArray | None, str]:
+    """The bound, the fractions of the relaxation, and why there are none where there are none."""
+    global _told
+    if problem.time_limit_s <= 0:
+        return problem.trace.ideal_s, None, "there was no time for a relaxation"
+    if find_spec("highspy") is None:
+        note = "without a solver nothing was proven: pip install 'penstock[plan]'"
+        if not _told:
+            _log.warning("the plan is searched for without a relaxation: %s", note)
+            _told = True
+        return problem.trace.ideal_s, None, note
+    relaxation = relax(problem, time_limit_s=_SOLVING * problem.time_limit_s)
+    return max(relaxation.bound_s, problem.trace.ideal_s), relaxation.fractions, ""
+
+
+def _starts(
+    problem: Problem, options: Choices, fractions: FloatArray | None, seconds: float
+) -> list[Candidate]:
+    """The seeds as plans that fit, the fastest first."""
+    begun_s = time.perf_counter()
+    improver = Improver(problem, options, fractions)
+
+    def fitted(how: HowArray) -> None:
+        repaired = improver.repaired(how)
+        if repaired is not None:
+            first = improver.improved(*repaired, evaluations=0, seconds=math.inf, target_s=0.0)
+            if math.isfinite(first.iteration_s):
+                found.append(first)
+
+    found: list[Candidate] = []
+    for how in seeds(problem, options, fractions):
+        fitted(how)
+        if found and time.perf_counter() - begun_s >= seconds:
+            break
+    if not found:
+        fitted(everything_away(options))
+    if not found:
+        raise _no_room(problem)
+    return sorted(found, key=lambda start: start.iteration_s)
+
+
+def _search(
+    problem: Problem,
+    options: Choices,
+    fractions: FloatArray | None,
+    starts: Sequence[Candidate],
+    bound_s: float,
+    seconds: float,
+) -> Candidate:
+    """The best plan that several searches find that now and then go on from the best of all."""
+    begun_s = time.perf_counter()
+    trace = problem.trace
+    target_s = bound_s * GOOD_ENOUGH
+    changes = min(MOST_CHANGES, WORK // max(trace.kernels + len(options), 1)) // ROUNDS
+    best = starts[0]
+    improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
+    froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
+    tried, timed_out = 0, seconds <= 0
+    with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
+        for turn in range(ROUNDS):
+            left_s = seconds - (time.perf_counter() - begun_s)
+            if left_s <= 0 or best.iteration_s <= target_s:
+                break
+            far = min((best.iteration_s / max(bound_s, 1e-12) - 1) / FAR, 1.0)
+            searches = [
+                pool.submit(
+                    improver.improved,
+                    start.how,
+                    start.late,
+                    evaluations=changes,
+                    seconds=left_s / (ROUNDS - turn),
+                    target_s=target_s,
+                    temperature=TEMPERATURES[index] * far,
+                    seed=turn * len(TEMPERATURES) + index,
+                )
+                for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
+            ]
+            results = [search.result() for search in searches]
+            before_s = best.iteration_s
+            best = min([best, *results], key=lambda candidate: candidate.iteration_s)
+            tried += sum(result.evaluations for result in results)
+            short = any(result.timed_out for result in results)
+            timed_out = timed_out or short
+            froms = [best] * len(TEMPERATURES)
+            if not short and best.iteration_s > before_s * (1 - SETTLED):
+                break
+    return replace(best, evaluations=tried, timed_out=timed_out)
+
+
+def _no_room(problem: Problem) -> SpillSpaceFull:
+    trace, hardware = problem.trace, problem.hardware
+    kernel = tightest_kernel(trace)
+    return SpillSpaceFull(
+        f"no plan was found that keeps within {format_bytes(problem.budget_bytes)}: the disk budget of "
+        f"{format_bytes(hardware.disk_bytes)} and the host budget of {format_bytes(hardware.host_bytes)} do "
+        f"not hold what has to leave the device, most of it around kernel `{trace.kernel_name[kernel]}`. "
+        "Raise either, or raise the device budget."
+    )

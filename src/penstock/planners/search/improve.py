@@ -1,0 +1,164 @@
+"""The search for a better plan: a thin layer over the C++ that makes changes and replays them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock._native import PlanSearch
+from penstock.core.hardware import LINKS, Hardware
+from penstock.core.plan import Evict, Recompute
+from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.planners.problem import Problem
+from penstock.planners.search.choices import MOVES, RECOMPUTE, Choices
+from penstock.planners.search.rounding import HowArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A plan that keeps to the budget and to every tier.
+
+    how          [P] what happens in each period
+    late         [P] bool: the copy starts only before the period, though it could earlier
+    columns      tensor, after, begin, end, prefetch_at, how of each absence that follows from that
+    iteration_s  what the replay says
+    timed_out    the search stopped for want of time
+    """
+
+    how: HowArray
+    late: HowArray
+    columns: tuple[IntArray, ...]
+    iteration_s: float
+    evaluations: int = 0
+    timed_out: bool = False
+
+    def absences(self) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
+        """The same as parts of a Plan, each in the order that a Plan asks for."""
+        evictions, recomputations = [], []
+        for tensor, after, begin, end, prefetch_at, how in zip(
+            *(column.tolist() for column in self.columns), strict=True
+        ):
+            if how == RECOMPUTE:
+                recomputations.append(Recompute(tensor, begin, end))
+            else:
+                tier, codec = MOVES[how]
+                evictions.append(Evict(tensor, after, begin, end, prefetch_at, tier, codec))
+        evictions.sort(key=lambda evict: evict.after)
+        return tuple(evictions), tuple(recomputations)
+
+
+class Improver:
+    """What can be done with a problem's periods, and the means to try it. Not for two threads at once."""
+
+    def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
+        """bias: [P, WAYS] how much of each period goes which way in the relaxation."""
+        favour = np.zeros_like(choices.cost_s) if bias is None else bias
+        self._search = PlanSearch(
+            _trace_columns(problem.trace), _machine_columns(problem), _choice_columns(choices, favour)
+        )
+        self._count = len(choices)
+
+    def repaired(self, how: HowArray, late: HowArray | None = None) -> tuple[HowArray, HowArray] | None:
+        """The nearest choice found that fits, without what it does not need; None where none was."""
+        found = self._search.repair(how, self._late(late))
+        return None if found is None else (np.asarray(found), self._late(late))
+
+    def improved(
+        self,
+        how: HowArray,
+        late: HowArray | None = None,
+        *,
+        evaluations: int,
+        seconds: float,
+        target_s: float,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Candidate:
+        """The best found near a choice that fits, with all its prefetches placed.
+
+        evaluations   how many changes are tried, of all that time allows
+        target_s      an iteration time that is good enough
+        temperature   how much worse a change may be at first, as a fraction of the iteration time
+        """
+        found = self._search.improve(how, self._late(late), evaluations, seconds, target_s, temperature, seed)
+        new_how, new_late, iteration_s, columns, count, timed_out = found
+        return Candidate(new_how, new_late, tuple(columns), iteration_s, count, timed_out)
+
+    def _late(self, late: HowArray | None) -> HowArray:
+        return np.zeros(self._count, dtype=np.int8) if late is None else late
+
+
+def _trace_columns(trace: Trace) -> dict[str, object]:
+    recompute = trace.tensor_recompute if len(trace.tensor_recompute) else np.full(trace.tensors, -1)
+    return {
+        "kernels": trace.kernels,
+        "saved": trace.evictable == "saved",
+        "bytes": _integers(trace.tensor_bytes),
+        "compressed": _compressed_bytes(trace),
+        "birth": _integers(np.clip(trace.tensor_birth, 0, trace.kernels)),
+        "death": _integers(np.clip(trace.tensor_death, 0, trace.kernels)),
+        "persistent": trace.tensor_persistent.astype(np.uint8),
+        "producer": _integers(recompute),
+        "outputs": (_integers(trace.outputs.starts), _integers(trace.outputs.values)),
+        "writers": (_integers(trace.writers.starts), _integers(trace.writers.values)),
+        "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
+        "workspace_bytes": _integers(trace.kernel_workspace_bytes),
+    }
+
+
+def _machine_columns(problem: Problem) -> dict[str, object]:
+    trace, hardware = problem.trace, problem.hardware
+    sizes = (trace.tensor_bytes, _compressed_bytes(trace))
+    return {
+        "budget": int(problem.budget_bytes),
+        "shares_bus": bool(hardware.disk_shares_bus),
+        "duplex": float(hardware.duplex),
+        "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
+        "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+        "links": [
+            (
+                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
+                *(_rates(hardware, link, size) for size in sizes),
+            )
+            for link in LINKS
+        ],
+        "host_bytes": int(hardware.host_bytes),
+        "disk_bytes": int(hardware.disk_bytes),
+    }
+
+
+def _choice_columns(choices: Choices, bias: FloatArray) -> dict[str, object]:
+    return {
+        "tensor": choices.tensor,
+        "begin": choices.begin,
+        "end": choices.end,
+        "ready": choices.ready,
+        "size_bytes": _integers(choices.size_bytes),
+        "allowed": np.packbits(choices.allowed, axis=1, bitorder="little").reshape(-1),
+        "cost_s": np.ascontiguousarray(choices.cost_s).reshape(-1),
+        "bias": np.ascontiguousarray(bias, dtype=np.float64).reshape(-1),
+        "order": _integers(choices.order),
+        "parent_starts": _integers(choices.parents.starts),
+        "parents": _integers(choices.parents.values),
+    }
+
+
+def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
+    """[T] bytes per second of each tensor on ``link`` when nothing else uses it; 0 where there is no link."""
+    if link not in hardware.measured_rates:
+        return np.full(len(size_bytes), hardware.rate_bytes_per_s(link))
+    distinct, position = np.unique(np.maximum(size_bytes, 1), return_inverse=True)
+    rates = np.array([size / hardware.transfer_s(link, size) for size in distinct.tolist()])
+    result: FloatArray = rates[position] if len(rates) else np.zeros(0)
+    return result
+
+
+def _compressed_bytes(trace: Trace) -> IntArray:
+    if not len(trace.tensor_density):
+        return _integers(trace.tensor_bytes)
+    return np.array([trace.compressed_bytes(tensor) for tensor in range(trace.tensors)], dtype=np.int64)
+
+
+def _integers(values: IntArray) -> IntArray:
+    return np.ascontiguousarray(values, dtype=np.int64)

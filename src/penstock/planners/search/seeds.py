@@ -1,0 +1,55 @@
+"""Where the search for a good plan starts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from penstock.core.plan import Evict
+from penstock.core.trace import FloatArray
+from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.planners.g10 import g10
+from penstock.planners.problem import Problem
+from penstock.planners.search.choices import KEEP, MOVES, Choices
+from penstock.planners.search.rounding import HowArray, round_fractions
+
+
+def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> Iterator[HowArray]:
+    """[P] what could happen in each period, several times; none need fit.
+
+    The rounded relaxation where there is one; nothing at all, of which repair makes a greedy plan, and with
+    recomputation a knapsack's; and G10's plan.
+    """
+    if fractions is not None:
+        yield round_fractions(problem.trace, choices, fractions)
+    yield np.zeros(len(choices), dtype=np.int8)
+    with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
+        yield of_evictions(choices, g10(problem).evictions)
+
+
+def of_evictions(choices: Choices, evictions: Iterable[Evict]) -> HowArray:
+    """[P] the way that each period goes in a plan without recomputations."""
+    ways = {name: way for way, name in MOVES.items()}
+    by_tensor: dict[int, list[int]] = {}
+    for period, tensor in enumerate(choices.tensor.tolist()):
+        by_tensor.setdefault(tensor, []).append(period)
+    how: HowArray = np.full(len(choices), KEEP, dtype=np.int8)
+    for evict in evictions:
+        for period in by_tensor.get(evict.tensor, []):
+            way = ways[evict.tier, evict.codec]
+            inside = choices.begin[period] <= evict.begin < evict.end <= choices.end[period]
+            if inside and choices.allowed[period, way]:
+                how[period] = way
+    return how
+
+
+def everything_away(choices: Choices) -> HowArray:
+    """[P] every period the cheapest way to a tier that it can go."""
+    moves = np.array(sorted(MOVES))
+    cost_s = choices.cost_s[:, moves]
+    how: HowArray = np.where(np.isfinite(cost_s).any(axis=1), moves[cost_s.argmin(axis=1)], KEEP).astype(
+        np.int8
+    )
+    return how

@@ -1,0 +1,93 @@
+"""What a captured trace says of recomputation and compression, and of machines that are not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import penstock
+from penstock.capture import datasheets
+from penstock.capture.roofline import DATA_SHEETS
+from penstock.errors import InvalidArgument
+
+
+def captured(**options: object) -> penstock.Trace:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(64, 64)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(32, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    return penstock.trace(step, **options)  # type: ignore[arg-type]
+
+
+def made_by(trace: penstock.Trace, name: str) -> int:
+    """The first result of the first kernel of this name."""
+    return int(trace.outputs[trace.kernel_name.index(name)][0])
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_results_of_repeatable_kernels_can_be_made_anew(fake: bool) -> None:
+    trace = captured(fake=fake)
+    for name in ("addmm", "relu"):
+        assert trace.tensor_recompute[made_by(trace, name)] == trace.kernel_name.index(name)
+
+
+def test_random_numbers_edited_tensors_and_gradients_cannot() -> None:
+    trace = captured(fake=False)
+    random = made_by(trace, "bernoulli_")
+    assert trace.tensor_recompute[random] == -1
+    backward = [kernel for kernel in range(trace.kernels) if trace.kernel_phase[kernel] == 1]
+    for kernel in backward:
+        assert (trace.tensor_recompute[trace.outputs[kernel]] == -1).all()
+
+
+def test_the_zeros_of_what_is_saved_are_counted() -> None:
+    trace = captured(fake=False, density=True)
+    rectified = made_by(trace, "relu")
+    assert 0.3 < trace.tensor_density[rectified] < 0.7
+    size_bytes = 32 * 64 * 4
+    assert trace.tensor_itemsize[rectified] == 4
+    packed = trace.compressed_bytes(rectified)
+    assert packed == size_bytes // 32 + round(trace.tensor_density[rectified] * 32 * 64) * 4
+    assert not len(captured(fake=False).tensor_density)
+
+
+def test_a_density_can_be_assumed() -> None:
+    trace = captured().with_density({"relu": 0.25})
+    assert trace.tensor_density[made_by(trace, "relu")] == 0.25
+    assert trace.tensor_density[made_by(trace, "addmm")] == 1.0
+    with pytest.raises(InvalidArgument, match=r"density of 'relu' is 1\.5"):
+        trace.with_density({"relu": 1.5})
+    with pytest.raises(InvalidArgument, match="no zeros to count"):
+        captured(density=True)
+
+
+def test_all_tensors_can_be_made_evictable_for_a_study() -> None:
+    saved, everything = captured(), captured(evictable="all")
+    assert everything.evictable == "all"
+    weights = {period.tensor for period in everything.inactive_periods if period.end >= everything.kernels}
+    assert weights and all(everything.tensor_persistent[list(weights)])
+    assert not any(saved.tensor_persistent[period.tensor] for period in saved.inactive_periods)
+    with pytest.raises(InvalidArgument, match="evictable is 'none'"):
+        captured(evictable="none")
+
+
+def test_data_sheets_make_hardware() -> None:
+    one = datasheets.hardware("h200", bus="pcie5", drives=1, drive="pcie5", host_bytes=1 << 30)
+    four = datasheets.hardware("h200", bus="pcie5", drives=4, drive="pcie5")
+    assert one.device_bytes == DATA_SHEETS["h200"].memory_bytes
+    assert four.disk_read_bytes_per_s == 4 * one.disk_read_bytes_per_s
+    assert one.disk_shares_bus
+    assert datasheets.hardware("a100", drives=0).disk_bytes == 0
+    for options in ({"bus": "isa"}, {"drive": "floppy"}, {"drives": -1}):
+        with pytest.raises(InvalidArgument):
+            datasheets.hardware("a100", **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="no data sheet"):
+        datasheets.hardware("abacus")
