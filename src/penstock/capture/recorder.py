@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.core.repeat import harmless_makers
 from penstock.core.trace import KINDS, PHASES, Lists, Trace
 
 FORWARD, BACKWARD, OPTIMIZER = range(len(PHASES))
@@ -66,6 +67,17 @@ def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 @cache
+def _is_random(operator: Any) -> bool:
+    """Whether it gives other results if it is run again: random numbers, or sums in any order."""
+    tags = getattr(operator, "tags", ())
+    return any(
+        tag in tags
+        for name in ("nondeterministic_seeded", "nondeterministic_bitwise")
+        if (tag := getattr(torch.Tag, name, None)) is not None
+    )
+
+
+@cache
 def _name(operator: Any) -> str:
     return str(operator._schema.name).removeprefix("aten::")
 
@@ -81,6 +93,9 @@ class _Tensor:
     saves: int = 0  # holds that autograd has
     references: int = 0  # those of them that keep the storage in memory
     storages: int = 1  # storages in memory now: itself, or its copy brought back
+    maker: int = -1  # kernel that makes it, the same again if it is run again
+    itemsize: int = 1
+    density: float = 1.0
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
@@ -150,6 +165,7 @@ class Recorder(TorchDispatchMode):
         self._excluded_s = 0.0
         self._passed = 0  # operators since the last kernel that were not recorded
         self._in_optimizer = False
+        self._densities_known = False
         self._hooks: list[Any] = []
         self._paused = False
         self._finished = False  # what happens after the iteration is not part of it
@@ -176,6 +192,11 @@ class Recorder(TorchDispatchMode):
         if watch is not None:
             return watch.tensor
         return self._born(storage, kind=INPUT, before=True)
+
+    def has_density(self, tensor: int, density: float) -> None:
+        """This fraction of the tensor's elements is not zero."""
+        self._tensors[tensor].density = density
+        self._densities_known = True
 
     def is_movable(self, tensor: int) -> bool:
         """Whether the iteration made this tensor: only then can it leave memory for a while."""
@@ -312,6 +333,7 @@ class Recorder(TorchDispatchMode):
         self._phases.append(self._phase())
         self._inputs.append(sorted(inputs))
         self._outputs.append(sorted(made | written))
+        self._note_makers(operator, result, made, written)
         self._left_s = time.perf_counter()
         return result
 
@@ -329,6 +351,19 @@ class Recorder(TorchDispatchMode):
             elif known not in inputs:
                 made.add(known)
         return None if not produced and not written and inputs and _has_tensors(result) else made
+
+    def _note_makers(self, operator: Any, result: Any, made: set[int], written: set[int]) -> None:
+        """Remember which kernel could make its results again, bit for bit: one of the forward pass that
+        writes nothing in place and draws no random numbers. (A batch norm moves its running statistics,
+        which its schema does not say; run again, it is given none.)"""
+        kernel = len(self._names) - 1
+        for tensor in tensors_in(result):
+            watch = self._watches.get(tensor.untyped_storage()._cdata)
+            if watch is not None and watch.tensor in made:
+                self._tensors[watch.tensor].itemsize = tensor.element_size()
+        repeats = self._phases[-1] == FORWARD and not written and not _is_random(operator)
+        for index in made | written:
+            self._tensors[index].maker = kernel if repeats and index in made else -1
 
     def _phase(self) -> int:
         if self._in_optimizer:
@@ -396,7 +431,9 @@ class Recorder(TorchDispatchMode):
 
     # -- the result ----------------------------------------------------------------------------
 
-    def trace(self, *, measured: bool, notes: Mapping[str, str] | None = None) -> Trace:
+    def trace(
+        self, *, measured: bool, notes: Mapping[str, str] | None = None, evictable: str = "saved"
+    ) -> Trace:
         """What was recorded. Tensors still alive at the end that the optimizer made are persistent."""
         count = self.kernels
         for tensor, begin, end in self._spans:
@@ -415,17 +452,20 @@ class Recorder(TorchDispatchMode):
             for entry, dead in zip(self._tensors, death, strict=True)
         ]
         integers = np.int64
+        inputs, outputs = Lists.of([sorted(entry) for entry in self._inputs]), Lists.of(self._outputs)
+        makers = np.array([entry.maker for entry in self._tensors], dtype=integers)
+        lasting = np.array(persistent, dtype=np.bool_)
         return Trace(
             kernel_name=tuple(self._names),
             kernel_time_s=np.array(self._times_s, dtype=np.float64),
             kernel_workspace_bytes=np.array(self._workspace, dtype=integers)
             + np.array(self._unknown_bytes, dtype=integers),
             kernel_phase=np.array(self._phases, dtype=integers),
-            inputs=Lists.of([sorted(entry) for entry in self._inputs]),
-            outputs=Lists.of(self._outputs),
+            inputs=inputs,
+            outputs=outputs,
             tensor_bytes=np.array([entry.size_bytes for entry in self._tensors], dtype=integers),
             tensor_kind=np.array([entry.kind for entry in self._tensors], dtype=integers),
-            tensor_persistent=np.array(persistent, dtype=np.bool_),
+            tensor_persistent=lasting,
             tensor_birth=np.array(birth, dtype=integers),
             tensor_death=np.array(death, dtype=integers),
             tensor_held_until=np.array(held_until, dtype=integers),
@@ -433,6 +473,12 @@ class Recorder(TorchDispatchMode):
             save_kernel=np.array(self._save_kernel, dtype=integers),
             load_tensor=np.array(self._load_tensor, dtype=integers),
             load_kernel=np.array(self._load_kernel, dtype=integers),
+            evictable=evictable,
+            tensor_recompute=harmless_makers(makers, inputs, outputs, lasting),
+            tensor_itemsize=np.array([entry.itemsize for entry in self._tensors], dtype=integers),
+            tensor_density=np.array(
+                [entry.density for entry in self._tensors] if self._densities_known else [], dtype=np.float64
+            ),
             measured=measured,
             notes=dict(notes or {}),
         )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.capture.recorder import Recorder, costs_of_recording
 from penstock.capture.roofline import DATA_SHEETS, estimator, measure_cpu
-from penstock.core.trace import Trace
+from penstock.core.trace import EVICTABLE, Trace
 from penstock.errors import InvalidArgument
 
 
@@ -40,10 +40,14 @@ class _Hold:
 
 
 class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that keep every tensor and tell the recorder."""
+    """Saved-tensor hooks that keep every tensor and tell the recorder.
 
-    def __init__(self, recorder: Recorder) -> None:
+    counts_zeros   measure the density of what is saved
+    """
+
+    def __init__(self, recorder: Recorder, counts_zeros: bool = False) -> None:
         self._recorder = recorder
+        self._counts_zeros = counts_zeros
         self._seen: set[tuple[int, int]] = set()
         super().__init__(self._pack, self._unpack)
 
@@ -55,6 +59,12 @@ class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if key not in self._seen:
             self._seen.add(key)
             self._recorder.saved(tensor)
+            if self._counts_zeros and saved.is_floating_point():
+                begun_s = time.perf_counter()
+                with self._recorder.paused():
+                    nonzero = int(torch.count_nonzero(saved.detach()))
+                self._recorder.exclude(time.perf_counter() - begun_s)
+                self._recorder.has_density(tensor, nonzero / max(saved.numel(), 1))
         return _Hold(self._recorder, tensor, saved)
 
     def _unpack(self, packed: torch.Tensor | _Hold) -> torch.Tensor:
@@ -200,6 +210,8 @@ def trace(
     device: str = "cpu",
     warmup: int = 1,
     mode: FakeTensorMode | None = None,
+    evictable: str = "saved",
+    density: bool = False,
 ) -> Trace:
     """Capture one whole iteration, such as forward, backward and optimizer, as a Trace.
 
@@ -211,11 +223,18 @@ def trace(
              in penstock.capture.roofline.DATA_SHEETS. When real: the device the step runs on.
     warmup   iterations before the one that is recorded, so that the optimizer's state exists
     mode     the fake mode the model was built in, if it was
+    evictable   as of Trace. "saved": what `offload` can carry out. "all": weights, gradients and the
+             optimizer's state may leave too, for studies
+    density  count the zeros of what autograd saves, which compression lives on; needs a real run
 
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
+    if evictable not in EVICTABLE:
+        raise InvalidArgument(f"evictable is {evictable!r}: give one of {', '.join(map(repr, EVICTABLE))}")
     if not fake:
-        return _trace_real(step, torch.device(device), warmup)
+        return _trace_real(step, torch.device(device), warmup, evictable, density)
+    if density:
+        raise InvalidArgument("a fake tensor has no zeros to count: take density=True out, or fake=False in")
     if device != "cpu" and device not in DATA_SHEETS:
         raise InvalidArgument(f"no data sheet for {device!r}: give one of cpu, {', '.join(DATA_SHEETS)}")
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
@@ -234,17 +253,20 @@ def trace(
         ) from error
     finally:
         twins.restore_gradients()
-    return recorders[-1].trace(measured=False, notes={"device": device, "torch": str(torch.__version__)})
+    notes = {"device": device, "torch": str(torch.__version__)}
+    return recorders[-1].trace(measured=False, notes=notes, evictable=evictable)
 
 
-def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
+def _trace_real(
+    step: Callable[[], object], device: torch.device, warmup: int, evictable: str, density: bool
+) -> Trace:
     for _ in range(warmup):
         step()
     meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
     recorder = Recorder(meter, costs=costs_of_recording(meter))
     begun_s = time.perf_counter()
-    with recorder, _SavedTensors(recorder):
+    with recorder, _SavedTensors(recorder, density):
         step()
     step_s = time.perf_counter() - begun_s
     notes = {"device": str(device), "torch": str(torch.__version__), "step_s": f"{step_s:.6f}"}
-    return recorder.trace(measured=True, notes=notes)
+    return recorder.trace(measured=True, notes=notes, evictable=evictable)
