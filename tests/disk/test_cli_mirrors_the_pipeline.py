@@ -64,12 +64,71 @@ def test_each_stage_reads_what_the_last_one_wrote(folder: Path, capsys: pytest.C
     planned = ask(capsys, "plan", "trace.json.gz", *stage, "--device-budget", BUDGET)
     assert planned["minimum_bytes"] <= 1400 * 1024 < planned["in_memory_bytes"]
     assert planned["evictions"] == len(penstock.Plan.load("plan.json").evictions) > 0
-    budgets = [row["device_budget_bytes"] for row in planned["budgets"]]
-    assert budgets == sorted(budgets) and 1400 * 1024 in budgets
+    assert planned["lower_bound_s"] <= planned["predicted_s"]
+    assert planned["gap"] == pytest.approx(planned["predicted_s"] / planned["lower_bound_s"] - 1)
+    assert planned["summary"]["budget_bytes"] == 1400 * 1024
 
     simulated = ask(capsys, "simulate", "trace.json.gz", "plan.json", *stage)
     assert simulated["iteration_s"] == pytest.approx(planned["predicted_s"])
     assert penstock.Timeline.load("timeline.json.gz").peak_bytes == simulated["peak_bytes"]
+
+
+def test_policies_and_budgets_are_shown_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "trace", "model.py:build")
+    arguments = ("plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", BUDGET)
+    asked = ("--policy", "g10", "--compare", "--budgets", "--time-limit", "1")
+    planned = ask(capsys, *arguments, *asked)
+    assert {row["policy"] for row in planned["policies"]} == set(penstock.planners.POLICIES)
+    times = [row["summary"]["predicted_s"] for row in planned["policies"] if row["summary"]]
+    assert times == sorted(times)
+    assert all(row["reason"] for row in planned["policies"] if not row["summary"])
+    budgets = [row["device_budget_bytes"] for row in planned["budgets"]]
+    assert budgets == sorted(budgets) and 1400 * 1024 in budgets
+
+    assert cli.main([*arguments, *asked]) == 0
+    shown = capsys.readouterr().out
+    assert "keep: the policy 'keep' needs" in shown and "limited by" in shown
+
+
+def test_liberties_are_taken_only_where_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "trace", "model.py:build")
+    arguments = ("plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", BUDGET)
+    assert ask(capsys, *arguments)["recomputations"] == 0
+    freed = ask(capsys, *arguments, "--recompute", "--compress", "--time-limit", "2")
+    assert freed["recomputations"] == len(penstock.Plan.load("plan.json").recomputations)
+
+
+def test_a_plan_is_reported_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "trace", "model.py:build")
+    stage = ("--hardware", "given.json")
+    ask(capsys, "plan", "trace.json.gz", *stage, "--device-budget", BUDGET)
+    ask(capsys, "simulate", "trace.json.gz", "plan.json", *stage)
+    files = ("report", "trace.json.gz", "plan.json", *stage)
+    assert ask(capsys, *files, "--no-policies")["written"] == ["report.html"]
+    assert "<h2>Policies</h2>" not in Path("report.html").read_text()
+    measured = ("--measured", "timeline.json.gz", "--time-limit", "1", "-o", "both.html")
+    reported = ask(capsys, *files, *measured)
+    assert {row["policy"] for row in reported["policies"]} == set(penstock.planners.POLICIES)
+    page = Path("both.html").read_text()
+    assert "<h2>Policies</h2>" in page and "<h2>Predicted against measured</h2>" in page
+
+
+def test_other_machines_are_asked_about(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "trace", "model.py:build")
+    sweep = ("--budget", "1400KiB,1600KiB", "--disks", "1,4", "--disk-rate", "50MB/s", "--seconds", "4")
+    arguments = ("whatif", "trace.json.gz", "--hardware", "given.json", *sweep)
+    answer = ask(capsys, *arguments, "-o", "sweep.json")
+    assert json.loads(Path("sweep.json").read_text())["cells"] == answer["cells"]
+    cells = answer["cells"]
+    assert [(cell["device_budget_bytes"], cell["disks"]) for cell in cells] == [
+        (budget * 1024, disks) for budget in (1400, 1600) for disks in (1, 4)
+    ]
+    assert all(cell["predicted_s"] >= cell["lower_bound_s"] for cell in cells)
+    assert cells[1]["disk_write_bytes_per_s"] == 2e8
+    assert cells[1]["predicted_s"] <= cells[0]["predicted_s"]
+    assert cli.main([*arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "limited by" in shown and "the disk is" in shown
 
 
 def test_a_run_leaves_a_folder_that_can_be_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +143,8 @@ def test_a_run_leaves_a_folder_that_can_be_reported(folder: Path, capsys: pytest
     reported = ask(capsys, "report", "kept/run", "-o", "picture.png")
     assert reported["report"] == run["report"]
     assert (folder / "picture.png").stat().st_size > 20_000
+    assert ask(capsys, "report", "kept/run", "--no-policies")["written"] == ["kept/run/report.html"]
+    assert "<h2>Predicted against measured</h2>" in (folder / "kept" / "run" / "report.html").read_text()
 
 
 def test_a_short_run_has_no_measured_timeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +152,7 @@ def test_a_short_run_has_no_measured_timeline(folder: Path, capsys: pytest.Captu
     run = ask(capsys, "run", "model.py:build", *options)
     assert run["report"]["steps"] == 1
     assert not Path("penstock-run/timeline.json.gz").exists()
-    assert ask(capsys, "report", "penstock-run")["written"] == ["penstock-run/picture.png"]
+    assert ask(capsys, "report", "penstock-run", "--no-policies")["written"] == ["penstock-run/report.html"]
 
 
 def test_a_real_trace_is_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +171,8 @@ def test_people_read_tables_and_the_files_written(folder: Path, capsys: pytest.C
     budget = ["--device-budget", BUDGET]
     assert cli.main(["plan", "trace.json.gz", "--hardware", "given.json", *budget]) == 0
     shown = capsys.readouterr().out
-    assert "1.37 MiB" in shown and shown.endswith("wrote plan.json\n")
+    assert "1.37 MiB budget" in shown and shown.endswith("wrote plan.json\n")
+    assert "above the bound" in shown and "x the ideal" in shown and "disk" in shown
     assert cli.main(["simulate", "trace.json.gz", "plan.json", "--hardware", "given.json"]) == 0
     assert "the plan is legal" in capsys.readouterr().out
 

@@ -75,11 +75,20 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
         (("trace", "model.py:build", "--real", "--device", "a100"), "leave it out with --real"),
         (("plan", "none.json", "--hardware", "given.json", "--device-budget", "1MiB"), "none.json: No such"),
         (("plan", "given.json", "--hardware", "given.json", "--device-budget", "1MiB"), "file of a Trace"),
-        (("plan", "notes.txt", "--hardware", "given.json", "--device-budget", "1MiB"), "is not a penstock"),
+        (
+            ("plan", "notes.txt", "--hardware", "given.json", "--device-budget", "1MiB"),
+            "is not a whole JSON file",
+        ),
         (("probe", "--spill-dir", "nowhere", "--seconds", "0.2"), "nowhere"),
         (("probe", "--device", "abacus"), "abacus"),
         (("report", "nowhere"), "nowhere is no folder"),
         (("report", "."), "has no trace.json.gz"),
+        (("report", "given.json"), "given.json alone is no report: give FOLDER, or TRACE PLAN"),
+        (("report", "given.json", "given.json"), "need --hardware FILE"),
+        (("report", "a", "b", "c"), "give one FOLDER, or two files"),
+        (("report", ".", "--hardware", "given.json"), "a FOLDER has its own"),
+        (("whatif", "none.json", "--hardware", "given.json"), "none.json: No such"),
+        (("whatif", "notes.txt", "--hardware", "given.json"), "notes.txt"),
         ((*RUN, "1GiB", "-o", "notes.txt"), "notes.txt: "),
         ((*RUN, "1GiB", "--spill-dir", "nowhere"), "nowhere"),
     ],
@@ -98,6 +107,37 @@ def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str
         cli.main([*RUN[:-1], f"--device-budget={budget}"])
     assert refusal.value.code == 1
     assert "is not a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--disks", "0"), "'0' is no number of disks: give 1 or more"),
+        (("--disks", "1,few"), "'few' is no number of disks"),
+        (("--disk-rate", "0GB/s"), "give one above zero"),
+        (("--disk-rate", "fast"), "is not a size"),
+        (("--budget", "8GiB,"), "is not a size"),
+        (("--host=-1GiB",), "is not a size"),
+        (("--seconds", "soon"), "is no number of seconds"),
+        (("--policy", "best"), "invalid choice: 'best'"),
+    ],
+)
+def test_what_a_sweep_cannot_read(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(["whatif", "trace.json.gz", "--hardware", "given.json", *arguments])
+    assert refusal.value.code == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_sweep_that_fits_nowhere_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["whatif", "trace.json.gz", "--hardware", "given.json", "--budget", "1KiB,2KiB"]
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr().out
+    assert "cannot" in shown and "raise the budget to" in shown and "No plan fits" in shown
+    assert cli.main(["whatif", "trace.json.gz", "trace.json.gz", "--hardware", "given.json"]) == 1
+    assert "two traces are called trace" in capsys.readouterr().err
 
 
 def test_a_plan_below_the_minimum_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +184,7 @@ def test_the_scripts_own_errors_keep_their_traceback(folder: Path) -> None:
         cli.main(["trace", "broken.py:build"])
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+@pytest.mark.parametrize("package", ["rich", "matplotlib", "plotly"])
 def test_a_missing_extra_is_named(
     package: str, traced: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +200,7 @@ def test_a_missing_extra_is_named(
     for module in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(builtins, "__import__", without)
-    assert cli.main(["report", "penstock-run"]) == 1
-    extra = {"rich": "cli", "matplotlib": "report"}[package]
+    output = "page.html" if package == "plotly" else "picture.png"
+    assert cli.main(["report", "penstock-run", "--no-policies", "-o", output]) == 1
+    extra = {"rich": "cli", "matplotlib": "report", "plotly": "report"}[package]
     assert f"pip install 'penstock[{extra}]'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import penstock
 from penstock.capture.roofline import DATA_SHEETS
-from penstock.cli import checkpoint, commands, training
+from penstock.cli import checkpoint, commands, planning, reporting, training
 from penstock.cli.output import Answer
 from penstock.cli.ways import ways as compare_ways
 from penstock.errors import InvalidSize
@@ -29,6 +29,19 @@ batches is an iterable, and loss(model, batch) the scalar to minimise:
       optimizer = torch.optim.AdamW(model.parameters())
       batches = [torch.randn(64, 1024) for _ in range(100)]
       return model, optimizer, batches, lambda model, batch: model(batch).square().mean()
+"""
+
+
+REPORT_HELP = """\
+SOURCE is the FOLDER that `penstock run` wrote, or a TRACE and a PLAN, with --hardware.
+"""
+
+WHATIF_HELP = """\
+Every combination is planned for. "limited by" names the resource of which twice as much would help the
+plan most. The disk counts as fast enough where one that never keeps the plan waiting would save less
+than 5 % of the step.
+
+  penstock whatif trace.json.gz --hardware hardware.json --budget 8GiB,16GiB --disks 1,2,4 --disk-rate 3.2GB/s
 """
 
 
@@ -73,14 +86,17 @@ def parser() -> argparse.ArgumentParser:
     )
     _written(trace, "trace.json.gz")
 
-    plan = _command(names, "plan", commands.plan, "decide what leaves the device, and predict the step")
+    plan = _command(names, "plan", planning.plan, "decide what leaves the device, and predict the step")
     plan.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     _hardware(plan)
     _budget(plan)
     _policy(plan)
+    _liberties(plan)
+    plan.add_argument("--compare", action="store_true", help="show what every policy makes of it")
+    plan.add_argument("--budgets", action="store_true", help="show what other device budgets bring")
     _written(plan, "plan.json")
 
-    simulate = _command(names, "simulate", commands.simulate, "judge a plan, and replay it event by event")
+    simulate = _command(names, "simulate", planning.simulate, "judge a plan, and replay it event by event")
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     simulate.add_argument("plan", type=Path, metavar="PLAN", help="file that `penstock plan` wrote")
     _hardware(simulate)
@@ -112,14 +128,56 @@ def parser() -> argparse.ArgumentParser:
     _policy(run)
     _written(run, "penstock-run", "FOLDER")
 
-    report = _command(names, "report", commands.report, "hold a run against its prediction, with a picture")
-    report.add_argument("folder", type=Path, metavar="FOLDER", help="that `penstock run` wrote")
-    report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the picture; default: picture.png in FOLDER"
-    )
-
+    _report(names)
+    _whatif(names)
     _checkpoint(names)
     return root
+
+
+def _report(names: argparse._SubParsersAction[_Parser]) -> None:
+    report = _command(
+        names, "report", reporting.report, "show a plan, and hold a run against it, in one page", REPORT_HELP
+    )
+    report.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="FOLDER, or TRACE PLAN")
+    report.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="that `penstock probe` wrote; with TRACE PLAN"
+    )
+    report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
+    report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
+    _liberties(report, "for the table of policies: ", time_limit_s=5.0)
+    report.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=".html for the page, .png, .svg or .pdf for a picture; default: report.html, in FOLDER",
+    )
+
+
+def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
+    whatif = _command(
+        names, "whatif", reporting.whatif, "plan for other machines: is the disk fast enough?", WHATIF_HELP
+    )
+    whatif.add_argument("trace", type=Path, nargs="+", metavar="TRACE", help="one for each batch size")
+    _hardware(whatif)
+    whatif.add_argument(
+        "--budget", type=_sizes, metavar="SIZE,...", help="device budgets; default: all of the device"
+    )
+    whatif.add_argument("--host", type=_sizes, metavar="SIZE,...", help="host memory; default: as measured")
+    whatif.add_argument(
+        "--disks", type=_counts, default=[1], metavar="N,...", help="disks that work as one; default: 1"
+    )
+    whatif.add_argument(
+        "--disk-rate", type=_rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
+    )
+    _policy(whatif)
+    _liberties(whatif, time_limit_s=None)
+    whatif.add_argument(
+        "--seconds", type=_seconds, default=60.0, help="time to take, about; default: %(default)g"
+    )
+    whatif.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the table as JSON; default: do not"
+    )
 
 
 def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
@@ -201,7 +259,24 @@ def _budget(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", choices=("auto", *POLICIES), default="auto", help="default: %(default)s")
+    parser.add_argument("--policy", choices=tuple(POLICIES), default="optimal", help="default: %(default)s")
+
+
+def _liberties(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
+    parser.add_argument(
+        "--recompute", action="store_true", help=f"{purpose}tensors may be made anew instead of moved"
+    )
+    parser.add_argument(
+        "--compress", action="store_true", help=f"{purpose}tensors may be moved compressed, without loss"
+    )
+    if time_limit_s is not None:
+        parser.add_argument(
+            "--time-limit",
+            type=_seconds,
+            default=time_limit_s,
+            metavar="SECONDS",
+            help=f"{purpose}to plan in; what is best then counts; default: %(default)g",
+        )
 
 
 def _written(parser: argparse.ArgumentParser, default: str, metavar: str = "FILE") -> None:
@@ -217,7 +292,32 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _count(text: str) -> int:
+def _sizes(text: str) -> list[int]:
+    return [_size(part) for part in text.split(",")]
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part, "disks") for part in text.split(",")]
+
+
+def _rate(text: str) -> float:
+    size = _size(text.strip().removesuffix("/s"))
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: give one above zero, such as 3.2GB/s")
+    return float(size)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: give 0 or more")
+    return seconds
+
+
+def _count(text: str, what: str = "steps") -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}: give 1 or more")
     return int(text)

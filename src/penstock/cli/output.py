@@ -22,14 +22,16 @@ DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column titles.
+    """Rows of text under column titles; without titles, names and what they stand for.
 
     chosen   index of the row to bring out
+    notes    lines below
     """
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     chosen: int | None = None
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,13 @@ def show(answer: Answer, *, as_json: bool) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for part in answer.shown:
-        console.print(_rich_table(part) if isinstance(part, Table) else part)
+        if not isinstance(part, Table):
+            console.print(part)
+        else:
+            drawn = _rich_table(part) if part.columns else _rich_names(part)
+            _print_whole(console, drawn)
+        for note in part.notes if isinstance(part, Table) else ():
+            console.print(f"  {note}")
     for path in answer.written:
         console.print(f"wrote {path}")
 
@@ -106,4 +114,21 @@ def _rich_table(table: Table) -> Any:
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for index, row in enumerate(table.rows):
         drawn.add_row(*row, style="bold" if index == table.chosen else None)
+    return drawn
+
+
+def _print_whole(console: Console, drawn: Any) -> None:
+    """As wide as it needs to be: in a narrow window its lines wrap, and nothing is cut."""
+    width = console.width
+    console.width = max(width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
+    console.print(drawn)
+    console.width = width
+
+
+def _rich_names(table: Table) -> Any:
+    import rich.table
+
+    drawn = rich.table.Table.grid(padding=(0, 2))
+    for row in table.rows:
+        drawn.add_row(*row)
     return drawn

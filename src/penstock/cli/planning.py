@@ -1,0 +1,204 @@
+"""The commands that decide and replay. Each returns an Answer; nothing is printed here."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import penstock
+from penstock.cli.output import ERROR, Answer, Table
+from penstock.cli.values import load, save
+from penstock.core.check import check
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
+from penstock.core.pressure import minimum_bytes
+from penstock.core.timeline import Timeline
+from penstock.core.trace import Trace
+from penstock.report.policies import Candidate, Question, compare_policies
+from penstock.report.summary import Summary, percent, summarise
+from penstock.report.sweep import Cell, cases, sweep
+from penstock.units import format_bytes, format_bytes_up, format_seconds
+
+BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # of the way from the minimum to the peak
+
+
+def plan(options: Namespace) -> Answer:
+    captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
+    chosen = penstock.plan(
+        captured,
+        hardware,
+        options.policy,
+        options.recompute,
+        options.compress,
+        options.time_limit,
+        device_budget_bytes=options.device_budget,
+    )
+    save(chosen, options.output)
+    summary = summarise(captured, chosen, penstock.simulate(captured, chosen, hardware))
+    values = {
+        "minimum_bytes": chosen.minimum_bytes,
+        "in_memory_bytes": captured.peak_bytes,
+        "in_memory_s": captured.ideal_s,
+        "policy": chosen.policy,
+        "reason": chosen.reason,
+        "predicted_s": chosen.predicted_s,
+        "predicted_peak_bytes": chosen.predicted_peak_bytes,
+        "evictions": len(chosen.evictions),
+        "recomputations": len(chosen.recomputations),
+        "lower_bound_s": chosen.lower_bound_s,
+        "gap": chosen.gap,
+        "summary": dataclasses.asdict(summary),
+    }
+    shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
+    if options.compare:
+        question = Question(
+            trace=captured,
+            hardware=hardware,
+            budget_bytes=chosen.device_budget_bytes,
+            recompute=options.recompute,
+            compress=options.compress,
+            time_limit_s=options.time_limit,
+        )
+        found = compare_policies(question, known=chosen)
+        values["policies"] = [dataclasses.asdict(entry) for entry in found]
+        shown.append(policy_table(found, chosen.policy))
+    if options.budgets:
+        budgets, table = _budgets(captured, options, hardware)
+        values["budgets"] = budgets
+        shown.append(table)
+    return Answer(values=values, shown=[*shown, summary_table(summary)], written=[options.output])
+
+
+def simulate(options: Namespace) -> Answer:
+    captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
+    judged = load(Plan, options.plan)
+    violations = check(captured, judged, hardware)
+    if violations:
+        text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
+        return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
+    timeline = penstock.simulate(captured, judged, hardware)
+    save(timeline, options.output)
+    summary = summarise(captured, judged, timeline)
+    streams = list(dict.fromkeys(span.stream for span in timeline.spans))
+    values = {
+        "violations": [],
+        "iteration_s": timeline.iteration_s,
+        "stall_s": timeline.stall_s,
+        "peak_bytes": timeline.peak_bytes,
+        "evicted_bytes": timeline.evicted_bytes,
+        "busy_s": {stream: timeline.busy_s(stream) for stream in streams},
+        "summary": dataclasses.asdict(summary),
+    }
+    return Answer(
+        values=values,
+        shown=["the plan is legal", _streams(timeline, streams), summary_table(summary)],
+        written=[options.output],
+    )
+
+
+def summary_table(summary: Summary) -> Table:
+    """The few numbers at the end."""
+    return Table((), summary.rows())
+
+
+def policy_table(found: Sequence[Candidate], chosen: str) -> Table:
+    """Every policy with its time, over the ideal and above the bound, and what it moves."""
+    rows = []
+    for entry in found:
+        if (summary := entry.summary) is None:
+            rows.append((entry.policy, "cannot", *[""] * 5))
+            continue
+        rows.append((entry.policy, *timing(summary), str(summary.recomputations or "")))
+    names = [entry.policy for entry in found]
+    return Table(
+        ("policy", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed"),
+        rows,
+        chosen=names.index(chosen) if chosen in names else None,
+        notes=[f"{entry.policy}: {entry.reason}" for entry in found if entry.summary is None],
+    )
+
+
+def _streams(timeline: Timeline, streams: Sequence[str]) -> Table:
+    return Table(
+        ("stream", "busy", "of the step", "moved"),
+        [
+            (
+                stream.replace("_", " "),
+                format_seconds(timeline.busy_s(stream)),
+                f"{timeline.busy_s(stream) / timeline.iteration_s:.0%}" if timeline.iteration_s else "",
+                format_bytes(timeline.moved_bytes(stream)) if stream != "compute" else "",
+            )
+            for stream in streams
+        ],
+    )
+
+
+def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[list[dict[str, Any]], Table]:
+    """From the smallest budget to the peak: for programs, and for people."""
+    least, peak = minimum_bytes(captured), captured.peak_bytes
+    budgets = {least + round(fraction * (peak - least)) for fraction in BUDGET_FRACTIONS}
+    asked = cases(
+        {options.trace.name: captured},
+        hardware,
+        sorted(budget for budget in {*budgets, options.device_budget} if budget <= hardware.device_bytes),
+        policy=options.policy,
+        recompute=options.recompute,
+        compress=options.compress,
+        time_limit_s=options.time_limit,
+    )
+    cells = [cell for cell in sweep(asked) if cell.summary is not None]
+    values = [cell_values(cell) for cell in cells]
+    chosen = [cell.case.budget_bytes for cell in cells].index(options.device_budget)
+    columns = ("device budget", "step", "of ideal", "above bound", "stalls", "evicted", "limited by")
+    return values, Table(columns, [_budget_row(cell) for cell in cells], chosen=chosen)
+
+
+def _budget_row(cell: Cell) -> tuple[str, ...]:
+    assert cell.summary is not None
+    return (format_bytes_up(cell.case.budget_bytes), *timing(cell.summary), cell.limits)
+
+
+def timing(summary: Summary) -> tuple[str, ...]:
+    """Time, over the ideal, above the bound, stalls, bytes evicted."""
+    return (
+        format_seconds(summary.predicted_s),
+        f"{summary.over_ideal:.2f} x" if summary.over_ideal is not None else "",
+        percent(summary.gap) if summary.gap is not None else "",
+        format_seconds(stalls) if (stalls := sum(summary.stall_s.values())) else "none",
+        format_bytes(evicted) if (evicted := sum(summary.written_bytes.values())) else "none",
+    )
+
+
+def cell_values(cell: Cell) -> dict[str, Any]:
+    """A cell for programs."""
+    hardware, summary = cell.case.hardware, cell.summary
+    values: dict[str, Any] = {
+        "trace": cell.case.label,
+        "device_budget_bytes": cell.case.budget_bytes,
+        "host_bytes": hardware.host_bytes,
+        "disk_bytes": hardware.disk_bytes,
+        "disks": cell.case.disks,
+        "disk_write_bytes_per_s": hardware.disk_write_bytes_per_s,
+        "disk_read_bytes_per_s": hardware.disk_read_bytes_per_s,
+        "reason": cell.reason,
+    }
+    if summary is not None:
+        values |= {
+            "policy": summary.policy,
+            "predicted_s": summary.predicted_s,
+            "ideal_s": summary.ideal_s,
+            "lower_bound_s": summary.lower_bound_s,
+            "gap": summary.gap,
+            "sample_s": cell.sample_s,
+            "predicted_peak_bytes": summary.peak_bytes,
+            "stall_s": sum(summary.stall_s.values()),
+            "evicted_bytes": sum(summary.written_bytes.values()),
+            "limits": cell.limits,
+            "if_doubled_s": cell.if_doubled_s,
+            "fast_disk_s": cell.fast_disk_s,
+            "uses_disk": cell.uses_disk,
+            "disk_is_enough": cell.disk_is_enough,
+        }
+    return values

@@ -1,0 +1,310 @@
+"""One page that shows a plan: self-contained, so that it opens without a network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.core.hardware import LINKS, Hardware
+from penstock.core.plan import Plan
+from penstock.core.timeline import Timeline
+from penstock.core.trace import Trace
+from penstock.report.figure import figure
+from penstock.report.policies import Candidate
+from penstock.report.rows import (
+    AGAIN_COLOURS,
+    LEGEND,
+    PHASE_COLOURS,
+    STALL_COLOURS,
+    kernel_texts,
+    rows,
+    stall_texts,
+    tensor_text,
+    tensor_texts,
+)
+from penstock.report.summary import CAUSE_TEXT, CAUSES, SPILL_TIERS, Summary, percent, summarise
+from penstock.units import format_bytes, format_rate, format_seconds
+
+LONGEST_WAITS = 10
+HERE = Path(__file__).parent
+
+
+def page(
+    trace: Trace,
+    plan: Plan,
+    hardware: Hardware,
+    predicted: Timeline,
+    measured: Timeline | None = None,
+    policies: Sequence[Candidate] = (),
+) -> str:
+    """The page's HTML. The same arguments give the same text.
+
+    policies   what every policy makes of the same question; empty: no table of them
+
+    Raises PenstockError where plotly is not installed.
+    """
+    summary = summarise(trace, plan, predicted)
+    streams = rows(trace, predicted, measured)
+    chart = figure(trace, plan, predicted, measured, streams)
+    from plotly.offline import get_plotlyjs
+
+    tensors = tensor_texts(trace, plan, predicted)
+    moved = {bar[4] for row in streams for bar in row.bars if bar[3] == "t"}
+    data = {
+        "rows": [
+            {"stream": row.stream, "source": row.source, "colours": row.colours, "bars": row.bars}
+            for row in streams
+        ],
+        "source": measured is not None,
+        "kernels": kernel_texts(trace),
+        "tensors": {
+            tensor: tensors.get(tensor) or tensor_text(trace, tensor)
+            for tensor in sorted(moved | set(tensors))
+            if 0 <= tensor < trace.tensors
+        },
+        "stalls": stall_texts(trace, predicted),
+        "measuredStalls": stall_texts(trace, measured) if measured is not None else [],
+    }
+    parts = {
+        "title": _text(_title(trace, plan)),
+        "subtitle": _text(_subtitle(trace, plan)),
+        "css": (HERE / "page.css").read_text(encoding="utf-8"),
+        "js": (HERE / "page.js").read_text(encoding="utf-8"),
+        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
+        "cards": _cards(summary, measured),
+        "shares": _shares(trace, summary),
+        "legend": _legend(LEGEND),
+        "policies": _policies(policies, summary) if policies else "",
+        "measured": _measured(predicted, measured) if measured is not None else "",
+        "waits": _waits(trace, predicted),
+        "footer": _text(_footer(trace, hardware)),
+        "figure": _script(json.loads(chart.to_json())),
+        "data": _script(data),
+    }
+    return _filled((HERE / "page.html").read_text(encoding="utf-8"), parts)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    """The template with each ``{{name}}`` replaced once: what is put in is never looked at again."""
+    pieces = []
+    for index, piece in enumerate(template.split("{{")):
+        name, closed, rest = piece.partition("}}")
+        pieces.append(parts[name] + rest if index and closed else piece)
+    return "".join(pieces)
+
+
+def _title(trace: Trace, plan: Plan) -> str:
+    model, batch = trace.notes.get("model"), trace.notes.get("batch")
+    of = f" of {model}" if model else ""
+    of += f", batch {batch}," if model and batch else ""
+    budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
+    return f"One training step{of} within {budget} instead of {peak}"
+
+
+def _subtitle(trace: Trace, plan: Plan) -> str:
+    count = f"{trace.kernels} kernels, {trace.tensors} tensors"
+    return (
+        f"{count}; policy {plan.policy}: {plan.reason}" if plan.reason else f"{count}; policy {plan.policy}"
+    )
+
+
+def _cards(summary: Summary, measured: Timeline | None) -> str:
+    over = (
+        f"{summary.over_ideal:.2f} x the ideal {format_seconds(summary.ideal_s)}"
+        if summary.over_ideal
+        else ""
+    )
+    cards = [("predicted step", format_seconds(summary.predicted_s), over)]
+    if measured is not None:
+        off = measured.iteration_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
+        cards.append(
+            (
+                "measured step",
+                format_seconds(measured.iteration_s),
+                f"{off * 100:+.1f} % against the prediction",
+            )
+        )
+    if summary.gap is not None:
+        bound = f"bound {format_seconds(summary.lower_bound_s)}, proven"
+        if summary.lower_bound_s <= summary.ideal_s * (1 + 1e-9):
+            bound = "the bound is the ideal"
+        cards.append(("above the bound", percent(summary.gap), bound))
+    tiers = [f"{tier} {format_bytes(summary.written_bytes[tier])}" for tier in SPILL_TIERS
+             if summary.written_bytes[tier]]  # fmt: skip
+    again = f"; {summary.recomputations} tensors made anew" if summary.recomputations else ""
+    cards += [
+        (
+            "peak on the device",
+            format_bytes(summary.peak_bytes),
+            f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}",
+        ),
+        (
+            "leaves the device",
+            format_bytes(sum(summary.written_bytes.values())),
+            (", ".join(tiers) or "nothing moves") + again,
+        ),
+        ("stalls", format_seconds(sum(summary.stall_s.values())), summary.stall_text()),
+    ]
+    return "".join(
+        f'<div class="card"><span>{_text(name)}</span><b>{_text(value)}</b><span>{_text(note)}</span></div>'
+        for name, value, note in cards
+    )
+
+
+def _shares(trace: Trace, summary: Summary) -> str:
+    """Where the predicted time goes."""
+    packing_s = summary.compute_s["compress"] + summary.compute_s["expand"]
+    known_s = sum(summary.compute_s.values()) + sum(summary.stall_s.values())
+    parts = [
+        ("kernels", PHASE_COLOURS["backward"], max(summary.predicted_s - known_s, 0.0)),
+        ("recomputing", AGAIN_COLOURS["recompute"], summary.compute_s["recompute"]),
+        ("compressing and expanding", AGAIN_COLOURS["compress"], packing_s),
+        *(
+            (f"stalls for {CAUSE_TEXT[cause]}", STALL_COLOURS[cause], summary.stall_s[cause])
+            for cause in CAUSES
+        ),
+    ]
+    parts = [part for part in parts if part[2] > 0]
+    total_s = sum(part[2] for part in parts) or 1.0
+    bar = "".join(
+        f'<i style="width:{seconds / total_s:.3%};background:{colour}"></i>' for _, colour, seconds in parts
+    )
+    words = {
+        f"{name} {format_seconds(seconds)} ({percent(seconds / total_s)})": colour
+        for name, colour, seconds in parts
+    }
+    legend = f'<div class="legend">{_legend(words)}</div>'
+    return f'<h2>Where the time goes</h2><div class="shares">{bar}</div>{legend}'
+
+
+def _policies(found: Sequence[Candidate], summary: Summary) -> str:
+    done = [entry for entry in found if entry.summary is not None]
+    longest_s = max([entry.summary.predicted_s for entry in done if entry.summary], default=1.0) or 1.0
+    bound_s = max([entry.summary.lower_bound_s for entry in done if entry.summary], default=0.0)
+
+    def at(seconds: float) -> str:
+        return f"{min(seconds / longest_s, 1.0):.2%}"
+
+    lines = []
+    for entry in found:
+        chosen = ' class="chosen"' if entry.policy == summary.policy else ""
+        if (each := entry.summary) is None:
+            lines.append(
+                f"<tr{chosen}><td>{_text(entry.policy)}</td>"
+                f'<td class="words faint" colspan="7">cannot: {_text(entry.reason)}</td></tr>'
+            )
+            continue
+        bound = f'<s style="left:{at(bound_s)}"></s>' if bound_s > each.ideal_s * (1 + 1e-9) else ""
+        track = (
+            f'<div class="track"><i style="width:{at(each.predicted_s)}"></i>'
+            f'<s class="ideal" style="left:{at(each.ideal_s)}"></s>{bound}</div>'
+        )
+        cells = [
+            format_seconds(each.predicted_s),
+            f"{each.over_ideal:.2f} x" if each.over_ideal is not None else "",
+            percent(each.gap) if each.gap is not None else "",
+            format_seconds(sum(each.stall_s.values())),
+            format_bytes(sum(each.written_bytes.values())),
+            str(each.recomputations or ""),
+        ]
+        row = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
+        lines.append(f'<tr{chosen}><td>{_text(entry.policy)}</td><td class="bar">{track}</td>{row}</tr>')
+    titles = ("policy", "", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed")
+    ideal = f"Dotted: the ideal, {format_seconds(summary.ideal_s)}."
+    line = f" Line: the proven bound, {format_seconds(bound_s)}: no plan is faster." if bound_s else ""
+    caption = f'<p class="faint">{_text(ideal + line)}</p>'
+    return f"<section><h2>Policies</h2>{caption}{_table(titles, lines)}</section>"
+
+
+def _measured(predicted: Timeline, measured: Timeline) -> str:
+    def row(name: str, before: float, after: float, show: Any) -> str:
+        off = f"{(after / before - 1) * 100:+.1f} %" if before else ("" if not after else "new")
+        return _row([name, show(before), show(after), off])
+
+    lines = [
+        row("step", predicted.iteration_s, measured.iteration_s, format_seconds),
+        row("stalls", predicted.stall_s, measured.stall_s, format_seconds),
+        row("kernels", predicted.busy_s("compute"), measured.busy_s("compute"), format_seconds),
+        row("peak on the device", predicted.peak_bytes, measured.peak_bytes, format_bytes),
+    ]
+    for link in LINKS:
+        if predicted.moved_bytes(link) or measured.moved_bytes(link):
+            name = link.replace("_", " ")
+            before, after = predicted.moved_bytes(link), measured.moved_bytes(link)
+            lines.append(row(f"{name}, bytes", before, after, format_bytes))
+            lines.append(row(f"{name}, busy", predicted.busy_s(link), measured.busy_s(link), format_seconds))
+    titles = ("", "predicted", "measured", "difference")
+    return f"<section><h2>Predicted against measured</h2>{_table(titles, lines)}</section>"
+
+
+def _waits(trace: Trace, timeline: Timeline) -> str:
+    texts = stall_texts(trace, timeline)
+    order = sorted(
+        range(len(texts)),
+        key=lambda index: timeline.stalls[index].start_s - timeline.stalls[index].end_s,
+    )[:LONGEST_WAITS]
+    if not order:
+        return ""
+    lines = []
+    for index in order:
+        stall, text = timeline.stalls[index], texts[index]
+        lines.append(
+            f"<tr><td>{_text(format_seconds(stall.end_s - stall.start_s))}</td>"
+            f"<td>{_text(format_seconds(stall.start_s))}</td>"
+            f'<td class="words">{_text(CAUSE_TEXT.get(stall.cause, stall.cause))}</td>'
+            f'<td class="words">{_text(text[1].removeprefix("before "))}</td>'
+            f'<td class="words">{_text(text[2] if len(text) > 2 else "")}</td></tr>'
+        )
+    titles = ("stall", "at", "for", "before", "")
+    of = f"The longest {len(order)} of {len(texts)}" if len(texts) > len(order) else f"All {len(texts)}"
+    return (
+        f'<section><h2>Where the step waits</h2><p class="faint">{of}, as predicted.</p>'
+        f"{_table(titles, lines, words=(2, 3, 4))}</section>"
+    )
+
+
+def _footer(trace: Trace, hardware: Hardware) -> str:
+    tiers = ", ".join(
+        f"{tier} {format_bytes(hardware.capacity_bytes(tier))}"
+        for tier in ("device", "host", "disk")
+        if hardware.capacity_bytes(tier)
+    )
+    links = ", ".join(
+        f"{link.replace('_', ' ')} {format_rate(rate)}"
+        for link in LINKS
+        if (rate := hardware.rate_bytes_per_s(link)) > 0
+    )
+    name = f"{hardware.name}: " if hardware.name else ""
+    times = "measured" if trace.measured else "estimated or given"
+    return f"Machine: {name}{tiers}; {links}. Kernel times are {times}. Made by penstock."
+
+
+def _table(titles: Sequence[str], lines: Sequence[str], words: Sequence[int] = ()) -> str:
+    head = "".join(
+        f"<th{' class=words' if index in words else ''}>{_text(title)}</th>"
+        for index, title in enumerate(titles)
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _legend(colours: Mapping[str, str]) -> str:
+    return "".join(
+        f'<span><i style="background:{colour}"></i>{_text(name)}</span>' for name, colour in colours.items()
+    )
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _script(value: Any) -> str:
+    """JSON that is safe inside a script element, whatever kernels are called."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,220 @@
+"""What occupies device memory over time, by kind of tensor, and the way that each tensor takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.plan import Evict, Plan
+from penstock.core.pressure import copy_sources
+from penstock.core.timeline import Span, Timeline
+from penstock.core.trace import KINDS, FloatArray, IntArray, Trace
+from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
+
+WORKSPACE = KINDS.index("workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One eviction as it happened.
+
+    written   the copy out; None where an earlier copy was still true
+    read      the copy back; None where the tensor never left
+    """
+
+    evict: Evict
+    written: Span | None
+    read: Span | None
+
+
+def ways(trace: Trace, plan: Plan, timeline: Timeline) -> list[Way]:
+    """Each eviction of ``plan`` with its transfers in ``timeline``, in plan order."""
+    _, ends_s = kernel_times(trace, timeline)
+    writes, reads = ({tier: _by_tensor(copies(timeline, link)) for tier, link in links.items()}
+                     for links in (WRITE_LINK, READ_LINK))  # fmt: skip
+    sources = copy_sources(trace, plan.evictions)
+    written: dict[int, Span] = {}
+    read: dict[int, Span] = {}
+    for index in sorted(range(len(plan.evictions)), key=lambda index: plan.evictions[index].begin):
+        evict = plan.evictions[index]
+        if sources[index] == index:
+            since_s = ends_s[evict.after] if evict.after >= 0 else 0.0
+            span = _take(writes.get(evict.tier, {}).get(evict.tensor, []), since_s)
+            if span is not None:
+                written[index] = span
+        since_s = _start_of(trace, ends_s, evict.prefetch_at)
+        if span := _take(reads.get(evict.tier, {}).get(evict.tensor, []), since_s):
+            read[index] = span
+    return [Way(evict, written.get(index), read.get(index)) for index, evict in enumerate(plan.evictions)]
+
+
+def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[FloatArray, IntArray]:
+    """Times [N], ascending, and the bytes [N, len(KINDS)] that are on the device from each on.
+
+    Made from the trace, the plan and the moments at which kernels and copies began and ended.
+    """
+    changes = _Changes()
+    starts_s, ends_s = kernel_times(trace, timeline)
+    iteration_s = max(timeline.iteration_s, float(ends_s.max(initial=0.0)))
+    if trace.kernels:
+        _residents(changes, trace, starts_s, ends_s, iteration_s)
+    clock = _Clock(starts_s, ends_s, iteration_s)
+    for way in ways(trace, plan, timeline):
+        _evicted(changes, trace, way, clock)
+    _recomputed(changes, trace, plan, timeline, clock)
+    return changes.total()
+
+
+def kernel_times(trace: Trace, timeline: Timeline) -> tuple[FloatArray, FloatArray]:
+    """[K] when each kernel started, and [K] when it ended; those of the ideal where it is not shown."""
+    starts_s, ends_s = trace.start_s[:-1].copy(), trace.start_s[1:].copy()
+    for span in kernel_spans(trace, timeline):
+        starts_s[span.index], ends_s[span.index] = span.start_s, span.end_s
+    return starts_s, ends_s
+
+
+def thinned(times_s: FloatArray, sizes: IntArray, points: int) -> tuple[FloatArray, IntArray]:
+    """At most ``points`` of the samples, of each bin of time the one with the largest total.
+
+    sizes   [N, ...] bytes from each time on. The first sample stays, and the largest of all.
+    """
+    if len(times_s) <= points:
+        return times_s, sizes
+    span_s = float(times_s[-1] - times_s[0]) or 1.0
+    bins = np.minimum(((times_s - times_s[0]) / span_s * (points - 1)).astype(np.int64), points - 2)
+    total = sizes.reshape(len(sizes), -1).sum(axis=1)
+    order = np.lexsort((-total, bins))
+    first = np.unique(bins[order], return_index=True)[1]
+    kept = np.unique(np.concatenate([[0], order[first]]))
+    return times_s[kept], sizes[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """When kernels run; kernel K + k is kernel k, one iteration later."""
+
+    starts_s: FloatArray
+    ends_s: FloatArray
+    iteration_s: float
+
+    def start_of(self, kernel: int) -> float:
+        later, within = divmod(kernel, len(self.starts_s))
+        return float(self.starts_s[within]) + later * self.iteration_s
+
+    def end_of(self, kernel: int) -> float:
+        if kernel < 0:
+            return 0.0
+        later, within = divmod(kernel, len(self.ends_s))
+        return float(self.ends_s[within]) + later * self.iteration_s
+
+    def at_or_after(self, since_s: float, moment_s: float) -> float:
+        """A moment of the timeline, in this iteration or the next, so that it is not before another."""
+        return moment_s if moment_s >= since_s - 1e-9 else moment_s + self.iteration_s
+
+
+class _Changes:
+    """Bytes that come and go, by moment and kind."""
+
+    def __init__(self) -> None:
+        self.time_s: list[FloatArray] = []
+        self.kind: list[IntArray] = []
+        self.size: list[IntArray] = []
+
+    def add(self, time_s: FloatArray, kind: IntArray, size: IntArray) -> None:
+        self.time_s.append(time_s)
+        self.kind.append(kind)
+        self.size.append(size)
+
+    def between(self, begin_s: float, end_s: float, kind: int, size: int, clock: _Clock) -> None:
+        """From one moment to another; what reaches beyond the iteration goes on at its beginning."""
+        parts = [(begin_s, min(end_s, clock.iteration_s)), (0.0, end_s - clock.iteration_s)]
+        if begin_s >= clock.iteration_s:
+            parts = [(begin_s - clock.iteration_s, end_s - clock.iteration_s)]
+        for since_s, until_s in parts:
+            if until_s > since_s:
+                moments, change = np.array([since_s, until_s]), np.array([size, -size])
+                self.add(moments, np.array([kind, kind]), change)
+
+    def total(self) -> tuple[FloatArray, IntArray]:
+        if not self.time_s:
+            return np.zeros(0), np.zeros((0, len(KINDS)), dtype=np.int64)
+        times, where = np.unique(np.concatenate(self.time_s), return_inverse=True)
+        sizes = np.zeros((len(times), len(KINDS)), dtype=np.int64)
+        np.add.at(sizes, (where.ravel(), np.concatenate(self.kind)), np.concatenate(self.size))
+        return times, np.cumsum(sizes, axis=0)
+
+
+def _residents(
+    changes: _Changes, trace: Trace, starts_s: FloatArray, ends_s: FloatArray, iteration_s: float
+) -> None:
+    """Every tensor from birth to death, and every workspace, as if nothing ever left."""
+    # Between two kernels memory is taken by the later one only when it starts, and given back by the
+    # earlier one as soon as it ends.
+    birth, death = trace.tensor_birth, trace.tensor_death
+    begin_s = np.where(birth > 0, starts_s[np.clip(birth, 0, trace.kernels - 1)], 0.0)
+    end_s = np.where(death < trace.kernels, ends_s[np.clip(death - 1, 0, trace.kernels - 1)], iteration_s)
+    lives = death > birth
+    changes.add(begin_s[lives], trace.tensor_kind[lives], trace.tensor_bytes[lives])
+    changes.add(end_s[lives], trace.tensor_kind[lives], -trace.tensor_bytes[lives])
+    busy = np.flatnonzero(trace.kernel_workspace_bytes)
+    kind = np.full(len(busy), WORKSPACE)
+    changes.add(starts_s[busy], kind, trace.kernel_workspace_bytes[busy])
+    changes.add(ends_s[busy], kind, -trace.kernel_workspace_bytes[busy])
+
+
+def _evicted(changes: _Changes, trace: Trace, way: Way, clock: _Clock) -> None:
+    """Take off what is away. What is stored compressed leaves its compressed bytes while it is copied."""
+    if way.read is None:
+        return
+    evict = way.evict
+    kind, size = int(trace.tensor_kind[evict.tensor]), int(trace.tensor_bytes[evict.tensor])
+    freed_s = clock.end_of(evict.begin - 1)
+    copied_s = clock.at_or_after(clock.end_of(evict.after), way.written.end_s) if way.written else freed_s
+    if evict.codec == "raw":
+        freed_s = max(freed_s, copied_s)
+        changes.between(freed_s, clock.at_or_after(freed_s, way.read.start_s), kind, -size, clock)
+        return
+    packed = trace.compressed_bytes(evict.tensor)
+    back_s = clock.at_or_after(copied_s, way.read.start_s)
+    changes.between(freed_s, clock.start_of(evict.end), kind, -size, clock)
+    changes.between(freed_s, copied_s, kind, packed, clock)
+    changes.between(back_s, clock.end_of(evict.end), kind, packed, clock)
+
+
+def _recomputed(changes: _Changes, trace: Trace, plan: Plan, timeline: Timeline, clock: _Clock) -> None:
+    runs = defaultdict(list)
+    for span in timeline.spans:
+        if again(trace, span) == "recompute":
+            runs[span.index].append(span.start_s)
+    for entry in plan.recomputations:
+        freed_s = clock.end_of(entry.begin - 1)
+        # Shown under the kernel that runs again, or under the tensor.
+        maker = int(trace.tensor_recompute[entry.tensor])
+        due_s = clock.end_of(entry.end - 1)
+        starts = [clock.at_or_after(due_s, start_s) for start_s in runs[maker] or runs[entry.tensor]]
+        made_s = min(starts, default=due_s)
+        kind, size = int(trace.tensor_kind[entry.tensor]), int(trace.tensor_bytes[entry.tensor])
+        changes.between(freed_s, made_s, kind, -size, clock)
+
+
+def _start_of(trace: Trace, ends_s: FloatArray, kernel: int) -> float:
+    """The earliest moment at which ``kernel``, or the one it is in the next iteration, can start."""
+    within = kernel % trace.kernels if kernel > trace.kernels else kernel
+    return float(ends_s[within - 1]) if 0 < within <= trace.kernels else 0.0
+
+
+def _by_tensor(spans: list[Span]) -> dict[int, list[Span]]:
+    found: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.index].append(span)
+    return found
+
+
+def _take(spans: list[Span], since_s: float) -> Span | None:
+    """Remove and return the first span that starts at ``since_s`` or later; else, the first of all."""
+    for index, span in enumerate(spans):
+        if span.start_s >= since_s - 1e-9:
+            return spans.pop(index)
+    return spans.pop(0) if spans else None
