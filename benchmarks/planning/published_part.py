@@ -29,7 +29,10 @@ def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[st
     by_key: dict[str, Cell] = {}
     for cell in wanted:
         figures.setdefault(cell.key, set()).add(cell.figure)
-        by_key[cell.key] = cell
+        # Of cells that are the same problem, the one of the figure that had the most systems.
+        known = by_key.setdefault(cell.key, cell)
+        if len(cell.published_s) > len(known.published_s):
+            by_key[cell.key] = cell
     tasks = {
         key: (measure_cell, (cell, sorted(figures[key]), options.time_limit)) for key, cell in by_key.items()
     }

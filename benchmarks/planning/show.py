@@ -245,65 +245,86 @@ def plot(part: str, document: Mapping[str, Any], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    if part == "published":
+        figures = sorted({cell["figure"] for cell in document["cells"]})
+        return [
+            plot_figure(
+                figure,
+                [cell for cell in document["cells"] if cell["figure"] == figure],
+                folder / f"planners_figure_{figure}.png",
+            )
+            for figure in figures
+        ]
+    return [plot_cases(document["cases"], folder / f"planners_{part}.png")]
+
+
+def plot_figure(figure: int, cells: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Percent of the ideal speed, a row for each family of models."""
     from matplotlib import pyplot
 
-    written = []
-    if part == "published":
-        for figure in sorted({cell["figure"] for cell in document["cells"]}):
-            cells = [cell for cell in document["cells"] if cell["figure"] == figure]
-            drawn, axes = pyplot.subplots(figsize=(max(6.0, 0.22 * len(cells) + 2), 4.5))
-            places = range(len(cells))
-            for label, marker, values in (
-                (
-                    "published G10",
-                    "x",
-                    [of_ideal(cell, cell["published_s"].get("prefetch_lru")) for cell in cells],
-                ),
-                (
-                    "penstock g10",
-                    "+",
-                    [of_ideal(cell, cell["outcomes"]["g10"]["predicted_s"]) for cell in cells],
-                ),
-                (
-                    "optimal",
-                    "o",
-                    [of_ideal(cell, cell["outcomes"]["optimal"]["predicted_s"]) for cell in cells],
-                ),
-                ("bound", "_", [of_ideal(cell, cell["outcomes"]["optimal"]["bound_s"]) for cell in cells]),
-            ):
-                axes.plot(places, values, marker, label=label, markersize=5)
-            axes.set_xticks(list(places), [cell["cell"] for cell in cells], rotation=90, fontsize=5)
-            axes.set_ylabel("percent of the ideal speed")
-            axes.set_title(f"Figure {figure} of G10, with the artifact's settings")
-            axes.legend(fontsize=7)
-            path = folder / f"planners_figure_{figure}.png"
-            drawn.tight_layout()
-            drawn.savefig(path, dpi=130)
-            pyplot.close(drawn)
-            written.append(path)
-    else:
-        cases = document["cases"]
-        ways = list(dict.fromkeys(way for case in cases for way in case["outcomes"]))
-        drawn, axes = pyplot.subplots(figsize=(max(6.0, 0.5 * len(cases) + 2), 4.5))
-        for way in ways:
-            values = [
-                outcome["predicted_s"] / outcome["ideal_s"]
-                if (outcome := case["outcomes"].get(way)) and outcome["predicted_s"]
-                else float("nan")
-                for case in cases
-            ]
-            axes.plot(range(len(cases)), values, "o", label=way, markersize=4)
-        labels = [case["case"] for case in cases]
-        axes.set_xticks(range(len(cases)), labels, rotation=90, fontsize=5)
-        axes.set_yscale("log")
-        axes.set_ylabel("iteration time over ideal")
-        axes.legend(fontsize=6)
-        path = folder / f"planners_{part}.png"
-        drawn.tight_layout()
-        drawn.savefig(path, dpi=130)
-        pyplot.close(drawn)
-        written.append(path)
-    return written
+    families: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for cell in cells:
+        families["all" if figure == 11 else cell["model"].partition("-")[0]].append(cell)
+    drawn, rows = pyplot.subplots(
+        len(families), figsize=(11, 1.2 + 2.1 * len(families)), squeeze=False, sharey=True
+    )
+    for axes, (family, some) in zip(rows[:, 0], families.items(), strict=True):
+        for label, marker, values in (
+            ("bound", "_", [of_ideal(cell, cell["outcomes"]["optimal"]["bound_s"]) for cell in some]),
+            ("optimal", "o", [of_ideal(cell, cell["outcomes"]["optimal"]["predicted_s"]) for cell in some]),
+            ("penstock g10", "+", [of_ideal(cell, cell["outcomes"]["g10"]["predicted_s"]) for cell in some]),
+            (
+                "published G10",
+                "x",
+                [of_ideal(cell, cell["published_s"].get("prefetch_lru")) for cell in some],
+            ),
+        ):
+            axes.plot(range(len(some)), values, marker, label=label, markersize=5)
+        axes.set_xticks(range(len(some)), [short(figure, cell) for cell in some], rotation=90, fontsize=6)
+        axes.set_ylabel(f"{'' if family == 'all' else family}\n% of ideal", fontsize=7)
+        axes.tick_params(axis="y", labelsize=6)
+        axes.grid(axis="y", linewidth=0.3)
+    rows[0, 0].set_title(f"Figure {figure} of G10, with the artifact's settings", fontsize=9)
+    rows[0, 0].legend(fontsize=6, loc="lower left", ncols=4)
+    return save(drawn, path)
+
+
+def short(figure: int, cell: Mapping[str, Any]) -> str:
+    """What distinguishes the cell in its figure."""
+    model, host, disk, _ = cell["cell"].split(", ")
+    batch = model.partition("-")[2]
+    return {11: model, 15: batch, 16: f"{batch}, {host}", 18: disk}[figure]
+
+
+def plot_cases(cases: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Time over ideal, on a logarithmic axis."""
+    from matplotlib import pyplot
+
+    ways = list(dict.fromkeys(way for case in cases for way in case["outcomes"]))
+    drawn, axes = pyplot.subplots(figsize=(max(6.0, 0.45 * len(cases) + 2), 6))
+    for way in ways:
+        values = [
+            outcome["predicted_s"] / outcome["ideal_s"]
+            if (outcome := case["outcomes"].get(way)) and outcome["predicted_s"]
+            else float("nan")
+            for case in cases
+        ]
+        axes.plot(range(len(cases)), values, "o", label=way, markersize=4)
+    axes.set_xticks(range(len(cases)), [case["case"] for case in cases], rotation=90, fontsize=6)
+    axes.set_yscale("log")
+    axes.set_ylabel("iteration time over ideal")
+    axes.grid(axis="y", which="both", linewidth=0.3)
+    axes.legend(fontsize=6)
+    return save(drawn, path)
+
+
+def save(drawn: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    pyplot.close(drawn)
+    return path
 
 
 def of_ideal(cell: Mapping[str, Any], time_s: float | None) -> float:

@@ -36,6 +36,8 @@ POLICIES: dict[str, Policy] = {
     "optimal": optimal,
 }
 
+LAST_DIGITS = 1e-9  # by which the same sum differs, taken in another order
+
 
 def plan(
     trace: Trace,
@@ -85,7 +87,12 @@ def plan(
         reason=_reason(trace, budget, decision.reason),
     )
     timeline = simulate(trace, draft, hardware)
-    return replace(draft, predicted_s=timeline.iteration_s, predicted_peak_bytes=timeline.peak_bytes)
+    predicted_s, bound_s = timeline.iteration_s, draft.lower_bound_s
+    if predicted_s < bound_s <= predicted_s * (1 + LAST_DIGITS):
+        bound_s = predicted_s
+    return replace(
+        draft, predicted_s=predicted_s, lower_bound_s=bound_s, predicted_peak_bytes=timeline.peak_bytes
+    )
 
 
 def require_policy(policy: str) -> None:
