@@ -17,6 +17,7 @@ from planning.cells import DATA, Cell, cells, trace_of
 from planning.runs import ALL, COMPRESS, OFFLOAD, RECOMPUTE, Outcome, Way, run, run_all
 
 LISTS = (Way("vdnn_all", "vdnn_all"), Way("flashneuron", "flashneuron"), Way("g10", "g10"))
+ABOVE_MINIMUM = 1.2  # times the smallest budget, at least: at the very edge there is little to decide
 HOST_FRACTION = 0.2  # of the trace's peak: host memory that tensors may take
 
 # Device, bus, drives of a PCIe 4 or 5 kind, and budgets as fractions of the peak.
@@ -78,7 +79,7 @@ def measure_captured(
 ) -> list[Outcome]:
     device, bus, drives, drive, _ = machine
     trace = models.capture((models.SMALL if quick else models.FAMILIES)[name], device)
-    budget_bytes = max(int(fraction * trace.peak_bytes), minimum_bytes(trace))
+    budget_bytes = max(int(fraction * trace.peak_bytes), int(ABOVE_MINIMUM * minimum_bytes(trace)))
     hardware = datasheets.hardware(
         device, bus=bus, drives=drives, drive=drive, host_bytes=int(HOST_FRACTION * trace.peak_bytes)
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import penstock
-from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.errors import PenstockError
 
 NOISE = 0.2  # kernel times off by this fraction either way, as in G10's figure 19
 NOISE_SEEDS = range(8)
@@ -87,7 +87,7 @@ def run(
             time_limit_s=time_limit_s,
             device_budget_bytes=budget_bytes,
         )
-    except (InvalidArgument, SpillSpaceFull) as error:
+    except PenstockError as error:
         planning_s = time.perf_counter() - began_s
         return Outcome(way.name, None, trace.ideal_s, planning_s=planning_s, failed=str(error))
     planning_s = time.perf_counter() - began_s

@@ -34,6 +34,9 @@ class BudgetTooSmall(PenstockError):
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
 
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:  # it travels between processes
+        return type(self), (str(self), self.minimum_bytes)
+
 
 class InvalidPlan(PenstockError):
     """The judge refused a plan.
@@ -46,6 +49,9 @@ class InvalidPlan(PenstockError):
         more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
         super().__init__(f"the plan breaks {len(violations)} rule(s):\n  {shown}{more}")
         self.violations = tuple(violations)
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return type(self), (self.violations,)
 
 
 class InvalidSize(PenstockError, ValueError):

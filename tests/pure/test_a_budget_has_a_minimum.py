@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from penstock.core.plan import Evict
 from penstock.core.pressure import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
 from penstock.core.trace import Trace
-from penstock.errors import BudgetTooSmall, InvalidArgument
+from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidPlan
 from penstock.planners import POLICIES, plan
 
 from .traces import Step, five_kernels, gpt, machine, traces
@@ -96,3 +97,9 @@ def test_more_budget_costs_no_time() -> None:
     assert times[-1] == pytest.approx(trace.ideal_s)
     for tight, roomy in pairwise(times):
         assert roomy <= tight * 1.02
+
+
+def test_errors_travel_between_processes() -> None:
+    for error in (BudgetTooSmall("too small", 7), InvalidPlan(["it breaks a rule"])):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

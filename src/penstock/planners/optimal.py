@@ -34,6 +34,7 @@ FAR = 0.05
 ROUNDS = 5  # after each, all go on from the best
 SETTLED = 2e-4  # a round that gains less is the last
 _SOLVING = 0.6  # of the time limit, at most, for the relaxation
+_PROVING = 0.3  # of the time limit, for a bound over all kernel variants
 _SEEDING = 0.3  # of what is left then
 WORK = 60_000_000  # changes to try, times kernels and periods
 MOST_CHANGES = 20_000  # per search
@@ -51,6 +52,9 @@ def optimal(problem: Problem) -> Decision:
     Raises SpillSpaceFull where what has to leave the device has nowhere to go.
     """
     deadline_s = time.perf_counter() + problem.time_limit_s
+    bound_s = 0.0
+    if problem.trace.kernel_variants:
+        bound_s = _relaxed(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
     ways = [with_fastest(problem.trace, problem.budget_bytes)]
     thrifty = with_thrifty(problem.trace, problem.budget_bytes)
     if thrifty[0] != ways[0][0]:
@@ -61,9 +65,9 @@ def optimal(problem: Problem) -> Decision:
         iteration_s, decision = _plan(replace(problem, trace=trace, time_limit_s=left_s))
         found.append((iteration_s, replace(decision, variants=variants)))
     best = min(found, key=lambda one: one[0])[1]
-    # What was proven for one choice of variants is nothing for the others.
-    bound_s = 0.0 if best.variants else best.lower_bound_s
-    return replace(best, lower_bound_s=max(bound_s, problem.trace.fastest_s))
+    if problem.trace.kernel_variants:  # what was proven for one choice of them is nothing for the others
+        best = replace(best, lower_bound_s=bound_s)
+    return best
 
 
 def _plan(problem: Problem) -> tuple[float, Decision]:
@@ -96,15 +100,15 @@ def _relaxed(problem: Problem) -> tuple[float, FloatArray | None, str]:
     """The bound, the fractions of the relaxation, and why there are none where there are none."""
     global _told
     if problem.time_limit_s <= 0:
-        return problem.trace.ideal_s, None, "there was no time for a relaxation"
+        return problem.trace.fastest_s, None, "there was no time for a relaxation"
     if find_spec("highspy") is None:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
         if not _told:
             _log.warning("the plan is searched for without a relaxation: %s", note)
             _told = True
-        return problem.trace.ideal_s, None, note
+        return problem.trace.fastest_s, None, note
     relaxation = relax(problem, time_limit_s=_SOLVING * problem.time_limit_s)
-    return max(relaxation.bound_s, problem.trace.ideal_s), relaxation.fractions, ""
+    return max(relaxation.bound_s, problem.trace.fastest_s), relaxation.fractions, ""
 
 
 def _starts(
