@@ -21,7 +21,7 @@ from penstock.planners.relaxation.bound import lower_bound
 from penstock.planners.relaxation.programme import KEEP, RECOMPUTE, WAYS
 from penstock.planners.relaxation.relax import relax
 
-from .traces import candidates, five_kernels, gpt, legal_plans, machine, machines, traces, whole_traces
+from .traces import Step, candidates, five_kernels, gpt, legal_plans, machine, machines, traces, whole_traces
 
 pytest.importorskip("highspy", reason="the bound needs the solver: pip install 'penstock[plan]'")
 
@@ -125,6 +125,45 @@ def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
     dropped = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
     assert not dropped.check(trace, nowhere)
     assert simulate(trace, dropped, nowhere).iteration_s == pytest.approx(6.0)
+
+
+def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None:
+    """Asked back before they are written, a and b stay as an eighth of themselves, and need no link: both
+    there and back, each would take 8 s of it."""
+    trace = replace(five_kernels(), tensor_density=np.full(3, 0.05))
+    slow = replace(machine(3.0), compress_bytes_per_s=1e3, expand_bytes_per_s=1e3)
+    evictions = (
+        Evict(0, after=0, begin=1, end=4, prefetch_at=1, tier="disk", codec="csr"),
+        Evict(1, after=1, begin=2, end=3, prefetch_at=2, tier="disk", codec="csr"),
+    )
+    plan = Plan(policy="", device_budget_bytes=136, evictions=evictions)
+    assert not plan.check(trace, slow)
+    predicted_s = simulate(trace, plan, slow).iteration_s
+    assert predicted_s == pytest.approx(5.4)
+    for slots in (2, 3, 1000):
+        assert bound(trace, slow, 136, slots) <= predicted_s * (1 + 1e-9)
+
+
+def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
+    """A weight leaves after its update and, from the same copy, once more in the next iteration."""
+    step = Step()
+    weight, other = (step.tensor(size, "weight", persistent=True) for size in (100, 1))
+    made = [step.tensor(10) for _ in range(6)]
+    step.kernel("a", 1.0, outputs=[made[0]])
+    step.kernel("b", 1.0, [weight, made[0]], [made[1]])
+    step.kernel("c", 1.0, [made[1]], [made[2], step.tensor(100)])
+    step.kernel("d", 1.0, [made[2], weight], [made[3]])
+    step.kernel("update", 1.0, [made[3], weight], [weight], phase="optimizer")
+    step.kernel("e", 1.0, [made[3]], [made[4], step.tensor(100)], phase="optimizer")
+    step.kernel("f", 1.0, [made[4], other], [made[5]], phase="optimizer")
+    trace = replace(step.trace(), evictable="all")
+    slow = replace(machine(), disk_write_bytes_per_s=5.0)
+    evictions = (Evict(weight, 4, 5, 8, 8, "disk"), Evict(weight, 1, 2, 3, 3, "disk"))
+    plan = Plan(policy="", device_budget_bytes=130, evictions=evictions)
+    assert not plan.check(trace, slow)
+    predicted_s = simulate(trace, plan, slow).iteration_s
+    assert predicted_s < 30.0  # twice through the link would take 40 s
+    assert bound(trace, slow, 130) <= predicted_s * (1 + 1e-9)
 
 
 def test_no_room_on_any_tier_is_said_and_proves_nothing() -> None:

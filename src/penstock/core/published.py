@@ -133,7 +133,9 @@ def trace(path: str | Path) -> Trace:
     document = _read(path, TRACE_SCHEMA, _Trace)
     try:
         return _trace(document)
-    except (InvalidArgument, IndexError, KeyError, OverflowError) as error:
+    except OverflowError as error:
+        raise InvalidFile(f"{path} does not hold a possible trace: a number in it has over 63 bits") from error
+    except (InvalidArgument, IndexError, KeyError) as error:
         raise InvalidFile(f"{path} does not hold a possible trace: {error}") from error
 
 

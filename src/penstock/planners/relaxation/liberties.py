@@ -20,6 +20,7 @@ class Liberties:
     version              [P] periods of one version of a tensor, between which nothing writes it, have
                          the same number: one copy serves them all
     rank                 [P] the period's place among those of its version, in time
+    opened               [P] begin of the first period of its version, maybe in the iteration before
     lasting              [P] nothing ever writes the tensor: its copy stays true from one iteration to
                          the next, and costs nothing
     size_bytes           [P]
@@ -35,6 +36,7 @@ class Liberties:
     ready: IntArray
     version: IntArray
     rank: IntArray
+    opened: IntArray
     lasting: BoolArray
     size_bytes: IntArray
     packed_bytes: IntArray
@@ -52,7 +54,9 @@ class Liberties:
         tensor, begin, end, saved_after = table.T
         wraps = bool((end >= trace.kernels).any())
         ready, lasting = _ready(trace, tensor, begin, saved_after, cyclic=wraps)
-        version, rank = _versions(tensor, begin, ready, saved=trace.evictable == "saved")
+        version, rank, opened = _versions(
+            tensor, begin, ready, trace.kernels, saved=trace.evictable == "saved"
+        )
         size = trace.tensor_bytes[tensor]
         packed = size.copy()
         if compress:
@@ -65,7 +69,7 @@ class Liberties:
             possible = (maker >= 0) & (remake_until > begin) & (end < trace.kernels)
             remake_s[possible] = kernel_time_s[maker[possible]]
         return cls(
-            tensor, begin, end, ready, version, rank, lasting, size, packed,
+            tensor, begin, end, ready, version, rank, opened, lasting, size, packed,
             remake_s, remake_until, wraps,
         )  # fmt: skip
 
@@ -96,21 +100,23 @@ def _ready(
 
 
 def _versions(
-    tensor: IntArray, begin: IntArray, ready: IntArray, *, saved: bool
-) -> tuple[IntArray, IntArray]:
-    """[P] the number of each period's version, and its place in it."""
+    tensor: IntArray, begin: IntArray, ready: IntArray, kernels: int, *, saved: bool
+) -> tuple[IntArray, IntArray, IntArray]:
+    """[P] the number of each period's version, its place in it, and the begin of the first one in it."""
     if len(tensor) == 0:
-        return tensor.copy(), tensor.copy()
-    span = int(max(begin.max(), np.abs(ready).max())) + 2
-    write = np.zeros_like(ready) if saved else ready % span  # what autograd saved has one version
+        return tensor.copy(), tensor.copy(), tensor.copy()
+    # What autograd saved has one version. The writer of the iteration before is the same kernel.
+    write = np.zeros_like(ready) if saved else ready % kernels
     _, version = np.unique(np.stack([tensor, write]), axis=1, return_inverse=True)
     version = version.reshape(-1).astype(np.int64)
     # In the iteration after its writer's, a period comes later than those of the writer's own.
-    order = np.lexsort((begin - ready, version))
+    written = np.zeros_like(ready) if saved else ready
+    order = np.lexsort((begin - written, version))
     first = np.searchsorted(version[order], version[order])
-    rank = np.empty_like(version)
+    rank, opened = np.empty_like(version), np.empty_like(version)
     rank[order] = np.arange(len(version)) - first
-    return version, rank
+    opened[order] = (begin - written)[order[first]] + written[order]
+    return version, rank, opened
 
 
 def _remakable_until(trace: Trace) -> IntArray:

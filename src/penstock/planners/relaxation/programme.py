@@ -9,7 +9,8 @@ The iteration is cut into S slots (`slots.cut`). Columns:
 Rows, for each slot: its length is at least its kernels' time and what is remade, compressed or expanded
 in it; no link carries more than it can in that length; what is live at the slot's end fits into the
 budget, less what is away. Away is what has left by the plan, less what is not written yet, less what
-has been read back before it is needed. What is written was ready; what is needed has been read.
+has been read back before it is needed. What is written was ready; what is needed has been read. What is
+compressed may also stay, and take less room: so it does where it is asked back before it is written.
 
 Which tensor's bytes are written first is left open: a stock of bytes for each tier, not for each tensor.
 That keeps the programme small enough for a slot per kernel, and loses next to nothing, as bytes are alike.
@@ -175,10 +176,13 @@ class _Formulation:
             if way == packed:
                 share = liberties.packed_bytes / liberties.size_bytes
                 self._leave(self.starts[periods], self.ends[periods], amounts.times(1.0 - share[periods]))
-                self._codec(writers, writes, self.hardware.compress_bytes_per_s)
-                self._codec(periods, amounts, self.hardware.expand_bytes_per_s)
+                # It is compressed when it leaves, maybe in an earlier period, and then written.
+                ready = self.slots.before(liberties.opened[writers])
+                self._codec(ready, writers, writes, self.hardware.compress_bytes_per_s)
+                self._codec(self.starts[periods], periods, amounts, self.hardware.expand_bytes_per_s)
+                amounts = self._part(amounts)
+                writers, writes = self._writes(periods, amounts)
                 amounts, writes = amounts.times(share[periods]), writes.times(share[writers])
-                ready = self.starts[writers]  # it is compressed, and then written, when the tensor leaves
             gone.append((periods, amounts))
             written.append((writers, ready, writes))
         if not gone:
@@ -191,6 +195,15 @@ class _Formulation:
         periods, amounts = joined([some for some, _ in gone]), Amounts.joined([some for _, some in gone])
         incoming = self._away(tier, periods, amounts, pending, copy_stays)
         self.traffic[tier] = (outgoing, incoming)
+
+    def _part(self, amounts: Amounts) -> Amounts:
+        """As much or less. What is asked back before it is written has not moved: it stays, compressed."""
+        count = len(amounts.columns)
+        columns = self.build.add_columns(count, upper=amounts.upper)
+        rows = self.build.add_rows(count, 0.0, np.inf)
+        self.build.add(rows, amounts.columns, 1.0)
+        self.build.add(rows, columns, -1.0)
+        return Amounts(columns, amounts.weight, amounts.upper)
 
     def _writes(self, periods: IntArray, amounts: Amounts) -> tuple[IntArray, Amounts]:
         """What has to be written, and by which periods: enough for each of them is written by itself and
@@ -296,9 +309,9 @@ class _Formulation:
         left = self.flows.level(starts, ends, amounts)
         self.build.add(self.memory_rows[self.tight], left[self.tight], 1.0)
 
-    def _codec(self, periods: IntArray, amounts: Amounts, bytes_per_s: float) -> None:
+    def _codec(self, first: IntArray, periods: IntArray, amounts: Amounts, bytes_per_s: float) -> None:
         cost = self.unit_bytes / bytes_per_s / self.unit_s
-        self.charges.append(_Charge(self.starts[periods], self.ends[periods], amounts.times(cost)))
+        self.charges.append(_Charge(first, self.ends[periods], amounts.times(cost)))
 
     def _charge(self) -> None:
         for charge in self.charges:
