@@ -134,7 +134,7 @@ def trace(path: str | Path) -> Trace:
     try:
         return _trace(document)
     except OverflowError as error:
-        raise InvalidFile(f"{path} does not hold a possible trace: a number in it has over 63 bits") from error
+        raise InvalidFile(f"{path} is no possible trace: a number in it exceeds 63 bits") from error
     except (InvalidArgument, IndexError, KeyError) as error:
         raise InvalidFile(f"{path} does not hold a possible trace: {error}") from error
 
