@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint bench bench-io sanitize sanitize-asan sanitize-tsan
+.PHONY: setup demo test lint bench bench-io bench-planners sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
@@ -34,6 +34,10 @@ bench: setup
 # Needs 10 GB of free disk and 8 GB of memory, and a machine that does nothing else for half an hour.
 bench-io: setup
 	$(BIN)/python benchmarks/tensor_io.py -o out/tensor_io.json
+
+# A quarter of an hour on two cores; the published cells need their traces: see PENSTOCK_G10_DATA.
+bench-planners: setup
+	$(BIN)/python benchmarks/planners.py -o out/planners.json
 
 # The tests of the C++ parts, for errors of memory and undefined behaviour, and for races. Needs CMake,
 # a C++ compiler with its sanitizers, and no Python.
