@@ -12,6 +12,7 @@
 #include "planning/model.hpp"
 #include "planning/replay.hpp"
 #include "planning/search.hpp"
+#include "planning_columns.hpp"
 
 namespace nb = nanobind;
 
@@ -19,8 +20,6 @@ namespace penstock {
 
 namespace {
 
-template <typename Value>
-using Column = nb::ndarray<const Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ways = Column<std::int8_t>;
 
 // The replay as the search's objective.
@@ -71,18 +70,6 @@ class Replayed final : public search::Objective {
   planning::Kernels kernels_;
 };
 
-template <typename Value>
-std::vector<Value> copied(const Column<Value>& array) {
-  return {array.data(), array.data() + array.shape(0)};
-}
-
-template <typename Value>
-nb::object array(std::vector<Value> values) {
-  auto* owned = new std::vector<Value>(std::move(values));
-  const nb::capsule owner(owned, [](void* at) noexcept { delete static_cast<std::vector<Value>*>(at); });
-  return nb::cast(nb::ndarray<nb::numpy, Value, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
-}
-
 search::State state_of(const Ways& how, const Ways& late) {
   search::State state;
   state.how = copied(how);
@@ -111,49 +98,10 @@ class Table {
   Value value(const char* name) const {
     return nb::cast<Value>(columns_[name]);
   }
-  planning::Lists lists(const char* name) const {
-    const auto pair = nb::cast<nb::tuple>(columns_[name]);
-    return {copied(nb::cast<Column<std::int64_t>>(pair[0])), copied(nb::cast<Column<std::int64_t>>(pair[1]))};
-  }
-  nb::list list(const char* name) const { return nb::cast<nb::list>(columns_[name]); }
 
  private:
   nb::dict columns_;
 };
-
-planning::Trace trace_of(const Table& table) {
-  planning::Trace trace;
-  trace.kernels = table.value<std::int64_t>("kernels");
-  trace.saved = table.value<bool>("saved");
-  trace.bytes = table.column<std::int64_t>("bytes");
-  trace.compressed = table.column<std::int64_t>("compressed");
-  trace.birth = table.column<std::int64_t>("birth");
-  trace.death = table.column<std::int64_t>("death");
-  trace.persistent = table.column<std::uint8_t>("persistent");
-  trace.producer = table.column<std::int64_t>("producer");
-  trace.outputs = table.lists("outputs");
-  trace.writers = table.lists("writers");
-  trace.tensors = static_cast<std::int64_t>(trace.bytes.size());
-  trace.prepare();
-  return trace;
-}
-
-planning::Machine machine_of(const Table& table) {
-  planning::Machine machine;
-  machine.budget = table.value<std::int64_t>("budget");
-  machine.shares_bus = table.value<bool>("shares_bus");
-  machine.duplex = table.value<double>("duplex");
-  machine.compress_bytes_per_s = table.value<double>("compress_bytes_per_s");
-  machine.expand_bytes_per_s = table.value<double>("expand_bytes_per_s");
-  const auto links = table.list("links");
-  for (std::size_t link = 0; link < planning::kLinks; ++link) {
-    const auto values = nb::cast<nb::tuple>(links[link]);
-    machine.latency_s[link] = nb::cast<double>(values[0]);
-    machine.rate[link] = copied(nb::cast<Column<double>>(values[1]));
-    machine.rate_compressed[link] = copied(nb::cast<Column<double>>(values[2]));
-  }
-  return machine;
-}
 
 // The columns are made by penstock.planners.search.improve.
 void make(search::Search* self, const nb::dict& trace_columns, const nb::dict& machine_columns,
@@ -180,7 +128,7 @@ void make(search::Search* self, const nb::dict& trace_columns, const nb::dict& m
   choices.disk_bytes = machine.value<std::int64_t>("disk_bytes");
   new (self) search::Search(
       std::move(choices),
-      std::make_unique<Replayed>(trace_of(trace), machine_of(machine), trace.column<double>("time_s"),
+      std::make_unique<Replayed>(trace_of(trace_columns), machine_of(machine_columns), trace.column<double>("time_s"),
                                  trace.column<std::int64_t>("workspace_bytes")));
 }
 

@@ -90,41 +90,9 @@ class Replay:
 
     def __init__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> None:
         self.trace, self.hardware, self.budget_bytes = trace, hardware, budget_bytes
-        compressed = _compressed_bytes(trace)
-        links = [
-            (
-                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
-                _rates(hardware, link, trace.tensor_bytes),
-                _rates(hardware, link, compressed),
-            )
-            for link in LINKS
-        ]
-        recompute = trace.tensor_recompute
-        count = trace.kernels
         self._times = np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64)
         self._workspaces = _column(trace.kernel_workspace_bytes)
-        self._native = _native.Replay(
-            {
-                "kernels": count,
-                "saved": trace.evictable == "saved",
-                "bytes": _column(trace.tensor_bytes),
-                "compressed": compressed,
-                "birth": _column(np.clip(trace.tensor_birth, 0, count)),
-                "death": _column(np.clip(trace.tensor_death, 0, count)),
-                "persistent": trace.tensor_persistent.astype(np.uint8),
-                "producer": _column(recompute if len(recompute) else np.full(trace.tensors, -1)),
-                "outputs": (_column(trace.outputs.starts), _column(trace.outputs.values)),
-                "writers": (_column(trace.writers.starts), _column(trace.writers.values)),
-            },
-            {
-                "budget": budget_bytes,
-                "shares_bus": hardware.disk_shares_bus,
-                "duplex": float(hardware.duplex),
-                "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
-                "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
-                "links": links,
-            },
-        )
+        self._native = _native.Replay(trace_columns(trace), machine_columns(trace, hardware, budget_bytes))
 
     def run(
         self,
@@ -248,6 +216,42 @@ def _how(evict: Evict) -> int:
 
 def _column(values: npt.NDArray[Any]) -> IntArray:
     return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def trace_columns(trace: Trace) -> dict[str, Any]:
+    """What `penstock._native` wants to know of a trace."""
+    recompute, count = trace.tensor_recompute, trace.kernels
+    return {
+        "kernels": count,
+        "saved": trace.evictable == "saved",
+        "bytes": _column(trace.tensor_bytes),
+        "compressed": _compressed_bytes(trace),
+        "birth": _column(np.clip(trace.tensor_birth, 0, count)),
+        "death": _column(np.clip(trace.tensor_death, 0, count)),
+        "persistent": trace.tensor_persistent.astype(np.uint8),
+        "producer": _column(recompute if len(recompute) else np.full(trace.tensors, -1)),
+        "outputs": (_column(trace.outputs.starts), _column(trace.outputs.values)),
+        "writers": (_column(trace.writers.starts), _column(trace.writers.values)),
+    }
+
+
+def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
+    """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
+    sizes = (trace.tensor_bytes, _compressed_bytes(trace))
+    return {
+        "budget": budget_bytes,
+        "shares_bus": hardware.disk_shares_bus,
+        "duplex": float(hardware.duplex),
+        "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
+        "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+        "links": [
+            (
+                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
+                *(_rates(hardware, link, size) for size in sizes),
+            )
+            for link in LINKS
+        ],
+    }
 
 
 def _compressed_bytes(trace: Trace) -> IntArray:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.core.trace import BoolArray, FloatArray, IntArray
+from penstock.core.trace import FloatArray, IntArray
 
 
 def parts(begin: int, end: int, kernels: int) -> Iterator[slice]:
@@ -26,10 +26,6 @@ def add(values: IntArray, begin: int, end: int, amount: int) -> None:
 def highest(values: IntArray, begin: int, end: int) -> int:
     """The largest entry of kernels ``[begin, end)``; 0 where there is none."""
     return max((int(values[part].max(initial=0)) for part in parts(begin, end, len(values))), default=0)
-
-
-def any_of(flags: BoolArray, begin: int, end: int) -> bool:
-    return any(bool(flags[part].any()) for part in parts(begin, end, len(flags)))
 
 
 def unrolled(values: FloatArray) -> FloatArray:

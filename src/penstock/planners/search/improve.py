@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock._native import PlanSearch
-from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Evict, Recompute
-from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.core.trace import FloatArray, IntArray
 from penstock.planners.problem import Problem
 from penstock.planners.search.choices import MOVES, RECOMPUTE, Choices
 from penstock.planners.search.rounding import HowArray
+from penstock.simulator.replay import machine_columns, trace_columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +54,16 @@ class Improver:
     def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
         """bias: [P, WAYS] how much of each period goes which way in the relaxation."""
         favour = np.zeros_like(choices.cost_s) if bias is None else bias
+        trace, hardware = problem.trace, problem.hardware
+        kernels = {
+            "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
+            "workspace_bytes": _integers(trace.kernel_workspace_bytes),
+        }
+        tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
         self._search = PlanSearch(
-            _trace_columns(problem.trace), _machine_columns(problem), _choice_columns(choices, favour)
+            trace_columns(trace) | kernels,
+            machine_columns(trace, hardware, problem.budget_bytes) | tiers,
+            _choice_columns(choices, favour),
         )
         self._count = len(choices)
 
@@ -89,45 +97,6 @@ class Improver:
         return np.zeros(self._count, dtype=np.int8) if late is None else late
 
 
-def _trace_columns(trace: Trace) -> dict[str, object]:
-    recompute = trace.tensor_recompute if len(trace.tensor_recompute) else np.full(trace.tensors, -1)
-    return {
-        "kernels": trace.kernels,
-        "saved": trace.evictable == "saved",
-        "bytes": _integers(trace.tensor_bytes),
-        "compressed": _compressed_bytes(trace),
-        "birth": _integers(np.clip(trace.tensor_birth, 0, trace.kernels)),
-        "death": _integers(np.clip(trace.tensor_death, 0, trace.kernels)),
-        "persistent": trace.tensor_persistent.astype(np.uint8),
-        "producer": _integers(recompute),
-        "outputs": (_integers(trace.outputs.starts), _integers(trace.outputs.values)),
-        "writers": (_integers(trace.writers.starts), _integers(trace.writers.values)),
-        "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
-        "workspace_bytes": _integers(trace.kernel_workspace_bytes),
-    }
-
-
-def _machine_columns(problem: Problem) -> dict[str, object]:
-    trace, hardware = problem.trace, problem.hardware
-    sizes = (trace.tensor_bytes, _compressed_bytes(trace))
-    return {
-        "budget": int(problem.budget_bytes),
-        "shares_bus": bool(hardware.disk_shares_bus),
-        "duplex": float(hardware.duplex),
-        "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
-        "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
-        "links": [
-            (
-                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
-                *(_rates(hardware, link, size) for size in sizes),
-            )
-            for link in LINKS
-        ],
-        "host_bytes": int(hardware.host_bytes),
-        "disk_bytes": int(hardware.disk_bytes),
-    }
-
-
 def _choice_columns(choices: Choices, bias: FloatArray) -> dict[str, object]:
     return {
         "tensor": choices.tensor,
@@ -142,22 +111,6 @@ def _choice_columns(choices: Choices, bias: FloatArray) -> dict[str, object]:
         "parent_starts": _integers(choices.parents.starts),
         "parents": _integers(choices.parents.values),
     }
-
-
-def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
-    """[T] bytes per second of each tensor on ``link`` when nothing else uses it; 0 where there is no link."""
-    if link not in hardware.measured_rates:
-        return np.full(len(size_bytes), hardware.rate_bytes_per_s(link))
-    distinct, position = np.unique(np.maximum(size_bytes, 1), return_inverse=True)
-    rates = np.array([size / hardware.transfer_s(link, size) for size in distinct.tolist()])
-    result: FloatArray = rates[position] if len(rates) else np.zeros(0)
-    return result
-
-
-def _compressed_bytes(trace: Trace) -> IntArray:
-    if not len(trace.tensor_density):
-        return _integers(trace.tensor_bytes)
-    return np.array([trace.compressed_bytes(tensor) for tensor in range(trace.tensors)], dtype=np.int64)
 
 
 def _integers(values: IntArray) -> IntArray:
