@@ -8,8 +8,12 @@ NB_MODULE(_native, module) {
   penstock::bind_checksum(module);
   penstock::bind_planning(module);
   penstock::bind_search(module);
+  penstock::bind_sample_builder(module);
+  penstock::bind_sample_names(module);
+  penstock::bind_sample_order(module);
 #ifdef __linux__
   penstock::bind_arena(module);
+  penstock::bind_sample_reader(module);
   penstock::bind_transfers(module);
 #endif
 }

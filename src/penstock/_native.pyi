@@ -88,3 +88,140 @@ class PlanSearch:
         int,
         bool,
     ]: ...
+
+class SamplePieces:
+    """What a builder has made since the last `take`: bytes to append to the files of that name."""
+
+    data: list[tuple[int, npt.NDArray[np.uint8]]]  # node, bytes for its data file; in order
+    directory: bytes
+    sums: bytes
+    chunks: bytes
+    names: bytes
+    anchors: bytes
+    large: bytes
+    labels: bytes
+
+class SampleBuilder:
+    """Turns samples into the pieces of a store. ValueError for what does not fit the format."""
+
+    def __init__(self, chunk_bytes: int, node_bytes: int, state: bytes = b"") -> None: ...
+    def add(self, name: bytes, data: bytes | bytearray | memoryview, label: int = -1) -> None: ...
+    def add_many(
+        self,
+        names: npt.NDArray[np.uint8],
+        name_ends: npt.NDArray[np.int64],
+        data: npt.NDArray[np.uint8],
+        data_ends: npt.NDArray[np.int64],
+        labels: npt.NDArray[np.int32] | None = None,
+    ) -> None: ...
+    def finish(self) -> None:
+        """No more samples: closes the last chunk, and pads the last node."""
+    def take(self) -> SamplePieces: ...
+    def state(self) -> bytes:
+        """What a new builder needs to go on after everything that was taken. Only right after `take`."""
+    @property
+    def samples(self) -> int: ...
+    @property
+    def pending_bytes(self) -> int: ...  # that `take` would give
+    @property
+    def nodes(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
+
+def sample_key(name: bytes) -> int: ...
+def sample_lookup(
+    directory: npt.NDArray[np.uint64], names: npt.NDArray[np.uint8], anchors: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.uint8], tuple[int, int] | None]:
+    """The bytes of lookup.bin, and the indices of two samples of one name where there are such."""
+
+class SampleNames:
+    """Names of a store's samples. Borrows the arrays, and checks whatever it reads from them.
+
+    ValueError where they contradict themselves.
+    """
+
+    def __init__(
+        self,
+        directory: npt.NDArray[np.uint64],
+        names: npt.NDArray[np.uint8],
+        anchors: npt.NDArray[np.uint64],
+        lookup: npt.NDArray[np.uint8],
+    ) -> None: ...
+    def find(self, name: bytes) -> int: ...  # -1: there is none
+    def find_many(
+        self, names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]: ...
+    def name(self, index: int) -> bytes: ...
+    def names(self, begin: int, end: int) -> list[bytes]: ...
+
+class SampleOrder:
+    """One stream's order of an epoch, as penstock.samples.order says."""
+
+    def __init__(
+        self,
+        kind: str,
+        samples: int,
+        firsts: npt.NDArray[np.uint64],
+        seed: int,
+        epoch: int,
+        streams: int,
+        stream: int,
+        slots: int,
+        after: list[tuple[int, int, list[int]]],
+    ) -> None: ...
+    def take(self, samples: int) -> npt.NDArray[np.int64]: ...
+    def skip(self, samples: int) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def taken(self) -> int: ...
+
+# samples, chunks, size_bytes, buffered descriptor, direct descriptor (-1: none), alignment_bytes
+SampleNode = tuple[int, int, int, int, int, int]
+# directory [n, 2], sums [n], chunks [c] as CHUNK_RECORD's bytes [c, 16], large [l, 2], chunk_bytes, nodes
+SampleMember = tuple[
+    npt.NDArray[np.uint64],
+    npt.NDArray[np.uint32],
+    npt.NDArray[np.uint8],
+    npt.NDArray[np.uint64],
+    int,
+    list[SampleNode],
+]
+
+class SampleFailure(Exception):
+    """args: kind, member, node, offset, size_bytes, sample (-1: several), errno.
+
+    kind: "read" (errno says why), "checksum", "timeout", "directory" (entries that contradict themselves),
+    "closed"
+    """
+
+class SampleReader:
+    """Reads the samples of mounted stores: index i is the i-th over all members. Borrows their arrays."""
+
+    def __init__(
+        self,
+        members: list[SampleMember],
+        *,
+        buffers: int,
+        direct: bool,
+        verify: bool,
+        copy_threads: int,
+        depth: int,
+    ) -> None: ...
+    def read(self, index: int, timeout_s: float) -> bytes: ...
+    def gather(
+        self, indices: npt.NDArray[np.int64], timeout_s: float
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]: ...  # data, offsets [n + 1]
+    def feed(self, order: SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> SampleFeed: ...
+    def counters(self) -> dict[str, int]: ...
+    def close(self, timeout_s: float) -> bool: ...  # False: something is still being read, and abandoned
+
+class SampleFeed:
+    """The batches of one stream of one epoch."""
+
+    def bread(
+        self, samples: int, timeout_s: float
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None:
+        """indices [n], data, offsets [n + 1]; None at the end. Memory is reused once nobody holds it."""
+    @property
+    def taken(self) -> int: ...  # samples of the order that were handed out or skipped
+    def skipped(self) -> list[int]: ...  # indices of damaged samples, since the last call
+    def close(self) -> None: ...

@@ -12,6 +12,7 @@
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
     ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
+    ├── SampleError           a sample store cannot be written or read (also an OSError)
     └── SavedTensorModified   a tensor that backward needs was edited in place (also a RuntimeError)
 """
 
@@ -80,6 +81,10 @@ class SpillSpaceFull(SpillError):
 
 class CheckpointError(PenstockError, OSError):
     """A checkpoint cannot be written or read."""
+
+
+class SampleError(PenstockError, OSError):
+    """A sample store cannot be written or read."""
 
 
 class SavedTensorModified(PenstockError, RuntimeError):

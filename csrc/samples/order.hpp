@@ -1,0 +1,55 @@
+// In which order samples come: a pure function of seed, epoch and how the epoch is divided.
+// penstock.samples.order says the same in Python, number by number.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace penstock::samples {
+
+// Samples of one chunk, in the order that seed, epoch and chunk give them: of its `count` samples,
+// which begin with `first`, those from position `from` up to `until` of that order.
+struct Item {
+  std::uint64_t chunk, first, count, from, until;
+};
+
+inline constexpr std::uint64_t kNoItem = ~std::uint64_t{0};
+
+struct Pick {
+  std::uint64_t sample;  // its index
+  std::uint64_t item;    // of items(), kNoItem in full order
+  bool last;             // of its item: its memory may go
+};
+
+// What was taken while the epoch was divided into so many streams; as in Python.
+struct Segment {
+  std::uint64_t streams, slots;
+  std::vector<std::uint64_t> taken;  // one number: of every stream
+};
+
+// One stream's share of an epoch.
+class Order {
+ public:
+  virtual ~Order() = default;
+  virtual bool next(Pick& pick) = 0;  // false at the end
+  // What has to be read, in this order: item i is picked from only after items 0 to i - 1 have begun to be,
+  // and at most `slots` items are under way at once. Empty in full order.
+  virtual std::span<const Item> items() const = 0;
+  virtual std::uint64_t slots() const = 0;  // 0 in full order
+  virtual std::uint64_t size() const = 0;   // samples in all
+  virtual std::uint64_t taken() const = 0;  // samples so far
+};
+
+struct Epoch {
+  std::uint64_t seed, epoch, streams, stream, slots;
+  std::vector<Segment> after;
+};
+
+std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch);
+
+// firsts: [chunks + 1] the first sample of each chunk, then how many samples there are. Copied where needed.
+std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const Epoch& epoch);
+
+}  // namespace penstock::samples

@@ -1,0 +1,1 @@
+"""Commands on sample stores. Each returns an Answer; nothing is printed here."""

@@ -1,0 +1,1 @@
+"""Samples that were read together."""

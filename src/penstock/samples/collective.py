@@ -1,0 +1,1 @@
+"""Mounting with several processes."""

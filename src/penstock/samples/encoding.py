@@ -1,0 +1,1 @@
+"""Fields to the bytes of a sample and back."""

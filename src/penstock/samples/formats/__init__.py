@@ -1,0 +1,1 @@
+"""What can be packed, each a file: adding one takes a file and a line in FORMATS."""

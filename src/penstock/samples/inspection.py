@@ -1,0 +1,1 @@
+"""What a store holds, whether it is sound, and its samples as files again."""

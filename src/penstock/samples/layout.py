@@ -1,0 +1,91 @@
+"""How a sample store lies on disk: its files, and the 16 bytes of a directory entry.
+
+The whole format is in docs/formats.md. An entry is that of DLFS, figure 3(b).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MANIFEST = "store.json"
+DIRECTORY = "directory.bin"  # [samples, 2] uint64: an entry each, in stored order
+SUMS = "sums.bin"  # [samples] uint32: CRC-32C of each sample
+CHUNKS = "chunks.bin"  # [chunks] CHUNK_RECORD
+NAMES = "names.bin"  # each name: uint16 length, then its bytes
+ANCHORS = "anchors.bin"  # [ceil(samples / ANCHOR_NAMES)] uint64: where every 16th name begins in names.bin
+LOOKUP = "lookup.bin"  # [samples] uint64, then [2 ** lookup_bits(samples) + 1] uint32 or uint64
+LARGE = "large.bin"  # [large samples, 2] uint64: index, length; absent where there are none
+LABELS = "labels.bin"  # [samples] int32: index in the manifest's classes; absent where there are none
+
+CHUNK_BYTES = 256 << 10
+SMALLEST_CHUNK_BYTES = 4096
+LARGEST_CHUNK_BYTES = 1 << 30
+
+KEY_BITS, OFFSET_BITS, LENGTH_BITS, NODE_BITS = 48, 40, 23, 16
+NODE_BYTES = 1 << OFFSET_BITS  # most that one data file holds
+NODES = 1 << NODE_BITS
+LARGE_LENGTH = (1 << LENGTH_BITS) - 1  # an entry of this length has its true one in large.bin
+LARGEST_NAME_BYTES = (1 << 16) - 1
+ANCHOR_NAMES = 16
+INDEX_BITS = 40  # of a word of the lookup; above them the low FINGERPRINT_BITS of the key
+FINGERPRINT_BITS = 24
+
+CHUNK_RECORD = np.dtype([("first", "<u8"), ("crc32c", "<u4"), ("reserved", "<u4")])
+
+Words = npt.NDArray[np.uint64]
+
+
+class Entries(NamedTuple):
+    """The fields of directory entries, an array each. `present` is 0 in a file."""
+
+    node: Words
+    key: Words
+    offset: Words
+    length: Words
+    present: Words
+
+
+def unpack_entries(entries: Words) -> Entries:
+    """entries: [n, 2] uint64, as in directory.bin."""
+    place, extent = entries[:, 0], entries[:, 1]
+    one = np.uint64(1)
+    return Entries(
+        place >> np.uint64(KEY_BITS),
+        place & np.uint64((1 << KEY_BITS) - 1),
+        extent >> np.uint64(LENGTH_BITS + 1),
+        extent >> one & np.uint64(LARGE_LENGTH),
+        extent & one,
+    )
+
+
+def data_file(node: int) -> str:
+    """The name of a node's data file."""
+    return f"data-{node:05d}.bin"
+
+
+def lookup_bits(samples: int) -> int:
+    """How many top bits of a key choose its bucket: four to eight samples a bucket."""
+    return max(0, samples.bit_length() - 3)
+
+
+def lookup_start_dtype(samples: int) -> np.dtype[np.unsignedinteger]:
+    """The type of the bucket starts in lookup.bin."""
+    return np.dtype("<u4") if samples < 1 << 32 else np.dtype("<u8")
+
+
+def chunks_of(node_bytes: int, chunk_bytes: int) -> int:
+    """Chunks of a data file that holds so many bytes of samples: at least one."""
+    return max(1, -(-node_bytes // chunk_bytes))
+
+
+def long_edge_bytes(chunk_bytes: int) -> int:
+    """A sample that crosses its chunk's end and is at least so long is a long edge: it is read by itself."""
+    return chunk_bytes // 4
+
+
+def buffer_bytes(chunk_bytes: int) -> int:
+    """Memory for the body of any chunk, read in whole blocks of 4096 bytes."""
+    return chunk_bytes + long_edge_bytes(chunk_bytes) + 2 * 4096

@@ -1,0 +1,1 @@
+"""How well an order mixes, as a number."""

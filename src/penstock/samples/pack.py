@@ -1,0 +1,1 @@
+"""Packing a source into a store."""

@@ -1,0 +1,1 @@
+"""A mounted store: what programs read samples from."""

@@ -1,0 +1,1 @@
+"""Writing a store's files, so that packing can be resumed."""
