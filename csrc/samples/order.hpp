@@ -29,17 +29,22 @@ struct Segment {
   std::vector<std::uint64_t> taken;  // one number: of every stream
 };
 
-// One stream's share of an epoch.
+// One stream's share of an epoch. Not safe for threads.
 class Order {
  public:
   virtual ~Order() = default;
-  virtual bool next(Pick& pick) = 0;  // false at the end
-  // What has to be read, in this order: item i is picked from only after items 0 to i - 1 have begun to be,
-  // and at most `slots` items are under way at once. Empty in full order.
+  virtual std::size_t take(std::span<Pick> picks) = 0;  // how many: fewer only at the end
+  // What has to be read, in this order: the first `slots` items are under way from the start, and each
+  // `last` pick of an item lets the next one begin. Empty in full order.
   virtual std::span<const Item> items() const = 0;
   virtual std::uint64_t slots() const = 0;  // 0 in full order
   virtual std::uint64_t size() const = 0;   // samples in all
   virtual std::uint64_t taken() const = 0;  // samples so far
+  // Of each item whether it has given all of its samples. Empty in full order.
+  virtual std::vector<bool> used_up() const { return {}; }
+
+  bool next(Pick& pick) { return take({&pick, 1}) == 1; }  // false at the end
+  std::uint64_t skip(std::uint64_t samples);               // how many
 };
 
 struct Epoch {
@@ -47,6 +52,7 @@ struct Epoch {
   std::vector<Segment> after;
 };
 
+// Both throw std::invalid_argument for what contradicts itself, such as more taken than there was.
 std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch);
 
 // firsts: [chunks + 1] the first sample of each chunk, then how many samples there are. Copied where needed.

@@ -205,6 +205,7 @@ class SampleReader:
         verify: bool,
         copy_threads: int,
         depth: int,
+        ring: bool = True,  # False: plain reads, as where io_uring is refused
     ) -> None: ...
     def read(self, index: int, timeout_s: float) -> bytes: ...
     def gather(
