@@ -1,1 +1,204 @@
-// Being written.
+#include "feed.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace penstock::samples {
+
+Feed::Feed(std::shared_ptr<Reader> reader, std::shared_ptr<Order> order, const FeedOptions& options)
+    : reader_(std::move(reader)),
+      options_(options),
+      assembler_(*reader_, order, options.ahead, stop_, signal_),
+      taken_(order->taken()) {
+  reader_->blocks().keep(options.prefetch_bytes);
+  thread_ = std::thread([this] { run(); });
+}
+
+Feed::~Feed() { close(); }
+
+void Feed::close() {
+  {
+    const std::lock_guard lock(signal_->mutex);
+    stop_ = true;
+    signal_->changed.notify_all();
+  }
+  reader_->cache().notify();
+  const std::lock_guard lock(closing_);
+  if (thread_.joinable()) thread_.join();
+}
+
+// -- the thread ----------------------------------------------------------------------------------
+
+void Feed::run() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
+  pthread_setname_np(pthread_self(), "penstock-feed");
+  while (true) {
+    std::size_t samples;
+    {
+      std::unique_lock lock(signal_->mutex);
+      sleeps_ = true;
+      signal_->changed.wait(lock, [this] { return stop_ || has_room(); });
+      sleeps_ = false;
+      if (stop_) return;
+      samples = wanted_;
+    }
+    std::shared_ptr<SampleBatch> batch;
+    std::optional<Failure> failure;
+    try {
+      batch = assembler_.next(samples);
+    } catch (const std::bad_alloc&) {
+      failure = Failure{Fault::read, {}, -1, ENOMEM};
+    } catch (const std::system_error& error) {
+      failure = Failure{Fault::read, {}, -1, error.code().value()};
+    }
+    const std::lock_guard lock(signal_->mutex);
+    if (batch) {
+      ended_ = batch->size() < samples;
+      ready_bytes_ += batch->size_bytes();
+      ready_samples_ += batch->size();
+      ready_.push_back({std::move(batch)});
+    } else {
+      ended_ = true;
+      if (failure && !failure_) last_words_ = failure;
+    }
+    signal_->changed.notify_all();
+    if (ended_) return;
+  }
+}
+
+// At least one batch is made ahead; more, while they fit.
+bool Feed::has_room() const {
+  if (ready_samples_ < wanted_) return true;
+  if (ready_.empty()) return false;
+  return ready_bytes_ + ready_.back().batch->size_bytes() <= options_.prefetch_bytes;
+}
+
+// -- whoever takes -------------------------------------------------------------------------------
+
+// Whether so many samples are there, or all that are left.
+bool Feed::has(std::size_t samples) const {
+  std::size_t count = 0;
+  for (const auto& [batch, taken] : ready_) {
+    if (batch->under_way()) return false;
+    count += batch->size() - taken;
+    if (count >= samples) return true;
+  }
+  return ended_;
+}
+
+Feed::Outcome Feed::take(std::size_t samples, Clock::time_point until, std::shared_ptr<SampleBatch>& batch) {
+  std::unique_lock lock(signal_->mutex);
+  if (failure_) throw Failed(*failure_);
+  if (wanted_ != samples) {
+    wanted_ = samples;
+    signal_->changed.notify_all();
+  }
+  if (!stop_ && !has(samples)) {
+    ++reader_->waits;
+    if (!signal_->changed.wait_until(lock, until, [&] { return stop_ || has(samples); }))
+      return Outcome::late;
+  }
+  if (stop_) throw Failed({});
+  if (ready_.empty()) {
+    if (last_words_) fail(*last_words_);
+    return Outcome::end;
+  }
+  batch = cut(samples);
+  if (sleeps_ && has_room()) signal_->changed.notify_all();
+  return Outcome::batch;
+}
+
+void Feed::fail(const Failure& failure) {
+  failure_ = failure;
+  throw Failed(failure);
+}
+
+// The next samples from what is ready: a whole batch as it is, where that is what is wanted, else a copy.
+std::shared_ptr<SampleBatch> Feed::cut(std::size_t samples) {
+  struct Run {
+    SampleBatch* batch;
+    std::size_t begin, end;  // positions
+  };
+  std::vector<Run> runs;
+  std::vector<std::uint64_t> skipped;
+  std::size_t left = samples, ready = 0, good = 0;
+  std::uint64_t bytes = 0;
+  for (; ready < ready_.size() && left > 0; ++ready) {
+    auto* batch = ready_[ready].batch.get();
+    auto begin = ready_[ready].taken;
+    const auto end = begin + std::min(left, batch->size() - begin);
+    left -= end - begin;
+    const auto add = [&](std::size_t until) {
+      if (begin == until) return;
+      runs.push_back({batch, begin, until});
+      good += until - begin;
+      bytes += static_cast<std::uint64_t>(batch->offsets()[until] - batch->offsets()[begin]);
+    };
+    for (const auto& [position, failure] : batch->bad()) {
+      if (position < begin || position >= end) continue;
+      if (!options_.skip_damaged) fail(failure);
+      add(position);
+      skipped.push_back(static_cast<std::uint64_t>(batch->indices()[position]));
+      begin = position + 1;
+    }
+    add(end);
+  }
+  std::shared_ptr<SampleBatch> result;
+  if (runs.size() == 1 && runs[0].begin == 0 && runs[0].end == runs[0].batch->size()) {
+    result = ready_.front().batch;
+  } else {
+    result = reader_->make_batch(good, bytes, signal_);
+    std::size_t at = 0;
+    std::int64_t offset = 0;
+    for (const auto& [batch, begin, end] : runs) {
+      const auto* offsets = batch->offsets();
+      std::memcpy(result->data() + offset, batch->data() + offsets[begin],
+                  static_cast<std::size_t>(offsets[end] - offsets[begin]));
+      for (auto i = begin; i < end; ++i, ++at) {
+        result->indices()[at] = batch->indices()[i];
+        result->offsets()[at] = offset + offsets[i] - offsets[begin];
+      }
+      offset += offsets[end] - offsets[begin];
+    }
+    result->offsets()[good] = offset;
+  }
+  left = samples;
+  while (!ready_.empty()) {
+    auto& [batch, taken] = ready_.front();
+    const auto step = std::min(left, batch->size() - taken);
+    taken += step, left -= step, taken_ += step, ready_samples_ -= step;
+    if (taken < batch->size()) break;
+    ready_bytes_ -= batch->size_bytes();
+    ready_.pop_front();
+    if (left == 0) break;
+  }
+  skipped_.insert(skipped_.end(), skipped.begin(), skipped.end());
+  reader_->delivered += good;
+  return result;
+}
+
+Failure Feed::late() {
+  const std::lock_guard lock(signal_->mutex);
+  for (const auto& [batch, taken] : ready_)
+    if (batch->under_way()) return {Fault::timeout, batch->waits_for(), -1, 0};
+  return {Fault::timeout, assembler_.waits_for(), -1, 0};
+}
+
+std::uint64_t Feed::taken() {
+  const std::lock_guard lock(signal_->mutex);
+  return taken_;
+}
+
+std::vector<std::uint64_t> Feed::skipped() {
+  const std::lock_guard lock(signal_->mutex);
+  return std::exchange(skipped_, {});
+}
+
+}  // namespace penstock::samples

@@ -9,7 +9,7 @@ namespace penstock::samples {
 inline constexpr std::uint64_t kLargeLength = (1U << 23) - 1;  // the true length is in large.bin
 inline constexpr std::uint64_t kNodeBytes = std::uint64_t{1} << 40;
 inline constexpr unsigned kKeyBits = 48, kAnchorNames = 16, kIndexBits = 40;
-inline constexpr std::uint64_t kBlockBytes = 4096;
+inline constexpr std::uint64_t kBlockBytes = 4096, kLargestChunkBytes = std::uint64_t{1} << 30;
 
 // DLFS, figure 3(b), little-endian: node and key; offset, length and presence.
 struct Entry {

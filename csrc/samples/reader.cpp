@@ -1,1 +1,114 @@
-// Being written.
+#include "reader.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "feed.hpp"
+
+namespace penstock::samples {
+
+namespace {
+
+constexpr std::size_t kKeptBytes = 64U << 20;    // of batches' memory
+constexpr std::size_t kSubmittedAtOnce = 64;
+
+}  // namespace
+
+Reader::Reader(std::vector<Member> members, const ReaderOptions& options, Reads::MakeIo make_io)
+    : catalog_(std::move(members)),
+      reads_(catalog_, options.direct, options.ring, options.depth, std::move(make_io)),
+      cache_(catalog_, reads_, options.buffers, options.verify),
+      blocks_(std::make_shared<BatchPool>(kKeptBytes)),
+      verify_(options.verify),
+      copy_threads_(options.copy_threads) {}
+
+std::shared_ptr<SampleBatch> Reader::make_batch(std::size_t samples, std::uint64_t data_bytes,
+                                          std::shared_ptr<Signal> signal) {
+  return std::make_shared<SampleBatch>(catalog_, verify_, *blocks_, samples, data_bytes, std::move(signal));
+}
+
+bool Reader::copy_held(const Extent& extent, std::byte* to) {
+  auto* chunk = cache_.use_held(catalog_.chunk_of(extent));
+  if (chunk == nullptr) return false;
+  const auto& body = chunk->body().extent;
+  const bool inside = extent.offset >= body.offset &&
+                      extent.offset + extent.size_bytes <= body.offset + body.size_bytes;
+  if (inside) std::memcpy(to, chunk->at(extent.offset), extent.size_bytes);
+  cache_.let_go(chunk);
+  return inside;
+}
+
+Extent Reader::find(std::uint64_t sample) const {
+  Extent extent;
+  if (!catalog_.find(sample, extent))
+    throw Failed({Fault::directory, extent, static_cast<std::int64_t>(sample), 0});
+  return extent;
+}
+
+bool Reader::read_now(const Extent& extent, std::byte* to) {
+  if (copy_held(extent, to)) return true;
+  return extent.size_bytes <= kReadHereBytes && reads_.read_cached(extent, to);
+}
+
+bool Reader::wait(const SampleBatch& batch, Signal& signal, Clock::time_point until) {
+  if (!batch.under_way()) return true;
+  std::unique_lock lock(signal.mutex);
+  return signal.changed.wait_until(lock, until, [&batch] { return !batch.under_way(); });
+}
+
+std::shared_ptr<SampleBatch> Reader::begin(std::span<const std::int64_t> indices,
+                                     std::shared_ptr<Signal> signal) {
+  if (closed_) throw Failed({});
+  std::vector<Extent> extents(indices.size());
+  std::uint64_t data_bytes = 0;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    if (i + 8 < indices.size()) catalog_.prefetch(static_cast<std::uint64_t>(indices[i + 8]));
+    extents[i] = find(static_cast<std::uint64_t>(indices[i]));
+    data_bytes += extents[i].size_bytes;
+  }
+  auto batch = make_batch(indices.size(), data_bytes, std::move(signal));
+  std::ranges::copy(indices, batch->indices());
+  std::int64_t at = 0;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    batch->offsets()[i] = at;
+    at += static_cast<std::int64_t>(extents[i].size_bytes);
+  }
+  batch->offsets()[indices.size()] = at;
+  std::vector<Read> reads;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    const auto& extent = extents[i];
+    if (extent.size_bytes == 0) continue;
+    auto* to = batch->data() + batch->offsets()[i];
+    if (read_now(extent, to)) {
+      batch->check(i, extent);
+      continue;
+    }
+    reads.push_back(batch->read(i, extent));
+    if (reads.size() == kSubmittedAtOnce) reads_.submit(Traffic::samples, std::exchange(reads, {}));
+  }
+  reads_.submit(Traffic::samples, std::move(reads));
+  batch->assembled();
+  return batch;
+}
+
+void Reader::add(const std::shared_ptr<Feed>& feed) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw Failed({});
+  std::erase_if(feeds_, [](const auto& one) { return one.expired(); });
+  feeds_.push_back(feed);
+}
+
+bool Reader::close(Clock::time_point deadline) {
+  std::vector<std::weak_ptr<Feed>> feeds;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    feeds = std::exchange(feeds_, {});
+  }
+  for (const auto& weak : feeds)
+    if (const auto feed = weak.lock()) feed->close();
+  return reads_.close(deadline);
+}
+
+}  // namespace penstock::samples

@@ -1,12 +1,329 @@
 // What Python sees of the sample store's reader.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
+#include "checksum.hpp"
+#include "samples/feed.hpp"
+#include "samples/order_object.hpp"
+#include "samples/reader.hpp"
 
 namespace nb = nanobind;
 
 namespace penstock {
 
-void bind_sample_reader(nb::module_& module) { (void)module; }
+namespace {
+
+using namespace samples;
+
+template <class T, std::size_t kDimensions>
+using Array = nb::ndarray<const T, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
+
+PyObject* failure_type = nullptr;
+
+constexpr auto kSlice = std::chrono::milliseconds(100);  // between two looks for signals
+constexpr double kLongestS = 1e8;
+
+Clock::time_point after(double timeout_s) {
+  const auto seconds = std::isnan(timeout_s) ? 0 : std::clamp(timeout_s, 0.0, kLongestS);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+[[noreturn]] void raise(const Failure& failure) {
+  constexpr const char* kKinds[] = {"read", "checksum", "timeout", "directory", "closed"};
+  const auto& [fault, extent, sample, error] = failure;
+  const auto arguments = nb::make_tuple(kKinds[static_cast<int>(fault)], extent.member, extent.node,
+                                        extent.offset, extent.size_bytes, sample, error);
+  PyErr_SetObject(failure_type, arguments.ptr());
+  throw nb::python_error();
+}
+
+// Calls `wait` with the moment until which it may wait, again and again: signals are seen to in between.
+template <class Wait>
+bool wait_in_slices(double timeout_s, const Wait& wait) {
+  const auto deadline = after(timeout_s);
+  while (true) {
+    {
+      const nb::gil_scoped_release release;
+      if (wait(std::min(deadline, Clock::now() + kSlice))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (Clock::now() >= deadline) return false;
+  }
+}
+
+template <class T>
+nb::object array_of(T* data, std::size_t size, const nb::capsule& owner) {
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner));
+}
+
+// What owns memory of a batch. In a forked child its home may be locked by a thread that is not there.
+struct Held {
+  std::shared_ptr<SampleBatch> batch;
+  int process = getpid();
+};
+
+nb::capsule owner_of(std::shared_ptr<SampleBatch> batch) {
+  return nb::capsule(new Held{std::move(batch)}, [](void* pointer) noexcept {
+    auto* held = static_cast<Held*>(pointer);
+    if (held->process == getpid()) delete held;
+  });
+}
+
+// -- the reader ----------------------------------------------------------------------------------
+
+// Threads of the parent are not in a forked child: there everything is left as it is, for ever.
+class PyReader {
+ public:
+  PyReader(std::shared_ptr<Reader> reader, nb::list members)
+      : reader_(std::move(reader)), members_(std::move(members)) {}
+  PyReader(const PyReader&) = delete;
+  PyReader& operator=(const PyReader&) = delete;
+  ~PyReader() {
+    const bool forked = process_ != getpid();
+    if (!forked && close(kLastWaitS)) return;
+    new std::shared_ptr<Reader>(reader_);
+    members_.release();
+  }
+
+  Reader& get() const {
+    if (process_ != getpid() || reader_->closed()) raise({});
+    return *reader_;
+  }
+  std::shared_ptr<Reader> share() const { return reader_; }
+  int process() const { return process_; }
+
+  bool close(double timeout_s) {
+    if (process_ != getpid()) return true;
+    const nb::gil_scoped_release release;
+    return reader_->close(after(timeout_s));
+  }
+
+ private:
+  static constexpr double kLastWaitS = 5;
+  std::shared_ptr<Reader> reader_;
+  nb::list members_;  // whose arrays it reads
+  const int process_ = getpid();
+};
+
+template <class T>
+std::span<const T> view(const void* data, std::size_t count) {
+  if (reinterpret_cast<std::uintptr_t>(data) % alignof(T) != 0)
+    throw nb::value_error("the arrays of a store must be aligned");
+  return {static_cast<const T*>(data), count};
+}
+
+Member member_of(nb::handle object) {
+  const auto fields = nb::cast<nb::tuple>(object);
+  const auto directory = nb::cast<Array<std::uint64_t, 2>>(fields[0]);
+  const auto sums = nb::cast<Array<std::uint32_t, 1>>(fields[1]);
+  const auto chunks = nb::cast<Array<std::uint8_t, 2>>(fields[2]);
+  const auto large = nb::cast<Array<std::uint64_t, 2>>(fields[3]);
+  if ((directory.shape(0) > 0 && directory.shape(1) != 2) || (large.shape(0) > 0 && large.shape(1) != 2) ||
+      (chunks.shape(0) > 0 && chunks.shape(1) != sizeof(ChunkRecord)))
+    throw nb::value_error("the arrays of a store must be [n, 2], [n], [chunks, 16] and [large, 2]");
+  Member member{view<Entry>(directory.data(), directory.shape(0)),
+                view<std::uint32_t>(sums.data(), sums.shape(0)),
+                view<ChunkRecord>(chunks.data(), chunks.shape(0)),
+                view<std::uint64_t>(large.data(), 2 * large.shape(0)),
+                nb::cast<std::uint64_t>(fields[4]),
+                {}};
+  for (const auto node_object : nb::cast<nb::list>(fields[5])) {
+    const auto node = nb::cast<nb::tuple>(node_object);
+    member.nodes.push_back({nb::cast<std::uint64_t>(node[0]), nb::cast<std::uint64_t>(node[1]),
+                            nb::cast<std::uint64_t>(node[2]), nb::cast<int>(node[3]), nb::cast<int>(node[4]),
+                            nb::cast<std::uint32_t>(node[5])});
+  }
+  return member;
+}
+
+void construct(PyReader* self, const nb::list& members, std::size_t buffers, bool direct, bool verify,
+               unsigned copy_threads, unsigned depth, bool ring) {
+  if (depth == 0) throw nb::value_error("depth must be above zero");
+  std::vector<Member> parsed;
+  nb::list kept;
+  for (const auto member : members) {
+    parsed.push_back(member_of(member));
+    kept.append(member);
+  }
+  const ReaderOptions options{buffers, direct, verify, ring, copy_threads, depth};
+  new (self) PyReader(std::make_shared<Reader>(std::move(parsed), options), std::move(kept));
+}
+
+void check_index(const Reader& reader, std::int64_t index) {
+  if (index < 0 || static_cast<std::uint64_t>(index) >= reader.catalog().samples())
+    throw nb::index_error("there is no sample of this index");
+}
+
+std::shared_ptr<SampleBatch> gather_batch(Reader& reader, std::span<const std::int64_t> indices, double timeout_s) {
+  const auto signal = std::make_shared<Signal>();
+  std::shared_ptr<SampleBatch> batch;
+  const bool whole = wait_in_slices(timeout_s, [&](Clock::time_point until) {
+    if (!batch) batch = reader.begin(indices, signal);
+    return Reader::wait(*batch, *signal, until);
+  });
+  if (!whole) raise({Fault::timeout, batch->waits_for(), -1, 0});
+  if (!batch->bad().empty()) raise(batch->bad().front().failure);
+  reader.delivered += batch->size();
+  return batch;
+}
+
+nb::object read(PyReader& self, std::int64_t index, double timeout_s) {
+  auto& reader = self.get();
+  check_index(reader, index);
+  const auto sample = static_cast<std::uint64_t>(index);
+  const auto extent = reader.find(sample);
+  // Only what is whole is allocated as large as an entry says.
+  if (extent.size_bytes <= Reader::kReadHereBytes) {
+    auto bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(extent.size_bytes)));
+    if (!bytes.is_valid()) throw nb::python_error();
+    auto* to = reinterpret_cast<std::byte*>(PyBytes_AsString(bytes.ptr()));
+    bool there, right = true;
+    {
+      const nb::gil_scoped_release release;
+      there = extent.size_bytes == 0 || reader.read_now(extent, to);
+      if (there && reader.verify()) right = crc32c(0, to, extent.size_bytes) == reader.catalog().sum(sample);
+    }
+    if (!right) raise({Fault::checksum, extent, index, 0});
+    if (there) {
+      ++reader.delivered;
+      return bytes;
+    }
+  }
+  const auto batch = gather_batch(reader, {&index, 1}, timeout_s);
+  return nb::bytes(batch->data(), batch->data_bytes());
+}
+
+nb::tuple gather(PyReader& self, const Array<std::int64_t, 1>& indices, double timeout_s) {
+  auto& reader = self.get();
+  const std::span wanted(indices.data(), indices.shape(0));
+  for (const auto index : wanted) check_index(reader, index);
+  const auto batch = gather_batch(reader, wanted, timeout_s);
+  const auto owner = owner_of(batch);
+  return nb::make_tuple(
+      array_of(reinterpret_cast<std::uint8_t*>(batch->data()), batch->data_bytes(), owner),
+      array_of(batch->offsets(), batch->size() + 1, owner));
+}
+
+nb::dict counters(PyReader& self) {
+  const auto reader = self.share();
+  nb::dict result;
+  result["bytes_read"] = reader->reads().bytes();
+  result["chunk_reads"] = reader->reads().count(Traffic::chunks);
+  result["sample_reads"] = reader->reads().count(Traffic::samples);
+  result["samples"] = reader->delivered.load();
+  result["waits"] = reader->waits.load();
+  result["io_uring"] = reader->reads().uses_ring();
+  return result;
+}
+
+// -- a feed --------------------------------------------------------------------------------------
+
+class PyFeed {
+ public:
+  PyFeed(std::shared_ptr<Feed> feed, int process) : feed_(std::move(feed)), process_(process) {}
+  PyFeed(const PyFeed&) = delete;
+  PyFeed& operator=(const PyFeed&) = delete;
+  ~PyFeed() {
+    if (process_ != getpid()) {
+      new std::shared_ptr<Feed>(feed_);
+      return;
+    }
+    const nb::gil_scoped_release release;
+    feed_->close();
+    feed_.reset();
+  }
+  Feed& get() const {
+    if (process_ != getpid()) raise({});
+    return *feed_;
+  }
+
+ private:
+  std::shared_ptr<Feed> feed_;
+  const int process_;
+};
+
+nb::object make_feed(PyReader& self, SampleOrder& order, std::size_t ahead, std::uint64_t prefetch_bytes,
+                     bool skip_damaged) {
+  self.get();
+  auto reader = self.share();
+  std::shared_ptr<Order> handed(order.hand_over());
+  std::shared_ptr<Feed> feed;
+  {
+    const nb::gil_scoped_release release;
+    feed = std::make_shared<Feed>(reader, std::move(handed), FeedOptions{ahead, prefetch_bytes, skip_damaged});
+    reader->add(feed);
+  }
+  return nb::cast(new PyFeed(std::move(feed), self.process()), nb::rv_policy::take_ownership);
+}
+
+nb::object bread(PyFeed& self, std::int64_t samples, double timeout_s) {
+  if (samples < 1) throw nb::value_error("a batch has at least one sample");
+  auto& feed = self.get();
+  std::shared_ptr<SampleBatch> batch;
+  auto outcome = Feed::Outcome::late;
+  const bool there = wait_in_slices(timeout_s, [&](Clock::time_point until) {
+    outcome = feed.take(static_cast<std::size_t>(samples), until, batch);
+    return outcome != Feed::Outcome::late;
+  });
+  if (!there) raise(feed.late());
+  if (outcome == Feed::Outcome::end) return nb::none();
+  auto& found = *batch;
+  const auto owner = owner_of(std::move(batch));
+  return nb::make_tuple(
+      array_of(found.indices(), found.size(), owner),
+      array_of(reinterpret_cast<std::uint8_t*>(found.data()), found.data_bytes(), owner),
+      array_of(found.offsets(), found.size() + 1, owner));
+}
+
+}  // namespace
+
+void bind_sample_reader(nb::module_& module) {
+  failure_type = PyErr_NewExceptionWithDoc("penstock._native.SampleFailure",
+                                           "kind, member, node, offset, size_bytes, sample, errno.", nullptr,
+                                           nullptr);
+  if (failure_type == nullptr) throw nb::python_error();
+  module.attr("SampleFailure") = nb::borrow(failure_type);
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Failed& failed) {
+      try {
+        raise(failed.failure);
+      } catch (nb::python_error& error) {
+        error.restore();
+      }
+    }
+  });
+
+  nb::class_<PyFeed>(module, "SampleFeed", "The batches of one stream of one epoch.")
+      .def("bread", &bread, nb::arg("samples"), nb::arg("timeout_s"))
+      .def_prop_ro("taken", [](PyFeed& self) { return self.get().taken(); })
+      .def("skipped", [](PyFeed& self) { return self.get().skipped(); })
+      .def("close", [](PyFeed& self) {
+        auto& feed = self.get();
+        const nb::gil_scoped_release release;
+        feed.close();
+      });
+  nb::class_<PyReader>(module, "SampleReader", "Reads the samples of mounted stores.")
+      .def("__init__", &construct, nb::arg("members"), nb::kw_only(), nb::arg("buffers"), nb::arg("direct"),
+           nb::arg("verify"), nb::arg("copy_threads"), nb::arg("depth"), nb::arg("ring") = true)
+      .def("read", &read, nb::arg("index"), nb::arg("timeout_s"))
+      .def("gather", &gather, nb::arg("indices"), nb::arg("timeout_s"))
+      .def("feed", &make_feed, nb::arg("order"), nb::arg("ahead"), nb::arg("prefetch_bytes"),
+           nb::arg("skip_damaged"), nb::keep_alive<0, 1>())
+      .def("counters", &counters)
+      .def("close", &PyReader::close, nb::arg("timeout_s"));
+}
 
 }  // namespace penstock

@@ -1,0 +1,236 @@
+#include "assembler.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace penstock::samples {
+
+namespace {
+
+constexpr std::size_t kFoundAhead = 16;       // directory entries that are fetched before they are read
+constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before they are copied
+constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
+constexpr std::size_t kSubmittedAtOnce = 64;
+
+bool contains(const Extent& outer, const Extent& inner) {
+  return inner.member == outer.member && inner.node == outer.node && inner.offset >= outer.offset &&
+         inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
+}
+
+}  // namespace
+
+Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t ahead,
+                     const std::atomic<bool>& stop, std::shared_ptr<Signal> signal)
+    : reader_(reader), order_(std::move(order)), stop_(stop), signal_(std::move(signal)),
+      left_(order_->size() - order_->taken()) {
+  const auto chunks = reader.catalog().chunks();
+  if (order_->slots() > 0) {
+    from_ = From::items;
+    used_up_ = order_->used_up();
+    sources_.resize(used_up_.size());
+    room_ = std::min<std::size_t>(order_->slots() + ahead, sources_.size());
+  } else if (reader.cache().holds_all()) {
+    from_ = From::chunks;
+    sources_.resize(chunks);
+    room_ = chunks;
+  } else {
+    from_ = From::samples;
+    room_ = 0;
+  }
+  reader.cache().reserve(room_);
+}
+
+Assembler::~Assembler() {
+  for (auto& source : sources_)
+    if (source.chunk != nullptr) reader_.cache().let_go(source.chunk);
+  reader_.cache().unreserve(room_);
+}
+
+std::shared_ptr<SampleBatch> Assembler::next(std::size_t samples) {
+  if (!plan(samples)) return nullptr;
+  auto batch = reader_.make_batch(planned_.size(), planned_bytes_, signal_);
+  std::int64_t at = 0;
+  for (std::size_t i = 0; i < planned_.size(); ++i) {
+    batch->indices()[i] = static_cast<std::int64_t>(picks_[i].sample);
+    batch->offsets()[i] = at;
+    at += static_cast<std::int64_t>(planned_[i].extent.size_bytes);
+  }
+  batch->offsets()[planned_.size()] = at;
+  for (const auto& [position, failure] : bad_) batch->add_bad(position, failure);
+  if (from_ == From::items) load_ahead();
+  read_alone(*batch);
+  if (!copy(*batch)) return nullptr;
+  batch->assembled();
+  return batch;
+}
+
+// Draws so many samples, and finds out where they lie. False at the end.
+bool Assembler::plan(std::size_t samples) {
+  draw(samples);
+  planned_.clear();
+  bad_.clear();
+  planned_bytes_ = 0;
+  const auto& catalog = reader_.catalog();
+  for (std::size_t i = 0; i < picks_.size(); ++i) {
+    const auto& pick = picks_[i];
+    if (i + kFoundAhead < picks_.size()) catalog.prefetch(picks_[i + kFoundAhead].sample);
+    Planned planned{{}, nullptr, pick.last && from_ == From::items};
+    const bool found = catalog.find(pick.sample, planned.extent);
+    if (!found) {
+      bad_.push_back({i, {Fault::directory, planned.extent, static_cast<std::int64_t>(pick.sample), 0}});
+      planned.extent.size_bytes = 0;
+    }
+    if (from_ == From::items) {
+      planned.source = &sources_[pick.item];
+      body_of(*planned.source, order_->items()[pick.item].chunk);
+    } else if (from_ == From::chunks && found) {
+      const auto chunk = catalog.chunk_of(planned.extent);
+      planned.source = &sources_[chunk];
+      if (body_of(*planned.source, chunk).extent.size_bytes > 0) load(*planned.source, chunk);
+    }
+    planned_bytes_ += planned.extent.size_bytes;
+    planned_.push_back(planned);
+  }
+  return !planned_.empty();
+}
+
+void Assembler::draw(std::size_t samples) {
+  picks_.resize(std::min<std::uint64_t>(samples, left_));
+  picks_.resize(order_->take(picks_));
+  left_ -= picks_.size();
+}
+
+const Body& Assembler::body_of(Source& source, std::uint64_t chunk) {
+  if (!source.known) {
+    source.known = true;
+    source.usable = reader_.catalog().body(chunk, source.body) && source.body.extent.size_bytes > 0;
+    if (!source.usable) source.body.extent.size_bytes = 0;  // each sample by itself
+  }
+  return source.body;
+}
+
+void Assembler::load(Source& source, std::uint64_t chunk) {
+  if (!source.usable || source.chunk != nullptr) return;
+  source.chunk = reader_.cache().use(chunk, source.body, stop_);
+  if (source.chunk == nullptr) return;
+  const auto& held = source.chunk->body().extent;
+  if (contains(held, source.body.extent)) {
+    source.memory = source.chunk->at(source.body.extent.offset);
+  } else {  // the directory has changed since the chunk was read
+    let_go(source);
+    source.usable = false;
+    source.body.extent.size_bytes = 0;
+  }
+}
+
+void Assembler::load_ahead() {
+  const auto items = order_->items();
+  for (; next_load_ < items.size() && loaded_ < room_ && !stop_; ++next_load_) {
+    if (used_up_[next_load_]) continue;
+    ++loaded_;
+    auto& source = sources_[next_load_];
+    body_of(source, items[next_load_].chunk);
+    load(source, items[next_load_].chunk);
+  }
+}
+
+// What no chunk's body has: long edges, and in full order everything.
+void Assembler::read_alone(SampleBatch& batch) {
+  std::vector<Read> reads;
+  for (std::size_t i = 0; i < planned_.size(); ++i) {
+    auto& planned = planned_[i];
+    if (planned.extent.size_bytes == 0) continue;
+    if (planned.source != nullptr && contains(planned.source->body.extent, planned.extent)) continue;
+    planned.alone = true;
+    if (reader_.read_now(planned.extent, batch.data() + batch.offsets()[i])) {
+      batch.check(i, planned.extent);
+      continue;
+    }
+    reads.push_back(batch.read(i, planned.extent));
+    if (reads.size() == kSubmittedAtOnce) reader_.reads().submit(Traffic::samples, std::exchange(reads, {}));
+  }
+  reader_.reads().submit(Traffic::samples, std::move(reads));
+}
+
+// The rest, from chunks; those that are used up make room for others. False where `stop` came first.
+bool Assembler::copy(SampleBatch& batch) {
+  if (from_ == From::samples) return true;
+  for (std::size_t i = 0; i < kFetchedAhead; ++i) fetch(i);
+  for (std::size_t i = 0; i < planned_.size(); ++i) {
+    fetch(i + kFetchedAhead);
+    const auto& planned = planned_[i];
+    auto* source = planned.source;
+    if (source == nullptr) continue;
+    if (planned.extent.size_bytes > 0 && !planned.alone) {
+      if (source->whole && contains(source->body.extent, planned.extent)) {
+        std::memcpy(batch.data() + batch.offsets()[i],
+                    source->memory + (planned.extent.offset - source->body.extent.offset),
+                    planned.extent.size_bytes);
+      } else if (!copy_slowly(batch, i)) {
+        return false;
+      }
+    }
+    if (!planned.last) continue;
+    let_go(*source);
+    --loaded_;
+    load_ahead();
+  }
+  return true;
+}
+
+void Assembler::fetch(std::size_t position) const {
+  if (position >= planned_.size()) return;
+  const auto& planned = planned_[position];
+  if (planned.alone || planned.source == nullptr || planned.source->memory == nullptr) return;
+  const auto* from = planned.source->memory + (planned.extent.offset - planned.source->body.extent.offset);
+  for (std::uint64_t at = 0; at < std::min(planned.extent.size_bytes, kFetchedBytes); at += 64)
+    __builtin_prefetch(from + at);
+}
+
+// The first sample of a source, and any of a damaged one.
+bool Assembler::copy_slowly(SampleBatch& batch, std::size_t position) {
+  const auto& [extent, source, last, alone] = planned_[position];
+  if (source->chunk == nullptr) load(*source, reader_.catalog().chunk_of(source->body.extent));
+  if (source->chunk == nullptr || !contains(source->body.extent, extent)) {
+    if (stop_) return false;
+    std::vector<Read> reads;
+    reads.push_back(batch.read(position, extent));
+    reader_.reads().submit(Traffic::samples, std::move(reads));
+    return true;
+  }
+  if (source->chunk->loading()) {
+    ++reader_.waits;
+    {
+      const std::lock_guard lock(mutex_);
+      waits_for_ = source->body.extent;
+    }
+    reader_.cache().wait(source->chunk, stop_);
+    const std::lock_guard lock(mutex_);
+    waits_for_ = {};
+  }
+  if (stop_) return false;
+  source->whole = !source->chunk->damaged();
+  Failure failure;
+  if (!source->whole && !source->chunk->good(picks_[position].sample, failure)) {
+    batch.add_bad(position, failure);
+    return true;
+  }
+  std::memcpy(batch.data() + batch.offsets()[position],
+              source->memory + (extent.offset - source->body.extent.offset), extent.size_bytes);
+  return true;
+}
+
+void Assembler::let_go(Source& source) {
+  if (source.chunk != nullptr) reader_.cache().let_go(source.chunk);
+  source.chunk = nullptr;
+  source.memory = nullptr;
+  source.whole = false;
+}
+
+Extent Assembler::waits_for() {
+  const std::lock_guard lock(mutex_);
+  return waits_for_;
+}
+
+}  // namespace penstock::samples

@@ -1,0 +1,77 @@
+// Makes the batches of an order, one after the other, on one thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "order.hpp"
+#include "reader.hpp"
+
+namespace penstock::samples {
+
+class Assembler {
+ public:
+  // `ahead`: chunks that are read before they are picked from, besides the order's slots.
+  Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t ahead, const std::atomic<bool>& stop,
+            std::shared_ptr<Signal> signal);
+  Assembler(const Assembler&) = delete;
+  Assembler& operator=(const Assembler&) = delete;
+  ~Assembler();
+
+  // Of the next so many samples; fewer at the end, and null after it, or where `stop` came first. The batch
+  // may still be under way.
+  std::shared_ptr<SampleBatch> next(std::size_t samples);
+  // The chunk that `next` waits for, from any thread; of no bytes where it waits for none.
+  Extent waits_for();
+
+ private:
+  // Where samples come from: chunks in the order's own sequence; any chunk, as all can be held; the samples alone.
+  enum class From { items, chunks, samples };
+  struct Source {
+    Body body{};
+    bool known = false, usable = false;  // what the body is; whether it is read as a whole
+    Chunk* chunk = nullptr;              // in use
+    const std::byte* memory = nullptr;   // of the body's first byte
+    bool whole = false;                  // all of it is there, and right
+  };
+  struct Planned {
+    Extent extent;
+    Source* source;      // null: it has none
+    bool last;           // of its source
+    bool alone = false;  // read by itself
+  };
+
+  bool plan(std::size_t samples);
+  void draw(std::size_t samples);
+  const Body& body_of(Source& source, std::uint64_t chunk);
+  void load(Source& source, std::uint64_t chunk);
+  void load_ahead();
+  void read_alone(SampleBatch& batch);
+  bool copy(SampleBatch& batch);
+  bool copy_slowly(SampleBatch& batch, std::size_t position);
+  void fetch(std::size_t position) const;
+  void let_go(Source& source);
+
+  Reader& reader_;
+  const std::shared_ptr<Order> order_;
+  const std::atomic<bool>& stop_;
+  const std::shared_ptr<Signal> signal_;
+  std::uint64_t left_;  // samples of the order
+  From from_;
+  std::size_t room_;        // sources that may be loaded at once
+  std::size_t loaded_ = 0;  // that are, and not yet used up
+  std::size_t next_load_ = 0;
+  std::vector<Source> sources_;  // one for each item, or chunk
+  std::vector<bool> used_up_;    // items that the order skipped
+  std::vector<Pick> picks_;
+  std::vector<Planned> planned_;
+  std::vector<SampleBatch::Bad> bad_;  // known before anything is read
+  std::uint64_t planned_bytes_ = 0;
+  std::mutex mutex_;
+  Extent waits_for_;
+};
+
+}  // namespace penstock::samples

@@ -1,0 +1,74 @@
+// Samples one after the other in one block of memory, with their indices and offsets.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "buffers.hpp"
+#include "catalog.hpp"
+#include "reads.hpp"
+
+namespace penstock::samples {
+
+// Who waits for batches.
+struct Signal {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+class SampleBatch final : public Target, public std::enable_shared_from_this<SampleBatch> {
+ public:
+  struct Bad {
+    std::size_t position;
+    Failure failure;
+  };
+
+  // Under way until `assembled`, and all of its reads are.
+  SampleBatch(const Catalog& catalog, bool verify, BatchPool& blocks, std::size_t samples, std::uint64_t data_bytes,
+        std::shared_ptr<Signal> signal);
+
+  std::size_t size() const { return size_; }
+  std::int64_t* indices() const { return reinterpret_cast<std::int64_t*>(block_.data()); }
+  std::int64_t* offsets() const { return indices() + size_; }  // [size + 1]
+  std::byte* data() const { return block_.data() + data_begin_; }
+  std::uint64_t data_bytes() const { return data_bytes_; }
+  std::uint64_t size_bytes() const { return block_.size_bytes(); }
+
+  // A read of the sample at this position, whose index and offsets are set, to be submitted.
+  Read read(std::size_t position, const Extent& extent);
+  void arrived(std::uint64_t number, int error) override;
+  // The sample lies where it belongs: is it right?
+  void check(std::size_t position, const Extent& extent);
+  void add_bad(std::size_t position, const Failure& failure);
+  void assembled() { end_one(); }
+
+  bool under_way() const { return under_way_.load(std::memory_order_acquire) > 0; }
+  Extent waits_for();  // one of its reads that are under way
+  // Of one that is not under way; by position.
+  const std::vector<Bad>& bad() const { return bad_; }
+
+ private:
+  struct Part {
+    std::size_t position;
+    Extent extent;
+    bool done = false;
+  };
+  void end_one();
+
+  const Catalog& catalog_;
+  const bool verify_;
+  const std::size_t size_;
+  const std::uint64_t data_begin_, data_bytes_;
+  PoolBlock block_;
+  const std::shared_ptr<Signal> signal_;
+  std::atomic<std::size_t> under_way_ = 1;
+  std::mutex mutex_;
+  std::vector<Part> parts_;
+  std::vector<Bad> bad_;
+};
+
+}  // namespace penstock::samples

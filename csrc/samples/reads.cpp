@@ -1,0 +1,167 @@
+#include "reads.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "plain_io.hpp"
+#include "ring.hpp"
+
+namespace penstock::samples {
+
+namespace {
+
+constexpr std::uint64_t kPieceBytes = 4U << 20;
+constexpr std::size_t kPlainLanes = 4;
+
+}  // namespace
+
+Lane::Lane(const std::function<std::unique_ptr<Io>()>& make_io, const Limits& limits)
+    : state_(std::make_shared<State>(make_io, limits)) {
+  // The thread keeps what it works with: it may have to be left behind.
+  thread_ = std::thread([state = state_] { learn(*state); });
+}
+
+void Lane::submit(const Catalog& catalog, bool direct, std::vector<Read> reads) {
+  std::vector<Request> requests;
+  std::vector<Read*> begun;
+  requests.reserve(reads.size());
+  begun.reserve(reads.size());
+  for (auto& read : reads) {
+    const auto& node = catalog.node(read.extent);
+    const bool by_direct = direct && node.direct_file >= 0;
+    auto* held = new Read(std::move(read));
+    begun.push_back(held);
+    requests.push_back({reinterpret_cast<std::uintptr_t>(held), false, by_direct ? Way::direct : Way::buffered,
+                        true, node.buffered_file, node.direct_file, node.alignment_bytes, held->extent.offset,
+                        held->address, held->extent.size_bytes});
+  }
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->under_way.insert(begun.begin(), begun.end());
+  }
+  if (state_->transfers.submit(requests)) return;
+  for (auto* read : begun) end(*state_, read, ECANCELED, false);
+}
+
+void Lane::end(State& state, Read* read, int error, bool abandoned) {
+  // Memory that the kernel may still write to is never given back.
+  if (abandoned) new std::shared_ptr<Target>(read->target);
+  read->target->arrived(read->number, error);
+  const std::unique_ptr<Read> last(read);
+  const std::lock_guard lock(state.mutex);
+  state.under_way.erase(read);
+  if (state.under_way.empty()) state.emptied.notify_all();
+}
+
+void Lane::learn(State& state) {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
+  pthread_setname_np(pthread_self(), "penstock-reads");
+  while (true) {
+    const auto finished = state.transfers.wait();
+    if (finished.empty()) return;
+    for (const auto& one : finished)
+      end(state, reinterpret_cast<Read*>(one.token), one.error, one.abandoned);
+  }
+}
+
+bool Lane::close(Clock::time_point deadline) {
+  if (!thread_.joinable()) return !stuck_;
+  std::vector<std::uint64_t> tokens;
+  {
+    const std::lock_guard lock(state_->mutex);
+    for (auto* read : state_->under_way) tokens.push_back(reinterpret_cast<std::uintptr_t>(read));
+  }
+  state_->transfers.cancel(tokens);
+  {
+    std::unique_lock lock(state_->mutex);
+    if (!state_->emptied.wait_until(lock, deadline, [this] { return state_->under_way.empty(); })) {
+      new std::shared_ptr<State>(state_);  // for ever: nothing else may end its threads
+      thread_.detach();
+      stuck_ = true;
+      return false;
+    }
+  }
+  state_->transfers.close();
+  thread_.join();
+  return true;
+}
+
+Reads::Reads(const Catalog& catalog, bool direct, bool ring, unsigned depth, MakeIo make_io)
+    : catalog_(catalog), direct_(direct), ring_(ring), depth_(depth), make_io_(std::move(make_io)) {}
+
+std::unique_ptr<Lane> Reads::make_lane(Traffic traffic) {
+  Limits limits{depth_, kPieceBytes, 64U << 10, 1};  // chunks are aligned: they need no staging
+  if (traffic == Traffic::samples && direct_) limits = {depth_, kPieceBytes, 256U << 10, 16};
+  if (make_io_) return std::make_unique<Lane>([this] { return make_io_(depth_); }, limits);
+  if (ring_ && uses_ring_ != 0) {
+    try {
+      auto lane = std::make_unique<Lane>([this] { return std::make_unique<Ring>(depth_); }, limits);
+      uses_ring_ = 1;
+      return lane;
+    } catch (const std::system_error&) {  // refused: counters() say so
+    }
+  }
+  uses_ring_ = 0;
+  return std::make_unique<Lane>([] { return std::make_unique<PlainIo>(); }, limits);
+}
+
+std::vector<std::unique_ptr<Lane>>& Reads::lanes_of(Traffic traffic) {
+  auto& lanes = lanes_[static_cast<int>(traffic)];
+  if (lanes.empty()) {
+    lanes.push_back(make_lane(traffic));
+    while (uses_ring_ == 0 && lanes.size() < kPlainLanes) lanes.push_back(make_lane(traffic));
+  }
+  return lanes;
+}
+
+void Reads::submit(Traffic traffic, std::vector<Read> reads) {
+  if (reads.empty()) return;
+  for (const auto& read : reads) bytes_ += read.extent.size_bytes;
+  counts_[static_cast<int>(traffic)] += reads.size();
+  std::unique_lock lock(mutex_);
+  if (closed_) {
+    lock.unlock();
+    for (const auto& read : reads) read.target->arrived(read.number, ECANCELED);
+    return;
+  }
+  auto& lanes = lanes_of(traffic);
+  auto& turn = turns_[static_cast<int>(traffic)];
+  std::vector<std::vector<Read>> shares(lanes.size());
+  for (auto& read : reads) shares[turn++ % lanes.size()].push_back(std::move(read));
+  lock.unlock();  // lanes stay as long as this object
+  for (std::size_t i = 0; i < shares.size(); ++i)
+    if (!shares[i].empty()) lanes[i]->submit(catalog_, direct_, std::move(shares[i]));
+}
+
+bool Reads::read_cached(const Extent& extent, std::byte* to) {
+  const auto& node = catalog_.node(extent);
+  if ((direct_ && node.direct_file >= 0) || never_cached_) return false;
+  const iovec room{to, extent.size_bytes};
+  const auto moved =
+      preadv2(node.buffered_file, &room, 1, static_cast<off_t>(extent.offset), RWF_NOWAIT);
+  if (moved < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) never_cached_ = true;
+  if (moved != static_cast<ssize_t>(extent.size_bytes)) return false;
+  bytes_ += extent.size_bytes;
+  ++counts_[static_cast<int>(Traffic::samples)];
+  return true;
+}
+
+bool Reads::close(Clock::time_point deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  bool whole = true;
+  for (auto& lanes : lanes_)
+    for (auto& lane : lanes) whole = lane->close(deadline) && whole;
+  return whole;
+}
+
+}  // namespace penstock::samples
