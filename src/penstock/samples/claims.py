@@ -1,0 +1,117 @@
+"""Which epoch an iteration is of, agreed by the workers of a DataLoader without a word between them.
+
+A DataLoader copies its data set into every worker, and tells it nothing of epochs. So the Loader keeps its
+next epoch in memory that it shares with its copies: the first worker to begin claims it, and the others of
+the same iteration of the DataLoader, which they know by its base seed, find the claim. No lock is taken,
+which a killed worker could keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_CLAIMS = 8  # iterations that are remembered
+_WORKERS = 512  # of which it is remembered that they have begun
+_CLAIM = np.dtype(
+    [
+        ("ordinal", "<i8"),  # which iteration of the same base seed
+        ("epoch", "<i8"),
+        ("resumes", "<i8"),
+        ("begun", "u1", _WORKERS),
+        ("base_seed", "<i8"),
+        ("used", "<i8"),
+    ]
+)
+_HEAD = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8"), ("row", "<i8")])
+
+
+class Claim(NamedTuple):
+    """epoch: to iterate; resumes: from the position that was loaded, if it is of this epoch."""
+
+    epoch: int
+    resumes: bool
+
+
+class Claims:
+    """The next epoch of a Loader and of its copies in worker processes.
+
+    Pickled by a process that starts a worker, the memory is shared; otherwise it is copied.
+    """
+
+    def __init__(self) -> None:
+        self._attach(torch.zeros(_HEAD.itemsize + _CLAIMS * _CLAIM.itemsize, dtype=torch.uint8))
+
+    def _attach(self, memory: torch.Tensor) -> None:
+        self._memory = memory.share_memory_()
+        data = self._memory.numpy()
+        self._head = data[: _HEAD.itemsize].view(_HEAD)[0:1]
+        self._rows = data[_HEAD.itemsize :].view(_CLAIM)
+
+    def __getstate__(self) -> torch.Tensor:
+        return self._memory
+
+    def __setstate__(self, memory: torch.Tensor) -> None:
+        self._attach(memory)
+
+    @property
+    def next(self) -> int:
+        """The epoch that the next iteration will be of."""
+        return int(self._head["next"][0])
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on from the loaded position."""
+        return bool(self._head["resumes"][0])
+
+    @property
+    def workers(self) -> int:
+        """Workers of the iteration that began last; 0: it was in the process itself."""
+        return int(self._head["workers"][0])
+
+    def set(self, epoch: int, resumes: bool) -> None:
+        """What the next iteration is of, whatever was claimed before."""
+        self._rows["used"] = 0
+        self._head["resumes"] = resumes
+        self._head["next"] = epoch
+
+    def forget_workers(self) -> None:
+        """No iteration of a DataLoader counts any more: a state was loaded."""
+        self._head["workers"] = 0
+
+    def follow(self, epoch: int, workers: int) -> None:
+        """An iteration of this epoch has begun, by what a worker was told."""
+        self._head["workers"] = workers
+        self._head["resumes"] = 0
+        self._head["next"] = epoch + 1
+
+    def take(self) -> Claim:
+        """For an iteration in the process itself."""
+        claim = Claim(self.next, self.resumes)
+        self.follow(claim.epoch, 0)
+        return claim
+
+    def take_with(self, base_seed: int, ordinal: int, worker: int, workers: int) -> Claim:
+        """For worker ``worker`` of the ``ordinal``-th iteration of a DataLoader with this base seed.
+
+        Two workers that claim at once write the same. A worker that finds its own claim knows that a new
+        iteration has the seed of an old one.
+        """
+        fresh = Claim(self.next, self.resumes)  # before the look at the claims
+        number = int(self._head["row"][0])
+        for back in range(1, _CLAIMS + 1):
+            row: Any = self._rows[(number - back) % _CLAIMS]
+            known = row["used"] and row["base_seed"] == base_seed and row["ordinal"] == ordinal
+            if known and not row["begun"][worker % _WORKERS]:
+                row["begun"][worker % _WORKERS] = 1
+                return Claim(int(row["epoch"]), bool(row["resumes"]))
+        self._rows[(number + 1) % _CLAIMS] = np.zeros((), _CLAIM)  # the oldest: for the claim after this
+        row = self._rows[number % _CLAIMS]
+        row["base_seed"], row["ordinal"], row["epoch"], row["resumes"] = base_seed, ordinal, *fresh
+        row["begun"][worker % _WORKERS] = 1
+        row["used"] = 1  # now the others see it, and only then what changes for the next claim
+        self._head["row"] = number + 1
+        self.follow(fresh.epoch, workers)
+        return fresh
