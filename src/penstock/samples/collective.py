@@ -1,1 +1,308 @@
-"""Mounting with several processes."""
+"""Processes of torch.distributed that pack and mount one store together.
+
+What is small goes through the group's key-value store, in which a process that is missing can be named; the
+directories go by broadcast, in pieces, and are compared with the manifests' checksums. The data files stay
+where they are: a process opens them by the path that their owner gave, which it must be able to see. That is
+``_place``, the one function that another transport replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
+from penstock.samples import manifest as manifests
+from penstock.samples.directory import Directory, PathLike, members
+from penstock.samples.manifest import StoreManifest
+from penstock.samples.mapping import Bytes
+from penstock.storage.checksum import crc32c_at
+from penstock.units import format_seconds
+
+_PIECE_BYTES = 64 << 20  # of a file, that is broadcast at a time
+_LONGEST_POLL_S = 0.05
+_PEERS_GRACE_S = 2.0  # to learn who is still there, once something has failed
+
+_meetings: dict[tuple[int, ...], itertools.count[int]] = {}
+
+
+class Held(msgspec.Struct, frozen=True):
+    """One store that a process can read, as it tells the others."""
+
+    folder: str
+    manifest: StoreManifest
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a process says at one point: what it has, or why it cannot go on."""
+
+    held: list[Held] = []
+    error: str = ""
+
+
+class Gathered(NamedTuple):
+    """directories: of every store that any process of the group holds, each once; the same in all of them."""
+
+    directories: list[Directory]
+    rank: int
+    world: int
+
+
+def gather(
+    path: PathLike | Sequence[PathLike], group: Any, *, verify: bool = True, timeout_s: float = 60.0
+) -> Gathered:
+    """What all processes of a group hold, in the order of their ranks.
+
+    path   what this process holds: a store, a folder of parts, or a list of such; every process can give the
+           same, or each its own parts
+    group  of torch.distributed, with a backend for CPU tensors; all its processes call this
+
+    Raises SampleError, in all processes, where one does not come in time, cannot read what it holds, cannot
+    see what another one holds, or received it damaged, and where a part is missing.
+    """
+    meeting = Meeting(group, timeout_s)
+    mine: list[Directory] = []
+    error = ""
+    try:
+        mine = [Directory.load(folder, verify) for folder in members(path)]
+    except (PenstockError, OSError) as problem:
+        error = str(problem)
+    holds = [Held(os.path.abspath(each.folder), each.manifest) for each in mine]
+    said = meeting.exchange("say what they hold", Said(holds, error))
+    own = {directory.manifest.identity: directory for directory in mine}
+    found: list[tuple[int, Held, dict[str, Bytes]]] = []
+    for owner, held in _each_once(meeting, said):
+        everywhere = all(held.manifest.identity in _identities(each) for each in said)
+        found.append((owner, held, {} if everywhere else _sent(meeting, owner, held, own)))
+    directories: list[Directory] = []
+    error = ""
+    try:
+        for owner, held, files in found:
+            mapped = own.get(held.manifest.identity)
+            directories.append(mapped or _received(owner, held, files))
+    except (PenstockError, OSError) as problem:
+        error = str(problem)
+    meeting.exchange("open what the others hold", Said(error=error))
+    return Gathered(directories, meeting.rank, meeting.world)
+
+
+def pack_together(
+    source: Any, dest: PathLike, group: Any, *, timeout_s: float = 24 * 3600.0, **options: Any
+) -> list[StoreManifest]:
+    """Pack a source by all processes of a group, each its share, into parts in the folder ``dest``.
+
+    timeout_s  longest wait for the others, once this process has packed its share
+    options    of penstock.samples.pack
+
+    Gives the manifests of all parts. Raises, in all processes, SampleError where one has failed; in the one
+    that failed its own error.
+    """
+    from penstock.samples.pack import pack
+
+    meeting = Meeting(group, timeout_s)
+    try:
+        manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, **options)
+    except BaseException as problem:
+        meeting.say("pack", Said(error=f"{type(problem).__name__}: {problem}"))
+        meeting.leave()
+        raise
+    said = meeting.exchange("pack", Said([Held(os.path.abspath(dest), manifest)]))
+    return [each.held[0].manifest for each in said]
+
+
+def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]:
+    """The stores of all processes in the order of ranks, each with the first that holds it."""
+    found: dict[str, tuple[int, Held]] = {}
+    parts: dict[int, set[int]] = {}
+    for rank, each in enumerate(said):
+        for held in each.held:
+            parts.setdefault(held.manifest.parts, set()).add(held.manifest.part)
+            found.setdefault(held.manifest.identity, (rank, held))
+    for count, there in parts.items():
+        if missing := sorted(set(range(count)) - there):
+            meeting.leave()
+            raise SampleError(
+                f"of {count} parts of a store, the {len(said)} processes hold {len(there)}: part "
+                f"{', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or pack it"
+            )
+    return list(found.values())
+
+
+def _identities(said: Said) -> set[str]:
+    return {held.manifest.identity for held in said.held}
+
+
+def _sent(meeting: Meeting, owner: int, held: Held, own: dict[str, Directory]) -> dict[str, Bytes]:
+    """The files of a store that not every process has, from one that has. All processes do this together."""
+    mapped = own.get(held.manifest.identity)
+    files = {}
+    for name, sum_ in sorted(held.manifest.files.items()):
+        data = mapped.files[name] if mapped is not None and meeting.rank == owner else None
+        files[name] = meeting.broadcast(owner, f"{name} of {held.folder}", sum_.size_bytes, data)
+    return files
+
+
+def _received(owner: int, held: Held, files: dict[str, Bytes]) -> Directory:
+    """A directory from another process. Raises SampleError, InvalidFile."""
+    for name, data in files.items():
+        if crc32c_at(data.ctypes.data, data.size) != held.manifest.files[name].crc32c:
+            raise InvalidFile(
+                f"{name} of {held.folder} has a wrong checksum, as process {owner} sent it: run "
+                "penstock samples verify there"
+            )
+    return Directory(_place(owner, held), held.manifest, files)
+
+
+def _place(owner: int, held: Held) -> Path:
+    """Where this process can open the data files of a store that another one holds."""
+    folder = Path(held.folder)
+    advice = "put it where all processes can see it, or mount it in each from a place of its own"
+    try:
+        seen = manifests.read(folder)
+    except OSError as error:
+        blind = f"cannot see {folder}, which process {owner} holds"
+        raise SampleError(f"{blind}: {error.strerror}; {advice}") from error
+    if seen.identity != held.manifest.identity:
+        raise SampleError(
+            f"at {folder}, which process {owner} holds, this process sees another store; {advice}"
+        )
+    return folder
+
+
+@dataclass
+class Meeting:
+    """One collective operation of a group: every process makes one, in the same order."""
+
+    group: Any
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InvalidArgument(
+                "group= needs torch.distributed: call torch.distributed.init_process_group first"
+            )
+        if dist.get_rank(self.group) < 0:
+            raise InvalidArgument("this process is not of the group: only its members mount with it")
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
+        number = next(_meetings.setdefault(self.ranks, itertools.count()))
+        self._prefix = f"penstock/samples/{'-'.join(map(str, self.ranks))}/{number}"
+        self._store = dist.distributed_c10d._get_default_store()
+        self._said: list[str] = []
+
+    def say(self, what: str, said: Said) -> None:
+        """Tell the others, without waiting for what they say."""
+        self._guarded(lambda: self._store.set(self._key(what, self.rank), msgspec.msgpack.encode(said)))
+
+    def exchange(self, what: str, said: Said) -> list[Said]:
+        """What all processes say, by rank. ``what``: what they are waited for to do.
+
+        Raises SampleError where a process does not come in time, or says that it has failed.
+        """
+        self.say(what, said)
+        if missing := self._wait_for(what, range(self.world), time.monotonic() + self.timeout_s):
+            self.leave(missing)
+            raise SampleError(
+                f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world}, "
+                f"{_named(missing)} did not. {'It has' if len(missing) == 1 else 'They have'} "
+                "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
+            )
+        everyone = [self._read(what, rank) for rank in range(self.world)]
+        if failed := [(rank, each.error) for rank, each in enumerate(everyone) if each.error]:
+            self.leave()
+            rank, error = failed[0]
+            more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
+            raise SampleError(f"process {rank} could not {what}: {error}{more}")
+        self._forget(what)
+        return everyone
+
+    def leave(self, missing: Sequence[int] = ()) -> None:
+        """Wait a little for the others to learn of a failure: their key-value store may end with us."""
+        with contextlib.suppress(SampleError):
+            self.say("leave", Said())
+            there = [rank for rank in range(self.world) if rank not in missing]
+            self._wait_for("leave", there, time.monotonic() + _PEERS_GRACE_S)
+
+    def broadcast(self, owner: int, what: str, size_bytes: int, data: Bytes | None) -> Bytes:
+        """Bytes from the process ``owner``, which alone gives ``data``.
+
+        Raises SampleError where they do not come in time.
+        """
+        received = np.empty(size_bytes, np.uint8) if data is None else data
+        deadline = time.monotonic() + self.timeout_s
+        for begin in range(0, size_bytes, _PIECE_BYTES):
+            piece = received[begin : begin + _PIECE_BYTES]
+            # Of a file that is mapped read-only, torch cannot make a tensor.
+            tensor = torch.from_numpy(piece if data is None else np.array(piece))
+            try:
+                work = dist.broadcast(tensor, self.ranks[owner], group=self.group, async_op=True)
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                raise self._broken(f"{what} from process {owner}", deadline, error) from error
+        return received
+
+    def _broken(self, what: str, deadline: float, error: RuntimeError) -> SampleError:
+        """A broadcast failed: who is still there, once all that wait for it have stopped waiting?"""
+        self.say("answer", Said())
+        missing = self._wait_for("answer", range(self.world), deadline + _PEERS_GRACE_S)
+        self.leave(missing)
+        who = f"{_named(missing)} stopped" if missing else "no process has stopped"
+        return SampleError(
+            f"waited up to {format_seconds(self.timeout_s)} for {what}, in vain: {who}. Look at the "
+            f"messages there, or give a longer timeout_s ({str(error).splitlines()[0]})"
+        )
+
+    def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:
+        """The ranks that have not said it at the deadline."""
+        missing, pause_s = list(ranks), 0.001
+        while missing and time.monotonic() < deadline:
+            while missing and self._has_said(what, missing[0]):
+                del missing[0]
+            if missing:
+                time.sleep(pause_s)
+                pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
+        return [rank for rank in missing if not self._has_said(what, rank)]
+
+    def _has_said(self, what: str, rank: int) -> bool:
+        return bool(self._guarded(lambda: self._store.check([self._key(what, rank)])))
+
+    def _read(self, what: str, rank: int) -> Said:
+        data = self._guarded(lambda: self._store.get(self._key(what, rank)))
+        return msgspec.msgpack.decode(data, type=Said)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._prefix}/{what}/{rank}"
+
+    def _forget(self, what: str) -> None:
+        """Remove what this process said before: who has said this, too, has read that."""
+        for key in self._said:
+            self._guarded(functools.partial(self._store.delete_key, key))
+        self._said = [self._key(what, self.rank)]
+
+    def _guarded(self, ask: Callable[[], Any]) -> Any:
+        """What the group's key-value store answers."""
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise SampleError(
+                "the key-value store of the process group does not answer: the process that keeps it, most "
+                f"often rank 0, has stopped ({str(error).splitlines()[0]})"
+            ) from error
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"process{'' if len(ranks) == 1 else 'es'} {shown}"
