@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint bench bench-io bench-planners sanitize sanitize-asan sanitize-tsan
+.PHONY: setup demo demo-samples test lint bench bench-io bench-planners sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
@@ -18,6 +18,9 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cp
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+demo-samples: setup
+	$(BIN)/python examples/samples_demo.py
 
 test: lint
 	$(BIN)/pytest -n 2

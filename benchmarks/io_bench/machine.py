@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ def file_system(directory: Path) -> dict[str, Any]:
     return found
 
 
-def versions() -> dict[str, str]:
+def versions(others: Sequence[str] = ()) -> dict[str, str]:
     """Of Python, of the packages that are installed, and of the programs."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *others):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

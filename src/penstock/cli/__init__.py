@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output.require_rich()
         answer = options.command(options)
+        with output.readers_may_leave():
+            output.show(answer, as_json=options.json)
     except (BudgetTooSmall, SpillSpaceFull) as error:
         output.show_error(error, as_json=options.json)
         return INFEASIBLE
@@ -29,5 +31,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return INTERRUPTED
-    output.show(answer, as_json=options.json)
     return answer.exit_code

@@ -10,12 +10,14 @@ from typing import NoReturn
 
 import penstock
 from penstock.capture.roofline import DATA_SHEETS
-from penstock.cli import checkpoint, commands, planning, reporting, training
+from penstock.cli import checkpoint, commands, planning, reporting, samples, training
 from penstock.cli.output import Answer
+from penstock.cli.typed import count, counts, rate, samples_count, seconds, size, sizes
 from penstock.cli.ways import ways as compare_ways
-from penstock.errors import InvalidSize
 from penstock.planners import POLICIES
-from penstock.units import parse_bytes
+from penstock.samples.formats import FORMATS
+from penstock.samples.inspection import CACHES
+from penstock.samples.layout import CHUNK_BYTES
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:
@@ -42,6 +44,21 @@ plan most. The disk counts as fast enough where one that never keeps the plan wa
 than 5 % of the step.
 
   penstock whatif trace.json.gz --hardware hardware.json --budget 8GiB,16GiB --disks 1,2,4 --disk-rate 3.2GB/s
+"""
+
+
+PACK_HELP = """\
+SOURCE is a folder tree of files (where all lie in subfolders, these are their classes), tar shards of
+WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datasets or MosaicML streaming
+saved, .npy or .npz. Shards also as "train-{000..127}.tar", or several of them. It is not changed.
+
+Interrupted, the same command goes on where it stopped. With --world, several processes pack a part each,
+all with the same DEST, which is then mounted whole.
+"""
+
+UNPACK_HELP = """\
+Names that would lead out of DEST are refused, before anything is written; see --flat. Samples of fields
+become a folder each: a file for each field of bytes, FIELD.npy for each array, fields.json for the others.
 """
 
 
@@ -106,9 +123,9 @@ def parser() -> argparse.ArgumentParser:
     _script(run)
     _budget(run)
     _spill_dir(run, "use")
-    run.add_argument("--steps", type=_count, metavar="N", help="default: one for each batch")
-    run.add_argument("--host-budget", type=_size, metavar="SIZE", help="pinned memory, for a model on a GPU")
-    run.add_argument("--disk-budget", type=_size, metavar="SIZE", help="default: what is free")
+    run.add_argument("--steps", type=count, metavar="N", help="default: one for each batch")
+    run.add_argument("--host-budget", type=size, metavar="SIZE", help="pinned memory, for a model on a GPU")
+    run.add_argument("--disk-budget", type=size, metavar="SIZE", help="default: what is free")
     run.add_argument(
         "--hardware", type=Path, metavar="FILE", help="that `penstock probe` wrote; default: measure now"
     )
@@ -131,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     _report(names)
     _whatif(names)
     _checkpoint(names)
+    _samples(names)
     return root
 
 
@@ -161,19 +179,19 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
     whatif.add_argument("trace", type=Path, nargs="+", metavar="TRACE", help="one for each batch size")
     _hardware(whatif)
     whatif.add_argument(
-        "--budget", type=_sizes, metavar="SIZE,...", help="device budgets; default: all of the device"
+        "--budget", type=sizes, metavar="SIZE,...", help="device budgets; default: all of the device"
     )
-    whatif.add_argument("--host", type=_sizes, metavar="SIZE,...", help="host memory; default: as measured")
+    whatif.add_argument("--host", type=sizes, metavar="SIZE,...", help="host memory; default: as measured")
     whatif.add_argument(
-        "--disks", type=_counts, default=[1], metavar="N,...", help="disks that work as one; default: 1"
+        "--disks", type=counts, default=[1], metavar="N,...", help="disks that work as one; default: 1"
     )
     whatif.add_argument(
-        "--disk-rate", type=_rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
+        "--disk-rate", type=rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
     )
     _policy(whatif)
     _liberties(whatif, time_limit_s=None)
     whatif.add_argument(
-        "--seconds", type=_seconds, default=60.0, help="time to take, about; default: %(default)g"
+        "--seconds", type=seconds, default=60.0, help="time to take, about; default: %(default)g"
     )
     whatif.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the table as JSON; default: do not"
@@ -181,9 +199,7 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
-    summary = "look at checkpoints, verify and convert them"
-    group = names.add_parser("checkpoint", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    below = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
     info = _command(below, "info", checkpoint.info, "show what a checkpoint holds")
     verify = _command(
@@ -201,6 +217,72 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
     convert.add_argument(
         "destination", type=Path, metavar="B", help="penstock's: .safetensors; torch's: .pt, .pth, .bin"
     )
+
+
+def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
+    below = _group(names, "samples", "pack samples into a store, look at it, and get them back")
+
+    pack = _command(below, "pack", samples.pack, "pack samples into a store", PACK_HELP)
+    pack.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
+    pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
+    pack.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        metavar="NAME",
+        help=f"{', '.join(FORMATS)}; default: found out",
+    )
+    pack.add_argument("--chunk-bytes", type=size, default=CHUNK_BYTES, metavar="SIZE", help="default: 256KiB")
+    pack.add_argument("--rank", type=int, default=0, metavar="R", help="of several processes, this one packs")
+    pack.add_argument("--world", type=int, default=1, metavar="N", help="the part R of N; default: 0 of 1")
+    pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
+    pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
+    pack.add_argument("--prefix", choices=("shard",), help="webdataset: put the shard before each name")
+    pack.add_argument(
+        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
+    )
+    pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
+    pack.add_argument("--no-resume", action="store_true", help="begin anew where packing was interrupted")
+
+    ls = _command(below, "ls", samples.ls, "list the names of samples")
+    info = _command(below, "info", samples.info, "show what a store holds, and how well it mixes")
+    verify = _command(below, "verify", samples.verify, "read a store whole, and compare its checksums")
+    unpack = _command(below, "unpack", samples.unpack, "write samples to files again", UNPACK_HELP)
+    bench = _command(below, "bench", samples.bench, "measure how fast a store is read here")
+    for command in (ls, info, verify, unpack, bench):
+        command.add_argument("store", type=Path, metavar="STORE", help="a store, or the folder of its parts")
+
+    ls.add_argument("pattern", nargs="?", metavar="PATTERN", help="such as 'cat/*'; * stands for / too")
+    ls.add_argument("--limit", type=samples_count, metavar="N", help="stop after so many")
+    ls.add_argument("--long", action="store_true", help="with index, bytes and class")
+
+    unpack.add_argument("destination", type=Path, metavar="DEST", help="folder to write them to")
+    unpack.add_argument("names", nargs="*", metavar="NAME", help="default: all samples")
+    unpack.add_argument("--flat", action="store_true", help="no folders below DEST: / becomes %%2F")
+    unpack.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+    for command in (info, bench):
+        command.add_argument(
+            "--batch", type=samples_count, default=64, metavar="N", help="samples in a batch; default: 64"
+        )
+    info.add_argument(
+        "--cache",
+        type=sizes,
+        default=CACHES,
+        metavar="SIZE,...",
+        help=f"of the sample cache, to tell the mixing for; default: {','.join(CACHES)}",
+    )
+    bench.add_argument("--cache", type=size, default="256MiB", metavar="SIZE", help="default: %(default)s")
+    bench.add_argument("--io", choices=("auto", "buffered", "direct"), default="auto", help="default: auto")
+    bench.add_argument("--cold", action="store_true", help="drop the store from the page cache each time")
+    bench.add_argument("--seconds", type=seconds, default=8.0, help="time to take; default: %(default)g")
+
+
+def _group(
+    names: argparse._SubParsersAction[_Parser], name: str, summary: str
+) -> argparse._SubParsersAction[_Parser]:
+    """Commands of two words."""
+    group = names.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    return group.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
 def _command(
@@ -235,7 +317,7 @@ def _spill_dir(parser: argparse.ArgumentParser, purpose: str) -> None:
 def _page_cache_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page-cache-budget",
-        type=_size,
+        type=size,
         default=0,
         metavar="SIZE",
         help="most bytes to spill to the page cache only, which is memory; default: %(default)s",
@@ -254,7 +336,7 @@ def _hardware(parser: argparse.ArgumentParser) -> None:
 
 def _budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device-budget", type=_size, metavar="SIZE", required=True, help="such as 600MiB or 1.5GB"
+        "--device-budget", type=size, metavar="SIZE", required=True, help="such as 600MiB or 1.5GB"
     )
 
 
@@ -272,7 +354,7 @@ def _liberties(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s:
     if time_limit_s is not None:
         parser.add_argument(
             "--time-limit",
-            type=_seconds,
+            type=seconds,
             default=time_limit_s,
             metavar="SECONDS",
             help=f"{purpose}to plan in; what is best then counts; default: %(default)g",
@@ -283,41 +365,3 @@ def _written(parser: argparse.ArgumentParser, default: str, metavar: str = "FILE
     parser.add_argument(
         "-o", "--output", type=Path, default=Path(default), metavar=metavar, help="default: %(default)s"
     )
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InvalidSize as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _sizes(text: str) -> list[int]:
-    return [_size(part) for part in text.split(",")]
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part, "disks") for part in text.split(",")]
-
-
-def _rate(text: str) -> float:
-    size = _size(text.strip().removesuffix("/s"))
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: give one above zero, such as 3.2GB/s")
-    return float(size)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: give 0 or more")
-    return seconds
-
-
-def _count(text: str, what: str = "steps") -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}: give 1 or more")
-    return int(text)

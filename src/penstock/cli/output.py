@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,17 +36,24 @@ class Table:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Lines:
+    """Any number of lines, printed as they come."""
+
+    lines: Iterable[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a command found out.
 
     values    for programs: goes into the JSON object
-    shown     for people: texts and tables, in order
+    shown     for people: texts, lines and tables, in order
     written   files, named at the end
     """
 
     values: dict[str, Any]
-    shown: Sequence[str | Table] = ()
+    shown: Sequence[str | Lines | Table] = ()
     written: Sequence[Path] = field(default_factory=list)
     exit_code: int = DONE
 
@@ -71,7 +80,9 @@ def show(answer: Answer, *, as_json: bool) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for part in answer.shown:
-        if not isinstance(part, Table):
+        if isinstance(part, Lines):
+            sys.stdout.writelines(f"{line}\n" for line in part.lines)
+        elif isinstance(part, str):
             console.print(part)
         else:
             drawn = _rich_table(part) if part.columns else _rich_names(part)
@@ -79,7 +90,7 @@ def show(answer: Answer, *, as_json: bool) -> None:
         for note in part.notes if isinstance(part, Table) else ():
             console.print(f"  {note}")
     for path in answer.written:
-        console.print(f"wrote {path}")
+        console.print(f"wrote {printable(str(path))}")
 
 
 def show_error(error: PenstockError, *, as_json: bool) -> None:
@@ -101,8 +112,23 @@ def own_files() -> Iterator[None]:
         raise PenstockError(f"{error.filename}: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """Whoever reads standard output has seen enough where it closes it, as ``head`` does: no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _print_json(value: dict[str, Any]) -> None:
-    print(msgspec.json.encode(value).decode())
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a path, or a name, with bytes that are no UTF-8
+        text = json.dumps(msgspec.to_builtins(value))
+    print(text)
 
 
 def _rich_table(table: Table) -> Any:
@@ -132,3 +158,13 @@ def _rich_names(table: Table) -> Any:
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
+
+
+def printable(text: str) -> str:
+    """Text that others chose, such as a name: without control characters and halves of characters."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )

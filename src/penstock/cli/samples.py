@@ -1,1 +1,262 @@
-"""Commands on sample stores. Each returns an Answer; nothing is printed here."""
+"""The commands on sample stores. Each returns an Answer; nothing is printed here but progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import chain, islice
+from pathlib import Path
+
+from penstock.cli.output import ERROR, Answer, Lines, Table, printable
+from penstock.cli.progress import samples_progress
+from penstock.samples import inspection, throughput, unpacking, verification
+from penstock.samples.directory import Directory, members
+from penstock.samples.formats import open_source
+from penstock.samples.inspection import StoreInfo
+from penstock.samples.layout import unpack_entries
+from penstock.samples.manifest import read as read_manifest
+from penstock.samples.names import Names
+from penstock.samples.pack import pack as pack_source
+from penstock.samples.structure import true_lengths
+from penstock.samples.throughput import Throughput
+from penstock.units import format_bytes, format_rate, format_seconds
+
+LISTED_AT_ONCE = 4096
+MOST_CLASSES = 20
+MOST_DAMAGED = 50  # named for people; --json names all
+OPTIONS = ("name_column", "label_column", "prefix", "follow_links")
+
+
+def pack(options: Namespace) -> Answer:
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    paths = options.source[0] if len(options.source) == 1 else options.source
+    source = open_source(paths, format=options.format, **given)
+    whole = options.world == 1
+    with samples_progress(
+        "packed",
+        source.samples if whole else None,
+        source.size_bytes if whole else None,
+        quiet=options.json,
+    ) as progress:
+        manifest = pack_source(
+            source,
+            options.destination,
+            options.chunk_bytes,
+            rank=options.rank,
+            world=options.world,
+            resume=not options.no_resume,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    part = f", part {manifest.part} of {manifest.parts}" if manifest.parts > 1 else ""
+    said = (
+        f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {manifest.chunks:,} chunks "
+        f"of {format_bytes(manifest.chunk_bytes)}{part}"
+    )
+    values = {
+        "samples": manifest.samples,
+        "size_bytes": manifest.size_bytes,
+        "chunks": manifest.chunks,
+        "chunk_bytes": manifest.chunk_bytes,
+        "encoding": manifest.encoding,
+        "classes": list(manifest.classes),
+        "part": manifest.part,
+        "parts": manifest.parts,
+    }
+    return Answer(values=values, shown=[said], written=[options.destination])
+
+
+def ls(options: Namespace) -> Answer:
+    listed = islice(_listed(options.store, options.pattern), options.limit)
+    if options.json:
+        fields = ("index", "name", "size_bytes", "class")
+        return Answer(values={"samples": [dict(zip(fields, sample, strict=True)) for sample in listed]})
+    if options.long:
+        lines = (
+            f"{index:>10} {size_bytes:>12} {'' if label is None else printable(label):<16} {printable(name)}"
+            for index, name, size_bytes, label in listed
+        )
+        return Answer(values={}, shown=[Lines(lines)])
+    return Answer(values={}, shown=[Lines(printable(name) for _, name, _, _ in listed)])
+
+
+def _listed(path: Path, pattern: str | None) -> Iterator[tuple[int, str, int, str | None]]:
+    """Index, name, size and class of the samples whose name fits the pattern."""
+    directories = [Directory.load(folder, verify=False) for folder in members(path)]
+    rest = zip(Names(directories), chain.from_iterable(map(_sizes_and_classes, directories)), strict=True)
+    for index, (name, (size_bytes, label)) in enumerate(rest):
+        if pattern is None or fnmatchcase(name, pattern):
+            yield index, name, size_bytes, label
+
+
+def _sizes_and_classes(directory: Directory) -> Iterator[tuple[int, str | None]]:
+    classes = directory.manifest.classes
+    for begin in range(0, directory.manifest.samples, LISTED_AT_ONCE):
+        entries = unpack_entries(directory.entries[begin : begin + LISTED_AT_ONCE])
+        sizes = true_lengths(entries, directory.large, begin).tolist()
+        labels = [-1] * len(sizes)
+        if directory.labels is not None:
+            labels = directory.labels[begin : begin + LISTED_AT_ONCE].tolist()
+        for size_bytes, label in zip(sizes, labels, strict=True):
+            yield size_bytes, classes[label] if 0 <= label < len(classes) else None
+
+
+def info(options: Namespace) -> Answer:
+    found = inspection.info(options.store, cache_bytes=options.cache, batch=options.batch)
+    shown: list[str | Lines | Table] = [_summary(found)]
+    shown += [f"{printable(key)}: {printable(value)}" for key, value in found.metadata.items()]
+    if found.sizes is not None:
+        shown.append(_size_table(found))
+    if found.fields:
+        rows = [
+            (field.name, field.dtype, " x ".join(map(str, field.shape)) or "scalar") for field in found.fields
+        ]
+        shown.append(Table(("field", "type", "shape"), rows))
+    if found.classes:
+        shown.append(_class_table(found))
+    if found.mixing:
+        shown.append(_mixing_table(found))
+    return Answer(values=dataclasses.asdict(found), shown=shown)
+
+
+def _summary(found: StoreInfo) -> str:
+    what = {"raw": "bytes", "record": "fields of fixed size", "msgpack": "fields"}.get(
+        found.encoding, found.encoding
+    )
+    parts = f", in {found.parts} parts" if found.parts > 1 else ""
+    source = f", packed from {printable(found.source)}" if found.source else ""
+    share = found.overhead_bytes / max(found.size_bytes, 1)
+    edges = found.edges / max(found.samples, 1)
+    chunks = f"{found.chunks:,} chunk{'' if found.chunks == 1 else 's'} of {format_bytes(found.chunk_bytes)}"
+    lines = (
+        f"{printable(found.path)}: {found.samples:,} samples, {format_bytes(found.size_bytes)}"
+        f"{parts}{source}",
+        f"samples are {what}; {chunks} in {found.nodes} data file{'' if found.nodes == 1 else 's'}",
+        f"directory, names, sums and padding take {format_bytes(found.overhead_bytes)}, {share:.2%} of that",
+        f"{found.edges:,} samples ({edges:.1%}) cross the end of their chunk; {found.long_edges:,} of them "
+        "are read by themselves",
+    )
+    return "\n".join(lines)
+
+
+def _size_table(found: StoreInfo) -> Table:
+    assert found.sizes is not None
+    rows = []
+    for size in found.sizes.ranges:
+        span = f"{format_bytes(size.begin_bytes)} to {format_bytes(size.end_bytes)}"
+        share = size.samples / found.samples
+        rows.append((span if size.begin_bytes else "0 B", f"{size.samples:,}", f"{share:.1%}"))
+    quantiles = ", ".join(f"{share:.0%} {format_bytes(size)}" for share, size in found.sizes.quantiles)
+    notes = [
+        f"smallest {format_bytes(found.sizes.smallest_bytes)}, mean {format_bytes(found.sizes.mean_bytes)}, "
+        f"largest {format_bytes(found.sizes.largest_bytes)}",
+        f"so many samples are at most so large: {quantiles}",
+    ]
+    return Table(("size of a sample", "samples", "share"), rows, notes=notes)
+
+
+def _class_table(found: StoreInfo) -> Table:
+    shown = found.classes[:MOST_CLASSES]
+    rows = [("(none)" if one.name is None else printable(one.name), f"{one.samples:,}") for one in shown]
+    more = len(found.classes) - len(shown)
+    return Table(("class", "samples"), rows, notes=[f"and {more} more"] if more else ())
+
+
+def _mixing_table(found: StoreInfo) -> Table:
+    rows = []
+    for row in found.mixing:
+        mixing = row.mixing
+        rows.append(
+            (
+                row.order,
+                "" if row.cache_bytes is None else format_bytes(row.cache_bytes),
+                "" if row.slots is None else f"{row.slots:,}",
+                f"{mixing.chunks:.1f} of {mixing.ideal_chunks:.1f}",
+                f"{mixing.ratio:.1%}",
+                f"{mixing.groups:.1f} of {mixing.ideal_groups:.1f}",
+                f"{mixing.displacement:.3f} of {mixing.ideal_displacement:.3f}",
+            )
+        )
+    mixing = found.mixing[0].mixing
+    notes = [
+        f"chunks that a batch of {mixing.batch_size} draws from, against a full shuffle; the same of "
+        f"{mixing.of_groups} equal ranges of the store;",
+        "and how far samples move from their stored order, as a share of the store",
+    ]
+    columns = ("order", "cache", "chunks mixed", "chunks a batch", "mixing", "ranges a batch", "moved by")
+    return Table(columns, rows, notes=notes)
+
+
+def verify(options: Namespace) -> Answer:
+    manifests = [read_manifest(folder) for folder in members(options.store)]
+    samples = sum(manifest.samples for manifest in manifests)
+    padded_bytes = sum(manifest.chunks * manifest.chunk_bytes for manifest in manifests)
+    with samples_progress("verified", samples, padded_bytes, quiet=options.json) as progress:
+        found = verification.verify(options.store, progress)
+    values = {**dataclasses.asdict(found), "sound": found.sound}
+    summary = f"{printable(found.path)}: {found.samples:,} samples, {format_bytes(found.size_bytes)}"
+    if found.sound:
+        said = "every checksum is right, and directory, names and look-up agree"
+        return Answer(values=values, shown=[summary, said])
+    shown = [summary, *found.problems[:MOST_DAMAGED]]
+    if more := len(found.problems) - MOST_DAMAGED:
+        shown += [f"and {more} more problems"] if more > 0 else []
+    for damaged in found.damaged[:MOST_DAMAGED]:
+        name = "" if damaged.name is None else f", {printable(damaged.name)}"
+        shown.append(f"sample {damaged.index}{name}: its bytes are damaged")
+    if (more := len(found.damaged) - MOST_DAMAGED) > 0:
+        shown.append(f"and {more} more samples")
+    if not found.complete:
+        shown.append("samples could not all be compared")
+    verdict = f"the store is damaged: {len(found.damaged):,} of {found.samples:,} samples, "
+    verdict += f"{len(found.problems)} other problems. Copy or pack it again"
+    return Answer(values=values, shown=[*shown, verdict], exit_code=ERROR)
+
+
+def unpack(options: Namespace) -> Answer:
+    names = options.names or None
+    with samples_progress(
+        "unpacked", None if names is None else len(names), None, quiet=options.json
+    ) as progress:
+        samples = unpacking.unpack(
+            options.store,
+            options.destination,
+            names,
+            flat=options.flat,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    return Answer(values={"samples": samples}, shown=[f"{samples:,} samples"], written=[options.destination])
+
+
+def bench(options: Namespace) -> Answer:
+    found = throughput.bench(
+        options.store,
+        seconds=options.seconds,
+        cache_bytes=options.cache,
+        batch=options.batch,
+        io=options.io,
+        cold=options.cold,
+    )
+    rows = [_throughput_row(row) for row in found.rows]
+    notes = [
+        f"{found.cached:.0%} of the store was in the page cache when this began"
+        + ("; it was dropped before each row" if options.cold else "")
+        + f"; {found.io} reads",
+        f"batches of {options.batch}, a cache of {format_bytes(options.cache)}, "
+        f"{options.seconds / len(rows):.1f} s for each row",
+    ]
+    table = Table(("read by", "time of a sample", "samples/s", "rate", "mixing"), rows, notes=notes)
+    return Answer(values=dataclasses.asdict(found), shown=[table])
+
+
+def _throughput_row(row: Throughput) -> tuple[str, ...]:
+    return (
+        row.way,
+        format_seconds(row.sample_s),
+        f"{1 / row.sample_s:,.0f}",
+        format_rate(row.rate_bytes_per_s),
+        "" if row.mixing is None else f"{row.mixing:.0%}",
+    )

@@ -1,0 +1,1 @@
+"""Ways to read samples in random order, side by side: the parts of benchmarks/samples.py."""
