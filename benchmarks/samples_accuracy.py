@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.samples import Store, expected_mixing, mount, pack
+from penstock.samples import Batch, Store, expected_mixing, mount, pack
 from penstock.samples.layout import buffer_bytes
 from penstock.samples.order import cache_shape
 
@@ -98,7 +98,8 @@ def digits() -> Digits:
 
 def pack_digits(data: Digits, folder: Path) -> Path:
     """A store of the training images, in their order: sorted by class."""
-    arrays = {"x": data.train_x.numpy(), "y": data.train_y.numpy().astype(np.int32)}
+    # As scikit-learn has them, in 64 bits: more chunks than there would be otherwise.
+    arrays = {"x": data.train_x.double().numpy(), "y": data.train_y.numpy()}
     pack(arrays, folder, CHUNK_BYTES, format_options={"label_field": "y"})
     return folder
 
@@ -120,13 +121,16 @@ def batches(store: Store, way: Way, data: Digits, seed: int, epoch: int) -> Iter
         return
     if way.order == "stored":
         for begin in range(0, len(store), BATCH):
-            fields = store.read_many(np.arange(begin, min(begin + BATCH, len(store)))).decoded()
-            yield torch.from_numpy(fields["x"].copy()), torch.from_numpy(fields["y"].astype(np.int64))
+            yield tensors(store.read_many(np.arange(begin, min(begin + BATCH, len(store)))))
         return
     store.sequence(seed=seed, epoch=epoch)
     while (batch := store.bread(BATCH)) is not None:
-        fields = batch.decoded()
-        yield torch.from_numpy(fields["x"].copy()), torch.from_numpy(fields["y"].astype(np.int64))
+        yield tensors(batch)
+
+
+def tensors(batch: Batch) -> tuple[Tensor, Tensor]:
+    fields = batch.decoded()
+    return torch.from_numpy(fields["x"].astype(np.float32)), torch.from_numpy(fields["y"].copy())
 
 
 def accuracy(folder: Path, way: Way, data: Digits, seed: int, epochs: int = EPOCHS) -> float:

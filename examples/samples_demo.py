@@ -47,13 +47,15 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="to read in each way; default: %(default)s"
     )
+    parser.add_argument("-o", "--output", type=Path, default=OUT, metavar="FOLDER", help="for the stores")
     options = parser.parse_args()
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    library, digits = options.output / "library", options.output / "digits"
+    for store in (library, digits):
+        shutil.rmtree(store, ignore_errors=True)
+    options.output.mkdir(parents=True, exist_ok=True)
 
     console.rule("The standard library's source files, as samples", align="left")
     sources = source_files()
-    library = OUT / "library"
     packages = sorted({package_of(name) for name in sources})
     pack(lambda: texts(sources, packages), library, "64KiB", format_options={"classes": packages})
     command("info", str(library), "--batch", str(BATCH), "--cache", "512KiB,1MiB,4MiB")
@@ -66,7 +68,7 @@ def main() -> int:
 
     console.print()
     console.rule("Training on digits that are stored sorted by class", align="left")
-    train()
+    train(digits)
     return 0
 
 
@@ -201,14 +203,13 @@ def is_cached(descriptor: int) -> bool:
         return False
 
 
-def train() -> None:
+def train(digits: Path) -> None:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     by_class = np.argsort(labels, kind="stable")
     x, y = (pixels[by_class] / 16).astype(np.float32), labels[by_class].astype(np.int32)
     tested = np.arange(len(y)) % 4 == 3
-    digits = OUT / "digits"
     pack({"x": x[~tested], "y": y[~tested]}, digits, "4KiB", format_options={"label_field": "y"})
     command("info", str(digits), "--batch", "16", "--cache", "256KiB,768KiB")
     console.print("\nOne epoch of training; accuracy on images that were left out, of 5 seeds\n")

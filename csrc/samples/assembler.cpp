@@ -12,6 +12,8 @@ constexpr std::size_t kFoundAhead = 16;       // directory entries that are fetc
 constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before they are copied
 constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
 constexpr std::size_t kSubmittedAtOnce = 64;
+constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together where threads share the copies
+constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
 bool contains(const Extent& outer, const Extent& inner) {
   return inner.member == outer.member && inner.node == outer.node && inner.offset >= outer.offset &&
@@ -23,7 +25,8 @@ bool contains(const Extent& outer, const Extent& inner) {
 Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t ahead,
                      const std::atomic<bool>& stop, std::shared_ptr<Signal> signal)
     : reader_(reader), order_(std::move(order)), stop_(stop), signal_(std::move(signal)),
-      left_(order_->size() - order_->taken()) {
+      left_(order_->size() - order_->taken()),
+      copiers_(reader.copy_threads()) {
   const auto chunks = reader.catalog().chunks();
   if (order_->slots() > 0) {
     from_ = From::items;
@@ -59,7 +62,7 @@ std::shared_ptr<SampleBatch> Assembler::next(std::size_t samples) {
   batch->offsets()[planned_.size()] = at;
   for (const auto& [position, failure] : bad_) batch->add_bad(position, failure);
   if (from_ == From::items) load_ahead();
-  read_alone(*batch);
+  if (alone_ > 0) read_alone(*batch);
   if (!copy(*batch)) return nullptr;
   batch->assembled();
   return batch;
@@ -70,17 +73,14 @@ bool Assembler::plan(std::size_t samples) {
   draw(samples);
   planned_.clear();
   bad_.clear();
-  planned_bytes_ = 0;
+  planned_bytes_ = alone_ = 0;
   const auto& catalog = reader_.catalog();
   for (std::size_t i = 0; i < picks_.size(); ++i) {
     const auto& pick = picks_[i];
     if (i + kFoundAhead < picks_.size()) catalog.prefetch(picks_[i + kFoundAhead].sample);
-    Planned planned{{}, nullptr, pick.last && from_ == From::items};
+    Planned planned{{}, nullptr, pick.last};
     const bool found = catalog.find(pick.sample, planned.extent);
-    if (!found) {
-      bad_.push_back({i, {Fault::directory, planned.extent, static_cast<std::int64_t>(pick.sample), 0}});
-      planned.extent.size_bytes = 0;
-    }
+    if (!found || planned.extent.size_bytes == 0) check_empty(i, found, planned.extent);
     if (from_ == From::items) {
       planned.source = &sources_[pick.item];
       body_of(*planned.source, order_->items()[pick.item].chunk);
@@ -89,10 +89,22 @@ bool Assembler::plan(std::size_t samples) {
       planned.source = &sources_[chunk];
       if (body_of(*planned.source, chunk).extent.size_bytes > 0) load(*planned.source, chunk);
     }
+    planned.alone = planned.extent.size_bytes > 0 &&
+                    (planned.source == nullptr || !contains(planned.source->body.extent, planned.extent));
+    alone_ += planned.alone;
     planned_bytes_ += planned.extent.size_bytes;
     planned_.push_back(planned);
   }
   return !planned_.empty();
+}
+
+// A sample of no bytes: is it one, and may it be?
+void Assembler::check_empty(std::size_t position, bool found, Extent& extent) {
+  const auto sample = picks_[position].sample;
+  extent.size_bytes = 0;
+  if (found && (!reader_.verify() || reader_.catalog().sum(sample) == 0)) return;
+  bad_.push_back({position,
+                  {found ? Fault::checksum : Fault::directory, extent, static_cast<std::int64_t>(sample), 0}});
 }
 
 void Assembler::draw(std::size_t samples) {
@@ -139,10 +151,8 @@ void Assembler::load_ahead() {
 void Assembler::read_alone(SampleBatch& batch) {
   std::vector<Read> reads;
   for (std::size_t i = 0; i < planned_.size(); ++i) {
-    auto& planned = planned_[i];
-    if (planned.extent.size_bytes == 0) continue;
-    if (planned.source != nullptr && contains(planned.source->body.extent, planned.extent)) continue;
-    planned.alone = true;
+    const auto& planned = planned_[i];
+    if (!planned.alone) continue;
     if (reader_.read_now(planned.extent, batch.data() + batch.offsets()[i])) {
       batch.check(i, planned.extent);
       continue;
@@ -156,69 +166,89 @@ void Assembler::read_alone(SampleBatch& batch) {
 // The rest, from chunks; those that are used up make room for others. False where `stop` came first.
 bool Assembler::copy(SampleBatch& batch) {
   if (from_ == From::samples) return true;
-  for (std::size_t i = 0; i < kFetchedAhead; ++i) fetch(i);
+  const auto most_over = copiers_.size() > 0 ? kOverAtOnce : 1;
+  copied_ = 0;
   for (std::size_t i = 0; i < planned_.size(); ++i) {
-    fetch(i + kFetchedAhead);
-    const auto& planned = planned_[i];
+    auto& planned = planned_[i];
     auto* source = planned.source;
     if (source == nullptr) continue;
-    if (planned.extent.size_bytes > 0 && !planned.alone) {
-      if (source->whole && contains(source->body.extent, planned.extent)) {
-        std::memcpy(batch.data() + batch.offsets()[i],
-                    source->memory + (planned.extent.offset - source->body.extent.offset),
-                    planned.extent.size_bytes);
-      } else if (!copy_slowly(batch, i)) {
-        return false;
-      }
-    }
+    if (planned.extent.size_bytes > 0 && !planned.alone && !source->whole && !await(batch, i)) return false;
     if (!planned.last) continue;
-    let_go(*source);
-    --loaded_;
-    load_ahead();
+    over_.push_back(source);
+    if (over_.size() >= most_over) copy_until(batch, i + 1);
   }
+  copy_until(batch, planned_.size());
   return true;
 }
 
-void Assembler::fetch(std::size_t position) const {
-  if (position >= planned_.size()) return;
-  const auto& planned = planned_[position];
-  if (planned.alone || planned.source == nullptr || planned.source->memory == nullptr) return;
-  const auto* from = planned.source->memory + (planned.extent.offset - planned.source->body.extent.offset);
-  for (std::uint64_t at = 0; at < std::min(planned.extent.size_bytes, kFetchedBytes); at += 64)
-    __builtin_prefetch(from + at);
-}
-
-// The first sample of a source, and any of a damaged one.
-bool Assembler::copy_slowly(SampleBatch& batch, std::size_t position) {
-  const auto& [extent, source, last, alone] = planned_[position];
-  if (source->chunk == nullptr) load(*source, reader_.catalog().chunk_of(source->body.extent));
-  if (source->chunk == nullptr || !contains(source->body.extent, extent)) {
+// Sees that the chunk of this sample is there. A sample that does not come from it is from then on alone.
+bool Assembler::await(SampleBatch& batch, std::size_t position) {
+  auto& planned = planned_[position];
+  auto& source = *planned.source;
+  if (source.chunk == nullptr) copy_until(batch, position);  // what is used up makes room for it
+  if (source.chunk == nullptr) load(source, reader_.catalog().chunk_of(source.body.extent));
+  if (source.chunk == nullptr) {
     if (stop_) return false;
+    planned.alone = true;
     std::vector<Read> reads;
-    reads.push_back(batch.read(position, extent));
+    reads.push_back(batch.read(position, planned.extent));
     reader_.reads().submit(Traffic::samples, std::move(reads));
     return true;
   }
-  if (source->chunk->loading()) {
+  if (source.chunk->loading()) {
+    copy_until(batch, position);  // meanwhile
     ++reader_.waits;
-    {
-      const std::lock_guard lock(mutex_);
-      waits_for_ = source->body.extent;
-    }
-    reader_.cache().wait(source->chunk, stop_);
-    const std::lock_guard lock(mutex_);
-    waits_for_ = {};
+    set_waits_for(source.body.extent);
+    reader_.cache().wait(source.chunk, stop_);
+    set_waits_for({});
   }
   if (stop_) return false;
-  source->whole = !source->chunk->damaged();
+  source.whole = !source.chunk->damaged();
   Failure failure;
-  if (!source->whole && !source->chunk->good(picks_[position].sample, failure)) {
+  if (!source.whole && !source.chunk->good(picks_[position].sample, failure)) {
+    planned.alone = true;
     batch.add_bad(position, failure);
-    return true;
   }
-  std::memcpy(batch.data() + batch.offsets()[position],
-              source->memory + (extent.offset - source->body.extent.offset), extent.size_bytes);
   return true;
+}
+
+// Copies what comes from chunks, from where the last call ended; then lets go of those that are used up.
+void Assembler::copy_until(SampleBatch& batch, std::size_t end) {
+  const auto begin = std::exchange(copied_, end);
+  const auto bytes = static_cast<std::uint64_t>(batch.offsets()[end] - batch.offsets()[begin]);
+  const auto parts = std::min<std::uint64_t>({bytes / kPartBytes, copiers_.size() * 2 + 1, end - begin});
+  if (copiers_.size() > 0 && parts > 1) {
+    copiers_.run(parts, [&](std::size_t part) {
+      copy_range(batch, begin + (end - begin) * part / parts, begin + (end - begin) * (part + 1) / parts);
+    });
+  } else {
+    copy_range(batch, begin, end);
+  }
+  for (auto* source : over_) {
+    let_go(*source);
+    --loaded_;
+  }
+  if (!over_.empty()) load_ahead();
+  over_.clear();
+}
+
+void Assembler::copy_range(const SampleBatch& batch, std::size_t begin, std::size_t end) const {
+  auto* to = batch.data();
+  const auto* offsets = batch.offsets();
+  for (auto i = begin; i < end; ++i) {
+    if (i + kFetchedAhead < end) fetch(planned_[i + kFetchedAhead]);
+    const auto& [extent, source, last, alone] = planned_[i];
+    if (alone || extent.size_bytes == 0) continue;
+    std::memcpy(to + offsets[i], source->memory + (extent.offset - source->body.extent.offset),
+                extent.size_bytes);
+  }
+}
+
+void Assembler::fetch(const Planned& planned) {
+  if (planned.alone || planned.extent.size_bytes == 0) return;
+  const auto* from = planned.source->memory + (planned.extent.offset - planned.source->body.extent.offset);
+  for (std::uint64_t at = 0; at < std::min(planned.extent.size_bytes, kFetchedBytes); at += 64)
+    __builtin_prefetch(from + at);
 }
 
 void Assembler::let_go(Source& source) {
@@ -226,6 +256,11 @@ void Assembler::let_go(Source& source) {
   source.chunk = nullptr;
   source.memory = nullptr;
   source.whole = false;
+}
+
+void Assembler::set_waits_for(const Extent& extent) {
+  const std::lock_guard lock(mutex_);
+  waits_for_ = extent;
 }
 
 Extent Assembler::waits_for() {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "copiers.hpp"
 #include "order.hpp"
 #include "reader.hpp"
 
@@ -41,18 +42,22 @@ class Assembler {
     Extent extent;
     Source* source;      // null: it has none
     bool last;           // of its source
-    bool alone = false;  // read by itself
+    bool alone = false;  // does not come from it
   };
 
   bool plan(std::size_t samples);
+  void check_empty(std::size_t position, bool found, Extent& extent);
   void draw(std::size_t samples);
   const Body& body_of(Source& source, std::uint64_t chunk);
   void load(Source& source, std::uint64_t chunk);
   void load_ahead();
   void read_alone(SampleBatch& batch);
   bool copy(SampleBatch& batch);
-  bool copy_slowly(SampleBatch& batch, std::size_t position);
-  void fetch(std::size_t position) const;
+  bool await(SampleBatch& batch, std::size_t position);
+  void copy_until(SampleBatch& batch, std::size_t end);
+  void copy_range(const SampleBatch& batch, std::size_t begin, std::size_t end) const;
+  static void fetch(const Planned& planned);
+  void set_waits_for(const Extent& extent);
   void let_go(Source& source);
 
   Reader& reader_;
@@ -69,7 +74,10 @@ class Assembler {
   std::vector<Pick> picks_;
   std::vector<Planned> planned_;
   std::vector<SampleBatch::Bad> bad_;  // known before anything is read
-  std::uint64_t planned_bytes_ = 0;
+  std::uint64_t planned_bytes_ = 0, alone_ = 0;
+  std::size_t copied_ = 0;      // of what is planned
+  std::vector<Source*> over_;   // used up, but for copies that are to be made
+  Copiers copiers_;
   std::mutex mutex_;
   Extent waits_for_;
 };

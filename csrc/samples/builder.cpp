@@ -16,7 +16,7 @@ namespace {
 constexpr std::uint64_t kMostNodes = std::uint64_t{1} << 16;
 constexpr std::uint64_t kLongestName = (1U << 16) - 1;
 constexpr std::uint64_t kStateMark = 0x31'44'4C'42'4B'54'53'50;  // "PSTKBLD1"
-constexpr std::size_t kStateWords = 11;                           // then three for each node, and the checksum
+constexpr std::size_t kStateWords = 11;  // then three for each node, and the checksum
 constexpr std::align_val_t kBlockAlignment{4096};
 
 // Joining two checksums costs as much as computing one of so many bytes that are in a near cache.
@@ -251,7 +251,9 @@ const Pieces& Builder::made() const {
 }
 
 std::vector<std::uint64_t> Builder::state() const {
-  if (made().size_bytes() > 0) throw std::logic_error("there are pieces that were not taken: take them first");
+  if (made().size_bytes() > 0) {
+    throw std::logic_error("there are pieces that were not taken: take them first");
+  }
   std::vector<std::uint64_t> words = {kStateMark,    chunk_bytes_, node_bytes_, samples_,
                                       names_bytes_,  node_samples_, offset_,    first_,
                                       body_crc_,     finished_,    nodes_.size()};
@@ -261,10 +263,13 @@ std::vector<std::uint64_t> Builder::state() const {
 }
 
 void Builder::load(std::string_view state) {
+  const auto damaged = [] {
+    refuse("this is no state of a builder, or it is damaged: pack from the start");
+  };
   std::vector<std::uint64_t> words(state.size() / sizeof(words[0]));
-  std::memcpy(words.data(), state.data(), words.size() * sizeof(words[0]));
-  const auto damaged = [] { refuse("this is no state of a builder, or it is damaged: pack from the start"); };
-  if (state.size() % sizeof(words[0]) != 0 || words.size() < kStateWords + 1 || words[0] != kStateMark) damaged();
+  if (state.size() % sizeof(words[0]) != 0 || words.size() < kStateWords + 1) damaged();
+  std::memcpy(words.data(), state.data(), state.size());
+  if (words[0] != kStateMark) damaged();
   if (crc32c(0, words.data(), (words.size() - 1) * sizeof(words[0])) != words.back()) damaged();
   const auto nodes = words[10];
   if (nodes > kMostNodes || words.size() != kStateWords + 3 * nodes + 1) damaged();

@@ -8,9 +8,12 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "bindings.hpp"
+#include "checksum.hpp"
 #include "python_bytes.hpp"
 #include "samples/builder.hpp"
 
@@ -132,9 +135,32 @@ class SampleBuilder {
   std::atomic<bool> busy_ = false;
 };
 
+// Of stretches that lie back to back from an address on, of which the i-th ends at ends[i].
+nb::object sample_sums(std::uintptr_t address, const Column<std::int64_t>& ends) {
+  auto* const sums = new std::vector<std::uint32_t>(ends.size());
+  const nb::capsule owner(sums, [](void* pointer) noexcept {
+    delete static_cast<std::vector<std::uint32_t>*>(pointer);
+  });
+  {
+    const nb::gil_scoped_release released;
+    std::int64_t begin = 0;
+    for (std::size_t i = 0; i < sums->size(); ++i) {
+      const auto end = ends.data()[i];
+      if (end < begin)
+        throw std::invalid_argument("end " + std::to_string(i) + " is " + std::to_string(end) +
+                                    ", before " + std::to_string(begin) + ": ends must ascend from 0");
+      const auto* const bytes = reinterpret_cast<const char*>(address) + begin;
+      (*sums)[i] = crc32c(0, bytes, static_cast<std::size_t>(end - begin));
+      begin = end;
+    }
+  }
+  return nb::cast(nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>(sums->data(), {sums->size()}, owner));
+}
+
 }  // namespace
 
 void bind_sample_builder(nb::module_& module) {
+  module.def("sample_sums", &sample_sums, nb::arg("address"), nb::arg("ends"));
   nb::class_<SamplePieces>(module, "SamplePieces")
       .def_ro("data", &SamplePieces::data)
       .def_ro("directory", &SamplePieces::directory)

@@ -28,8 +28,10 @@ void Chunk::verify(int error) {
   error_ = error;
   damaged_ = error != 0;
   if (error != 0 || !cache_.verify_) return;
-  if (crc32c(0, at(body_.extent.offset), body_.extent.size_bytes) == body_.crc32c) return;
   const auto& catalog = cache_.catalog_;
+  if (crc32c(0, at(body_.extent.offset), body_.extent.size_bytes) == body_.crc32c &&
+      catalog.contiguous(body_))
+    return;
   const auto end = body_.extent.offset + body_.extent.size_bytes;
   for (auto sample = body_.first; sample < body_.first + body_.count; ++sample) {
     Extent extent;

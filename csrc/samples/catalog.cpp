@@ -112,6 +112,25 @@ bool Catalog::body(std::uint64_t chunk, Body& body) const {
   return true;
 }
 
+bool Catalog::contiguous(const Body& body) const {
+  const auto& member = members_[body.extent.member];
+  const auto* entries = member.directory.data() + (body.first - first_samples_[body.extent.member]);
+  const auto place = std::uint64_t{body.extent.node};
+  auto end = body.extent.offset;
+  for (std::uint64_t i = 0; i < body.count; ++i) {
+    const auto entry = entries[i];
+    if (entry.node() != place || entry.offset() != end) return false;
+    if (entry.length() == kLargeLength) {
+      Extent extent;
+      if (!find(body.first + i, extent)) return false;
+      end += extent.size_bytes;
+    } else {
+      end += entry.length();
+    }
+  }
+  return end >= body.extent.offset + body.extent.size_bytes;
+}
+
 std::uint64_t Catalog::chunk_of(const Extent& extent) const {
   const auto& member = members_[extent.member];
   const auto chunk = std::min(extent.offset / member.chunk_bytes, member.nodes[extent.node].chunks - 1);

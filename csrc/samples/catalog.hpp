@@ -74,6 +74,8 @@ class Catalog {
   }
   // The same for the body of a chunk. chunk < chunks().
   bool body(std::uint64_t chunk, Body& body) const;
+  // Whether the samples of a body lie one after the other in it, as they must, a long edge aside.
+  bool contiguous(const Body& body) const;
   // The chunk in which a sample begins that has this extent.
   std::uint64_t chunk_of(const Extent& extent) const;
   std::uint32_t sum(std::uint64_t sample) const {

@@ -23,7 +23,8 @@ Word load(const char* from) {
 }
 
 [[noreturn]] void damaged(const std::string& what) {
-  throw std::invalid_argument(what + ": the store's names are damaged. Verify the store, and copy or pack it again");
+  throw std::invalid_argument(what +
+                              ": the store's names are damaged. Verify the store, and copy or pack it again");
 }
 
 }  // namespace
@@ -96,10 +97,11 @@ void NameTable::prefetch_name(std::uint64_t index, std::uint64_t name_bytes) con
   if (index >= samples_) return;
   const auto group = group_of(index);
   if (group.begin >= group.end || group.end > names_.size()) return;
-  auto begin = group.begin + index % kAnchorNames * (2 + name_bytes), end = begin + 2 + name_bytes;
-  if (!group.all_have(name_bytes)) {  // then there are names to step over, of about the same length
-    end = begin + (group.end - group.begin) / group.names * (index % kAnchorNames + 2);
+  const auto before = index % kAnchorNames;
+  auto begin = group.begin + before * (2 + name_bytes), end = begin + 2 + name_bytes;
+  if (!group.all_have(name_bytes)) {  // then there are names to step over
     begin = group.begin;
+    end = begin + (group.end - begin) * (before + 2) / group.names;
   }
   end = std::min({end, begin + kMostBytes, group.end});
   for (auto at = begin; at < end; at += kLineBytes) prefetch(names_.data() + at);

@@ -27,7 +27,7 @@ class NameTable {
   // The name that begins there; the next one begins where it ends.
   std::string_view at(std::uint64_t position) const;
 
-  // Asks for memory that name() will read, without waiting for it: first one, then, when it is there, the other.
+  // Asks for memory that is() will read, without waiting for it: the anchor; when it is there, the name.
   void prefetch_anchor(std::uint64_t index) const;
   void prefetch_name(std::uint64_t index, std::uint64_t name_bytes) const;
 

@@ -78,9 +78,8 @@ std::shared_ptr<SampleBatch> Reader::begin(std::span<const std::int64_t> indices
   std::vector<Read> reads;
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const auto& extent = extents[i];
-    if (extent.size_bytes == 0) continue;
     auto* to = batch->data() + batch->offsets()[i];
-    if (read_now(extent, to)) {
+    if (extent.size_bytes == 0 || read_now(extent, to)) {
       batch->check(i, extent);
       continue;
     }

@@ -92,7 +92,7 @@ class PyReader {
   ~PyReader() {
     const bool forked = process_ != getpid();
     if (!forked && close(kLastWaitS)) return;
-    new std::shared_ptr<Reader>(reader_);
+    new std::shared_ptr<Reader>(reader_);  // for ever
     members_.release();
   }
 

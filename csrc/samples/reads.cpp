@@ -20,6 +20,13 @@ constexpr std::size_t kPlainLanes = 4;
 
 }  // namespace
 
+void leave_behind(std::shared_ptr<void> what) {
+  static std::mutex mutex;
+  static auto* const all = new std::vector<std::shared_ptr<void>>;  // not even the end of the process ends it
+  const std::lock_guard lock(mutex);
+  all->push_back(std::move(what));
+}
+
 Lane::Lane(const std::function<std::unique_ptr<Io>()>& make_io, const Limits& limits)
     : state_(std::make_shared<State>(make_io, limits)) {
   // The thread keeps what it works with: it may have to be left behind.
@@ -50,7 +57,7 @@ void Lane::submit(const Catalog& catalog, bool direct, std::vector<Read> reads) 
 
 void Lane::end(State& state, Read* read, int error, bool abandoned) {
   // Memory that the kernel may still write to is never given back.
-  if (abandoned) new std::shared_ptr<Target>(read->target);
+  if (abandoned) leave_behind(read->target);
   read->target->arrived(read->number, error);
   const std::unique_ptr<Read> last(read);
   const std::lock_guard lock(state.mutex);
@@ -82,7 +89,7 @@ bool Lane::close(Clock::time_point deadline) {
   {
     std::unique_lock lock(state_->mutex);
     if (!state_->emptied.wait_until(lock, deadline, [this] { return state_->under_way.empty(); })) {
-      new std::shared_ptr<State>(state_);  // for ever: nothing else may end its threads
+      leave_behind(state_);  // nothing else may end its threads
       thread_.detach();
       stuck_ = true;
       return false;

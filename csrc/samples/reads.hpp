@@ -20,6 +20,9 @@ namespace penstock::samples {
 
 using Clock = std::chrono::steady_clock;
 
+// Keeps it for ever: what a read that never ends may still write to.
+void leave_behind(std::shared_ptr<void> what);
+
 // What reads are for. It stays as long as one of its reads is under way.
 class Target {
  public:

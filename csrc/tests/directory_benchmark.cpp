@@ -3,8 +3,8 @@
 //   directory_benchmark SAMPLES LOOKUPS ROUNDS
 //
 // The trees are those of DLFS (section III-B): AVL, of 16-byte entries by key. Names have 16 bytes, and are
-// looked for in random order. "one": each search waits for the one before; "many": as many as wanted are given
-// at once. Only the store's own search compares names; the others take the key's word for it.
+// looked for in random order. "one": each search waits for the one before; "many": all are given at once.
+// Only the store's own search compares names; the others take the key's word for it.
 #include <algorithm>
 #include <bit>
 #include <chrono>
@@ -183,8 +183,9 @@ class Measurement {
   void row(const char* name, const char* how, double build_s, std::size_t size_bytes,
            const std::function<void(std::vector<std::int64_t>&)>& find_all) {
     std::vector<std::int64_t> found(wanted_.size());
-    std::printf("%s\n{\"name\": \"%s\", \"how\": \"%s\", \"build_s\": %.4f, \"bytes_per_sample\": %.2f, \"lookup_s\": [",
-                first_ ? "" : ",", name, how, build_s,
+    std::printf("%s\n{\"name\": \"%s\", \"how\": \"%s\", \"build_s\": %.4f, ", first_ ? "" : ",", name, how,
+                build_s);
+    std::printf("\"bytes_per_sample\": %.2f, \"lookup_s\": [",
                 static_cast<double>(size_bytes) / static_cast<double>(directory_.size()));
     first_ = false;
     for (int round = 0; round < rounds_; ++round) {

@@ -126,6 +126,9 @@ class SampleBuilder:
     @property
     def nodes(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
 
+def sample_sums(address: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """CRC-32C of stretches that lie back to back: the first begins at address, i ends at address + ends[i]."""
+
 def sample_key(name: bytes) -> int: ...
 def sample_lookup(
     directory: npt.NDArray[np.uint64], names: npt.NDArray[np.uint8], anchors: npt.NDArray[np.uint64]

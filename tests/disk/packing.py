@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.samples.formats import Block, RawSample
+from penstock.samples.formats import Block, RawSample, Source
 from penstock.samples.manifest import Field, StoreManifest
 from penstock.samples.pack import Rhythm, pack_source
 from penstock.samples.progress import Recipe
@@ -89,7 +89,7 @@ class Seekable(Listed):
             raise self.error
 
 
-def recipe_of(source: Listed, chunk_bytes: int = 4096, node_bytes: int = 1 << 40) -> Recipe:
+def recipe_of(source: Source, chunk_bytes: int = 4096, node_bytes: int = 1 << 40) -> Recipe:
     return Recipe(
         chunk_bytes=chunk_bytes,
         node_bytes=node_bytes,
@@ -103,7 +103,7 @@ def recipe_of(source: Listed, chunk_bytes: int = 4096, node_bytes: int = 1 << 40
     )
 
 
-def pack_often(source: Listed, folder: Path, node_bytes: int = 1 << 40, **options: Any) -> StoreManifest:
+def pack_often(source: Source, folder: Path, node_bytes: int = 1 << 40, **options: Any) -> StoreManifest:
     """Pack with checkpoints at every sample."""
     recipe = recipe_of(source, node_bytes=node_bytes)
     return pack_source(source, folder, recipe, metadata={}, rhythm=OFTEN, **options)

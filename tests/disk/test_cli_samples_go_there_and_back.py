@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import cli
@@ -74,6 +75,22 @@ def test_parts_of_several_processes_are_one_store(tree: Path, capsys: pytest.Cap
     assert values(capsys, "verify", "store")["sound"]
     told(capsys, "unpack", "store", "back")
     assert (Path("back") / "cat" / "2.txt").read_bytes() == FILES["cat/2.txt"]
+
+
+def test_fields_are_packed_by_column_and_unpacked_by_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = np.arange(12.0).reshape(4, 3), np.array([1, 0, 1, 1])
+    np.savez(folder / "arrays.npz", x=x, y=y)
+    told(capsys, "pack", "arrays.npz", "store", "--label-field", "y")
+    found = values(capsys, "info", "store")
+    assert [(one["name"], one["samples"]) for one in found["classes"]] == [("0", 1), ("1", 3)]
+    assert [field["name"] for field in found["fields"]] == ["x", "y"]
+    assert "fields of fixed size" in told(capsys, "info", "store")
+    told(capsys, "unpack", "store", "out")
+    for row in range(4):
+        assert np.array_equal(np.load(f"out/{row}/x.npy"), x[row])
+        assert json.loads(Path(f"out/{row}/fields.json").read_text()) == {"y": y[row]}
 
 
 def test_names_are_listed_in_stored_order(store: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import manifest, progress
+from penstock.samples.formats import open_source
 from penstock.samples.pack import Rhythm, pack, pack_source
 from tests.disk.packing import (
     Listed,
@@ -216,6 +219,32 @@ def test_few_checkpoints_are_made_of_much(tmp_path: Path) -> None:
     pack_source(Listed(items), folder, recipe_of(Listed(items)), metadata={}, rhythm=rhythm, report=look)
     assert len(seen) <= 2 + sum(len(data) for _, data in items) // (32 << 10)
     assert manifest.read(folder).samples == 200
+
+
+@pytest.mark.parametrize("kind", ["folder", "arrays", "fields"])
+def test_sources_of_every_kind_go_on(kind: str, tmp_path: Path) -> None:
+    for name, data in samples_of(30):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes(data)
+    source: Any = {
+        "folder": tmp_path / "tree",
+        "arrays": {"x": np.arange(2 << 20).reshape(-1, 2), "y": np.ones(1 << 20)},  # several blocks
+        "fields": [(str(number), {"number": number}) for number in range(30)],
+    }[kind]
+    left = [3]
+
+    def stop(samples: int, _: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack_often(open_source(source), tmp_path / "store", report=stop)
+    found = progress.read(tmp_path / "store")
+    assert found is not None and found.samples > 0
+    pack_often(open_source(source), tmp_path / "store")
+    pack(source, tmp_path / "wanted", 4096)
+    assert contents(tmp_path / "store") == contents(tmp_path / "wanted")
 
 
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,17 @@ def test_folders_of_the_first_level_are_classes(tmp_path: Path) -> None:
     assert {sample.label for sample in source} == {-1}
 
 
+def test_names_that_are_no_text_keep_their_bytes(tmp_path: Path) -> None:
+    root = os.path.join(os.fsencode(tmp_path), b"root\xff")
+    os.makedirs(os.path.join(root, b"a\xff"))
+    with open(os.path.join(root, b"a\xff", b"\xfe"), "wb") as file:
+        file.write(b"1")
+    source = open_source(os.fsdecode(root))
+    assert [os.fsencode(name) for name, _ in pairs(source)] == [b"a\xff/\xfe"]
+    assert source.classes == ("a\\udcff",) and [sample.label for sample in source] == [0]
+    assert source.description.isascii()  # what a manifest holds must be Unicode
+
+
 def test_links_and_pipes_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"a/1": b"1"})
     (tmp_path / "link").symlink_to("a/1")

@@ -86,8 +86,11 @@ def test_mds_columns_can_name_and_label() -> None:
     assert [sample.label for sample in source] == [250 + i for i in range(5)]
     with pytest.raises(InvalidArgument, match="no column 'nothing', only bytes"):
         open_source(DATA / "mds" / "plain", name_column="nothing")
-    with pytest.raises(InvalidArgument, match="give classes="):
-        open_source(DATA / "mds" / "plain", label_column="small")
+    source = open_source(DATA / "mds" / "plain", label_column="text")
+    assert source.classes == tuple(sorted("größer 大" * i for i in range(5)))
+    assert [source.classes[sample.label] for sample in source] == ["größer 大" * i for i in range(5)]
+    with pytest.raises(SampleError, match=r"sample 1: .*is of the class"):
+        list(open_source(DATA / "mds" / "plain", label_column="text", classes=[""]))
 
 
 @pytest.fixture

@@ -318,6 +318,11 @@ def test_a_dataset_in_memory_keeps_its_selection() -> None:
     assert rows == [(str(i), {"x": x, "s": "abcdefghij"[x]}) for i, x in enumerate([7, 2, 2, 9])]
 
 
+def test_a_dataset_of_several_splits_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="pack one of 'train', 'test'"):
+        open_source({"train": Dataset(pa.table({"x": [1]}), [0]), "test": Dataset(pa.table({"x": [1]}), [])})
+
+
 def test_without_pyarrow_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path]
 ) -> None:

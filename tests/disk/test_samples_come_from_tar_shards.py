@@ -130,6 +130,32 @@ def test_a_prefix_tells_equal_keys_apart(tmp_path: Path) -> None:
     assert [name for name, _ in samples(source)] == ["a/0.tar/key", "b/0.tar/key"]
 
 
+@pytest.mark.parametrize(
+    ("values", "classes", "labels"),
+    [
+        (["2", "0\n", "-1", None], ("0", "1", "2"), [2, 0, -1, -1]),
+        (["dog", "cat", None, "dog"], ("cat", "dog"), [1, 0, -1, 1]),
+        ([None], (), [-1]),
+    ],
+)
+def test_labels_come_from_an_extension(
+    tmp_path: Path, values: list[str | None], classes: tuple[str, ...], labels: list[int]
+) -> None:
+    entries = []
+    for i, value in enumerate(values):
+        entries.append(member(f"{i}.txt", b"x"))
+        if value is not None:
+            entries.append(member(f"{i}.cls", value.encode()))
+    (tmp_path / "a.tar").write_bytes(archive(*entries))
+    source = open_source(tmp_path / "a.tar", label_column="cls")
+    assert source.classes == classes
+    assert [sample.label for sample in source if isinstance(sample, RawSample)] == labels
+    assert open_source(tmp_path / "a.tar").classes == ()
+    if classes:
+        with pytest.raises(SampleError, match="sample 0"):
+            list(open_source(tmp_path / "a.tar", label_column="cls", classes=["other"]))
+
+
 def linked(kind: bytes, target: str = "/etc/passwd") -> tuple[tarfile.TarInfo, bytes]:
     return member("a.txt", type=kind, linkname=target)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import random
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock import _native
 from penstock.errors import InvalidArgument
+from penstock.samples import reading
 from penstock.samples.order import Segment
 from penstock.samples.store import Store, mount
 from tests.disk.sample_stores import Sample, epoch, mounted, samples, some_samples
@@ -180,6 +187,35 @@ def test_both_ways_to_read_give_the_same(tmp_path: Path, order: str, io: str) ->
         assert bytes(store.read_many(range(10, 60)).data) == b"".join(data for _, data in content[10:60])
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_reading_does_without_io_uring_and_says_so_once(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = some_samples()
+    plain = functools.partial(_native.SampleReader, ring=False)
+    monkeypatch.setattr(_native, "SampleReader", plain)
+    monkeypatch.setattr(reading, "_said_no_ring", False)
+    mounted(tmp_path, content).close()
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for _ in range(2):
+            with mount(tmp_path, order, "64KiB", io="direct") as store:
+                assert epoch(store) == contents(content)
+                assert store.io != "direct" or store.counters()["io_uring"] == 0
+    told = sum("io_uring is refused" in record.getMessage() for record in caplog.records)
+    assert told == 1 or store.io != "direct"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_was_read_is_counted(tmp_path: Path, order: str) -> None:
+    content = some_samples()
+    with mounted(tmp_path, content, order=order) as store:
+        epoch(store)
+        counters = store.counters()
+        assert counters["samples"] == len(content)
+        assert counters["bytes_read"] >= sum(len(data) for _, data in content)
+        assert (counters["chunk_reads"] > 0) == (order == "chunk")
+
+
 def test_batches_outlive_their_store(tmp_path: Path) -> None:
     content = some_samples()
     with mounted(tmp_path, content) as store:
@@ -188,6 +224,43 @@ def test_batches_outlive_their_store(tmp_path: Path) -> None:
         assert batch is not None
         for index, view in zip(batch.indices.tolist(), batch, strict=True):
             assert bytes(view) == content[index][1]
+
+
+def test_names_that_are_no_utf8_are_told_from_names_that_are_no_names(tmp_path: Path) -> None:
+    content = [("\udced\udca0\udc80", b"bytes of a file name"), ("é", b"text")]
+    with mounted(tmp_path, content) as store:
+        assert store.read("\udced\udca0\udc80") == b"bytes of a file name"
+        assert store.names().find_many(["\ud800", "\udced\udca0\udc80", "é"]).tolist() == [-1, 0, 1]
+        assert "\ud800" not in store
+        assert list(store.names()) == [name for name, _ in content]
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_samples_of_8_mib_have_their_length_elsewhere(tmp_path: Path, io: str) -> None:
+    large = random.Random(0).randbytes((1 << 23) - 1)
+    content = [("small", b"1"), ("large", large), ("after", b"2" * 5000)]
+    with mounted(tmp_path, content, io=io) as store:
+        assert (tmp_path / "large.bin").stat().st_size == 16
+        assert store.sizes([0, 1, 2]).tolist() == [1, len(large), 5000]
+        assert store.read("large") == large
+        assert epoch(store) == contents(content)
+        file = store.open("large")
+        file.seek(-10, 2)
+        assert file.read() == large[-10:]
+
+
+def test_keys_are_names_or_integers_of_any_kind(tmp_path: Path) -> None:
+    content = some_samples()
+    with mounted(tmp_path, content) as store:
+        some = [3, 1, 4]
+        for keys in (some, tuple(some), np.array(some, np.uint8), torch.tensor(some), ["0/3", "0/1", 4]):
+            assert store.indices(keys).tolist() == some
+            assert bytes(store.read_many(keys)[1]) == content[1][1]
+        assert store.read(np.int32(3)) == content[3][1]
+        store.sequence(seed=np.int64(3), epoch=np.uint8(1))
+        assert store.bread(np.int64(3)) is not None
+        with pytest.raises(InvalidArgument, match="one name"):
+            store.read_many("0/3")
 
 
 def test_what_is_no_sample_is_refused(tmp_path: Path) -> None:

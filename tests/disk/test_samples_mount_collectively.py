@@ -10,14 +10,14 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from penstock.errors import InvalidArgument, PenstockError
+from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples import collective
 from penstock.samples.collective import pack_together
 from penstock.samples.store import Store, mount
@@ -157,6 +157,14 @@ def test_what_one_process_cannot_read_all_are_told(tmp_path: Path) -> None:
         assert str(tmp_path / "x") in said["error"]
 
 
+def test_names_that_are_damaged_at_their_owner_are_not_sent(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    names = part(tmp_path, 1) / "names.bin"
+    names.write_bytes(bytes(names.stat().st_size))
+    for _, said in run(lambda rank: refusal(part(tmp_path, rank)), tmp_path):
+        assert f"process 1 could not read what the others need: {names} is damaged" in said["error"]
+
+
 def test_a_part_that_nobody_holds_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path)
     for _, said in run(lambda rank: refusal(part(tmp_path, min(rank, 2))), tmp_path):
@@ -187,7 +195,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
 
     def body(rank: int) -> Said:
         if rank == 3:
-            time.sleep(3)
+            time.sleep(1.8)
             os._exit(0)
         return refusal(tmp_path, timeout_s=1)
 
@@ -208,7 +216,7 @@ def test_a_process_that_is_killed_leaves_no_one_waiting(tmp_path: Path, victim: 
             return real(self, owner, what, size_bytes, data)
 
         collective.Meeting.broadcast = broadcast  # type: ignore[method-assign]
-        return refusal(part(tmp_path, rank), timeout_s=2)
+        return refusal(part(tmp_path, rank), timeout_s=1)
 
     for rank, (code, said) in enumerate(run(body, tmp_path)):
         if rank == victim:
@@ -252,6 +260,46 @@ def test_where_one_process_cannot_pack_all_are_told(tmp_path: Path) -> None:
     first, second = (said["error"] for _, said in run(body, tmp_path, world=2))
     assert "process 1 could not pack" in first
     assert second in first
+
+
+class Slow:
+    """Twenty samples, at which process 1 is slow, and process 2 is killed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[tuple[str, bytes]]:
+        for number in range(20):
+            yield f"{number}", b"x" * 1000
+            if self.rank == 1:
+                time.sleep(0.1)
+            if self.rank == 2 and number == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_packs_for_long_is_waited_for_while_it_lives(tmp_path: Path) -> None:
+    def body(rank: int) -> Said:
+        try:
+            pack_together(Slow(rank), tmp_path / "store", dist.group.WORLD, timeout_s=0.9)
+        except SampleError as error:
+            return {"error": str(error)}
+        return {"samples": len(mount(tmp_path / "store"))}
+
+    assert [said for _, said in run(body, tmp_path, world=2)] == [{"samples": 20}] * 2
+
+
+def test_a_process_that_is_killed_while_it_packs_is_named(tmp_path: Path) -> None:
+    def body(rank: int) -> Said:
+        try:
+            pack_together(Slow(rank), tmp_path / "store", dist.group.WORLD, timeout_s=0.9)
+        except SampleError as error:
+            return {"error": str(error)}
+        return {}
+
+    (_, first), (_, second), _ = run(body, tmp_path, world=3)
+    assert "for processes to pack: of 3, process 2 did not" in first["error"]
+    assert "process 2 did not" in second["error"] or "rank 0, has stopped" in second["error"]
+    assert (tmp_path / "store" / "part-00001-of-00003" / "store.json").exists()  # its share is packed
 
 
 def test_without_a_process_group_mounting_says_what_to_call(tmp_path: Path) -> None:

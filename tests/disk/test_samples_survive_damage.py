@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, PenstockError, SampleError
@@ -77,6 +80,7 @@ def everything(store: Store) -> list[Sample]:
     bit=st.integers(0, 7),
     order=st.sampled_from(["full", "chunk"]),
 )
+@example(file="store.json", place=12, bit=7, order="full")
 def test_a_flipped_bit_gives_an_error_or_changes_nothing(
     sound: Path, file: str, place: int, bit: int, order: str
 ) -> None:
@@ -90,27 +94,42 @@ def test_a_flipped_bit_gives_an_error_or_changes_nothing(
             assert str(sound) in str(error)
 
 
+WORDS = st.sampled_from([0, 1, 255, 1 << 23, 1 << 24, (1 << 24) - 1, 1 << 39, 1 << 63, (1 << 64) - 1])
+
+
 @quick
 @given(
-    file=st.sampled_from(FILES),
-    place=st.integers(0, 1 << 20),
-    bit=st.integers(0, 7),
+    file=st.sampled_from(FILES[1:]),
+    words=st.lists(st.tuples(st.integers(0, 1 << 16), WORDS | st.integers(0, (1 << 64) - 1)), max_size=4),
     order=st.sampled_from(["full", "chunk"]),
+    on_damage=st.sampled_from(["raise", "skip"]),
 )
-def test_without_verification_damage_ends_no_process(
-    sound: Path, file: str, place: int, bit: int, order: str
+def test_without_verification_nothing_in_a_store_ends_the_process(
+    sound: Path, file: str, words: list[tuple[int, int]], order: str, on_damage: str
 ) -> None:
-    with flipped(sound / file, place, bit):
-        try:
-            with mount(sound, order, "64KiB", verify=False, timeout_s=10) as store:
-                for name in store.names():
-                    if name in store:
-                        store.read(name)
-                store.read_many(range(len(store)))
-                while store.bread(7) is not None:
-                    pass
-        except PenstockError:
-            pass
+    data = bytearray((sound / file).read_bytes())
+    for place, word in words:
+        struct.pack_into("<Q", data, place % (len(data) // 8) * 8, word)
+    options: dict[str, Any] = {"verify": False, "on_damage": on_damage, "timeout_s": 10}
+    with Changed(sound / file, bytes(data)):
+        for use in (by_name, at_once, in_order):
+            with contextlib.suppress(PenstockError), mount(sound, order, "64KiB", **options) as store:
+                use(store)
+
+
+def by_name(store: Store) -> None:
+    for name in store.names():
+        if name in store:
+            store.read(name)
+
+
+def at_once(store: Store) -> None:
+    store.read_many(range(len(store)))
+
+
+def in_order(store: Store) -> None:
+    while store.bread(7) is not None:
+        pass
 
 
 @quick

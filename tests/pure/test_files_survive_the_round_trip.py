@@ -99,6 +99,7 @@ def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:
         gzip.compress(b"x" * 1000, mtime=0)[:20],
         gzip.compress(b"x" * 1000, mtime=0)[:-8] + b"damaged!",
         b"\xff\xfe",
+        b'{"sch\xe5ma": "penstock.plan/1", "value": {}}',
     ],
 )
 def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path, data: bytes) -> None:

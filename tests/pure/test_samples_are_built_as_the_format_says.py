@@ -15,7 +15,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock._native import SampleBuilder, SampleNames, sample_key, sample_lookup
+from penstock._native import SampleBuilder, SampleNames, sample_key, sample_lookup, sample_sums
+from penstock.storage.checksum import crc32c
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -322,3 +323,18 @@ def test_a_state_belongs_to_its_sizes_and_follows_a_take() -> None:
     assert again.nodes == builder.nodes == [(1, 1, 0)]
     with pytest.raises(RuntimeError, match="finished"):
         again.add(b"b", b"")
+
+
+@given(st.lists(st.binary(max_size=3000), max_size=20))
+def test_sums_of_samples_back_to_back(samples: list[bytes]) -> None:
+    data, ends = joined(samples)
+    found = sample_sums(data.ctypes.data, ends)
+    assert found.dtype == np.uint32
+    assert found.tolist() == [crc32c(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("ends", [[-1], [3, 2]])
+def test_sums_are_of_ends_that_ascend(ends: list[int]) -> None:
+    data = np.zeros(10, np.uint8)
+    with pytest.raises(ValueError, match="ascend"):
+        sample_sums(data.ctypes.data, np.array(ends, np.int64))

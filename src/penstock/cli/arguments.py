@@ -236,6 +236,7 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     pack.add_argument("--world", type=int, default=1, metavar="N", help="the part R of N; default: 0 of 1")
     pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
     pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
+    pack.add_argument("--label-field", metavar="NAME", help="arrays: the one that holds the class of samples")
     pack.add_argument("--prefix", choices=("shard",), help="webdataset: put the shard before each name")
     pack.add_argument(
         "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"

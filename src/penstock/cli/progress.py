@@ -35,55 +35,52 @@ def samples_progress(
 
 @contextlib.contextmanager
 def _bar(doing: str, samples: int | None, size_bytes: int | None) -> Iterator[Progress]:
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn(doing),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         TextColumn("{task.fields[done]}"),
-        TransferSpeedColumn(),
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=progress_console()) as shown:
-        task = shown.add_task("", total=size_bytes, done="")
-        begun = False
+        task = shown.add_task("", total=samples if size_bytes is None else size_bytes, done="")
+        begun: _Begun | None = None
 
         def progress(samples_done: int, bytes_done: int) -> None:
             nonlocal begun
-            if not begun:  # what an earlier run has done says nothing about this one's speed
-                shown.reset(task, completed=bytes_done)
-                begun = True
-            of = f" of {samples:,}" if samples is not None else ""
-            done = f"{samples_done:,}{of} samples, {format_bytes(bytes_done)}"
-            shown.update(task, completed=bytes_done, done=done)
+            completed = samples_done if size_bytes is None else bytes_done
+            if begun is None:
+                begun = _Begun(bytes_done)
+                shown.reset(task, completed=completed)
+            of = "" if samples is None else f" of {samples:,}"
+            done = f"{samples_done:,}{of} samples, {format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
+            shown.update(task, completed=completed, done=done)
 
         yield progress
 
 
+class _Begun:
+    """When this run began: what an earlier one has done says nothing about its speed."""
+
+    def __init__(self, bytes_done: int) -> None:
+        self._bytes, self._s = bytes_done, time.monotonic()
+
+    def rate(self, bytes_done: int) -> str:
+        return format_rate((bytes_done - self._bytes) / max(time.monotonic() - self._s, 1e-3))
+
+
 def _lines(doing: str) -> Progress:
-    last_s = time.monotonic()
-    last_bytes: int | None = None
+    begun: _Begun | None = None
+    next_s = time.monotonic() + LINE_S
 
     def progress(samples_done: int, bytes_done: int) -> None:
-        nonlocal last_s, last_bytes
-        now_s = time.monotonic()
-        if last_bytes is None:
-            last_s, last_bytes = now_s, bytes_done
-        if now_s - last_s >= LINE_S:
-            rate = format_rate((bytes_done - last_bytes) / (now_s - last_s))
-            print(
-                f"{doing} {samples_done:,} samples, {format_bytes(bytes_done)}, {rate}",
-                file=sys.stderr,
-                flush=True,
-            )
-            last_s, last_bytes = now_s, bytes_done
+        nonlocal begun, next_s
+        begun = begun or _Begun(bytes_done)
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LINE_S
+            done = f"{samples_done:,} samples, {format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
+            print(f"{doing} {done}", file=sys.stderr, flush=True)
 
     return progress

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from pathlib import Path
 
-from penstock.cli.output import ERROR, Answer, Lines, Table, printable
+from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
 from penstock.cli.progress import samples_progress
 from penstock.samples import inspection, throughput, unpacking, verification
 from penstock.samples.directory import Directory, members
 from penstock.samples.formats import open_source
 from penstock.samples.inspection import StoreInfo
 from penstock.samples.layout import unpack_entries
+from penstock.samples.manifest import StoreManifest
 from penstock.samples.manifest import read as read_manifest
 from penstock.samples.names import Names
 from penstock.samples.pack import pack as pack_source
@@ -26,35 +28,32 @@ from penstock.units import format_bytes, format_rate, format_seconds
 LISTED_AT_ONCE = 4096
 MOST_CLASSES = 20
 MOST_DAMAGED = 50  # named for people; --json names all
-OPTIONS = ("name_column", "label_column", "prefix", "follow_links")
+OPTIONS = ("name_column", "label_column", "label_field", "prefix", "follow_links")
 
 
 def pack(options: Namespace) -> Answer:
     given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     paths = options.source[0] if len(options.source) == 1 else options.source
     source = open_source(paths, format=options.format, **given)
-    whole = options.world == 1
-    with samples_progress(
-        "packed",
-        source.samples if whole else None,
-        source.size_bytes if whole else None,
-        quiet=options.json,
-    ) as progress:
-        manifest = pack_source(
-            source,
-            options.destination,
-            options.chunk_bytes,
-            rank=options.rank,
-            world=options.world,
-            resume=not options.no_resume,
-            overwrite=options.overwrite,
-            progress=progress,
-        )
+    samples, size_bytes = (source.samples, source.size_bytes) if options.world == 1 else (None, None)
+    try:
+        with samples_progress("packed", samples, size_bytes, quiet=options.json) as progress:
+            manifest = pack_source(
+                source,
+                options.destination,
+                options.chunk_bytes,
+                rank=options.rank,
+                world=options.world,
+                resume=not options.no_resume,
+                overwrite=options.overwrite,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
+        raise
     part = f", part {manifest.part} of {manifest.parts}" if manifest.parts > 1 else ""
-    said = (
-        f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {manifest.chunks:,} chunks "
-        f"of {format_bytes(manifest.chunk_bytes)}{part}"
-    )
+    chunks = _chunks(manifest.chunks, manifest.chunk_bytes)
+    said = f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {chunks}{part}"
     values = {
         "samples": manifest.samples,
         "size_bytes": manifest.size_bytes,
@@ -128,17 +127,22 @@ def _summary(found: StoreInfo) -> str:
     parts = f", in {found.parts} parts" if found.parts > 1 else ""
     source = f", packed from {printable(found.source)}" if found.source else ""
     share = found.overhead_bytes / max(found.size_bytes, 1)
+    overhead = format_bytes(found.overhead_bytes) + (f", {share:.2%} of that" if share < 1 else "")
     edges = found.edges / max(found.samples, 1)
-    chunks = f"{found.chunks:,} chunk{'' if found.chunks == 1 else 's'} of {format_bytes(found.chunk_bytes)}"
+    chunks = _chunks(found.chunks, found.chunk_bytes)
     lines = (
         f"{printable(found.path)}: {found.samples:,} samples, {format_bytes(found.size_bytes)}"
         f"{parts}{source}",
         f"samples are {what}; {chunks} in {found.nodes} data file{'' if found.nodes == 1 else 's'}",
-        f"directory, names, sums and padding take {format_bytes(found.overhead_bytes)}, {share:.2%} of that",
+        f"directory, names, sums and padding take {overhead}",
         f"{found.edges:,} samples ({edges:.1%}) cross the end of their chunk; {found.long_edges:,} of them "
         "are read by themselves",
     )
     return "\n".join(lines)
+
+
+def _chunks(chunks: int, chunk_bytes: int) -> str:
+    return f"{chunks:,} chunk{'' if chunks == 1 else 's'} of {format_bytes(chunk_bytes)}"
 
 
 def _size_table(found: StoreInfo) -> Table:
@@ -190,9 +194,9 @@ def _mixing_table(found: StoreInfo) -> Table:
 
 
 def verify(options: Namespace) -> Answer:
-    manifests = [read_manifest(folder) for folder in members(options.store)]
-    samples = sum(manifest.samples for manifest in manifests)
+    manifests = _manifests(options.store)
     padded_bytes = sum(manifest.chunks * manifest.chunk_bytes for manifest in manifests)
+    samples = sum(manifest.samples for manifest in manifests)
     with samples_progress("verified", samples, padded_bytes, quiet=options.json) as progress:
         found = verification.verify(options.store, progress)
     values = {**dataclasses.asdict(found), "sound": found.sound}
@@ -215,11 +219,15 @@ def verify(options: Namespace) -> Answer:
     return Answer(values=values, shown=[*shown, verdict], exit_code=ERROR)
 
 
+def _manifests(path: Path) -> list[StoreManifest]:
+    with own_files():
+        return [read_manifest(folder) for folder in members(path)]
+
+
 def unpack(options: Namespace) -> Answer:
     names = options.names or None
-    with samples_progress(
-        "unpacked", None if names is None else len(names), None, quiet=options.json
-    ) as progress:
+    total = len(names or ()) or sum(manifest.samples for manifest in _manifests(options.store))
+    with samples_progress("unpacked", total, None, quiet=options.json) as progress:
         samples = unpacking.unpack(
             options.store,
             options.destination,
@@ -242,13 +250,11 @@ def bench(options: Namespace) -> Answer:
     )
     rows = [_throughput_row(row) for row in found.rows]
     notes = [
-        f"{found.cached:.0%} of the store was in the page cache when this began"
-        + ("; it was dropped before each row" if options.cold else "")
-        + f"; {found.io} reads",
-        f"batches of {options.batch}, a cache of {format_bytes(options.cache)}, "
-        f"{options.seconds / len(rows):.1f} s for each row",
+        f"{found.io} reads, batches of {options.batch}, a cache of {format_bytes(options.cache)}, "
+        f"{options.seconds / len(rows):.1f} s for each row"
     ]
-    table = Table(("read by", "time of a sample", "samples/s", "rate", "mixing"), rows, notes=notes)
+    columns = ("read by", "a sample", "samples/s", "rate", "first batch", "page cache before", "mixing")
+    table = Table(columns, rows, notes=notes)
     return Answer(values=dataclasses.asdict(found), shown=[table])
 
 
@@ -258,5 +264,7 @@ def _throughput_row(row: Throughput) -> tuple[str, ...]:
         format_seconds(row.sample_s),
         f"{1 / row.sample_s:,.0f}",
         format_rate(row.rate_bytes_per_s),
+        format_seconds(row.first_s),
+        "" if row.cached is None else f"{row.cached:.0%}",
         "" if row.mixing is None else f"{row.mixing:.0%}",
     )

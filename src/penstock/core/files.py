@@ -79,7 +79,7 @@ def read(path: str | Path) -> Source:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         return Source(msgspec.json.decode(data, type=_Named).schema, data)
-    except (msgspec.MsgspecError, EOFError, OSError, zlib.error) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise InvalidFile(f"{path} is not a whole JSON file that names its schema: {error}") from error
 
 

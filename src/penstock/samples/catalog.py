@@ -81,17 +81,20 @@ class Catalog:
 
     def indices(self, keys: Keys) -> Indices:
         """[n] int64: `index` of many names or indices, quicker."""
+        if isinstance(keys, str | bytes):
+            raise InvalidArgument(f"{keys!r} is one name: give a list of names, or of indices")
         if isinstance(keys, np.ndarray):
             return self._checked(keys)
-        if all(isinstance(key, str) for key in keys):
+        try:
             found = self._names.find_many(cast("Sequence[str]", keys))
-            if (lacking := np.flatnonzero(found < 0)).size:
-                name = keys[int(lacking[0])]
-                raise InvalidArgument(
-                    f"{lacking.size} of {len(keys)} names are no sample's, such as {name!r}"
-                )
-            return found
-        return np.array([self.index(key) for key in keys], np.int64)
+        except TypeError:  # not all are names
+            if any(isinstance(key, str) for key in keys):
+                return np.array([self.index(key) for key in keys], np.int64)
+            return self._checked(np.asarray(keys))
+        if (lacking := np.flatnonzero(found < 0)).size:
+            name = keys[int(lacking[0])]
+            raise InvalidArgument(f"{lacking.size} of {len(keys)} names are no sample's, such as {name!r}")
+        return found
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, str):
@@ -141,7 +144,7 @@ class Catalog:
 
     def names_of(self, indices: Indices) -> list[str]:
         """The name of each."""
-        return [self._names[index] for index in indices.tolist()]
+        return self._names.many(indices)
 
     def _checked(self, indices: npt.NDArray[Any]) -> Indices:
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_CLAIMS = 8  # iterations that are remembered
-_WORKERS = 512  # of which it is remembered that they have begun
-_CLAIM = np.dtype(
+_ROWS = 16  # iterations that are remembered
+_WORKERS = 256  # of which it is remembered what they have begun
+_ROW = np.dtype(
     [
+        ("known", "<i8"),  # 1: it holds a claim
+        ("base_seed", "<i8"),
         ("ordinal", "<i8"),  # which iteration of the same base seed
         ("epoch", "<i8"),
         ("resumes", "<i8"),
-        ("begun", "u1", _WORKERS),
-        ("base_seed", "<i8"),
-        ("used", "<i8"),
+        ("begun", "<i8", _WORKERS),  # one more than the epoch that each has begun by this claim
     ]
 )
-_HEAD = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8"), ("row", "<i8")])
+_HEAD = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8")])
 
 
 class Claim(NamedTuple):
@@ -42,13 +42,13 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._attach(torch.zeros(_HEAD.itemsize + _CLAIMS * _CLAIM.itemsize, dtype=torch.uint8))
+        self._attach(torch.zeros(_HEAD.itemsize + _ROWS * _ROW.itemsize, dtype=torch.uint8))
 
     def _attach(self, memory: torch.Tensor) -> None:
         self._memory = memory.share_memory_()
         data = self._memory.numpy()
         self._head = data[: _HEAD.itemsize].view(_HEAD)[0:1]
-        self._rows = data[_HEAD.itemsize :].view(_CLAIM)
+        self._rows = data[_HEAD.itemsize :].view(_ROW)
 
     def __getstate__(self) -> torch.Tensor:
         return self._memory
@@ -73,7 +73,8 @@ class Claims:
 
     def set(self, epoch: int, resumes: bool) -> None:
         """What the next iteration is of, whatever was claimed before."""
-        self._rows["used"] = 0
+        self._rows["known"] = 0
+        self._rows["begun"] = 0
         self._head["resumes"] = resumes
         self._head["next"] = epoch
 
@@ -96,22 +97,20 @@ class Claims:
     def take_with(self, base_seed: int, ordinal: int, worker: int, workers: int) -> Claim:
         """For worker ``worker`` of the ``ordinal``-th iteration of a DataLoader with this base seed.
 
-        Two workers that claim at once write the same. A worker that finds its own claim knows that a new
-        iteration has the seed of an old one.
+        Workers that claim at once write the same: what a claim is made from is read before it is looked for,
+        and changes after it was written. A worker that finds a claim that it has begun already knows that a
+        new iteration has the seed of an old one.
         """
-        fresh = Claim(self.next, self.resumes)  # before the look at the claims
-        number = int(self._head["row"][0])
-        for back in range(1, _CLAIMS + 1):
-            row: Any = self._rows[(number - back) % _CLAIMS]
-            known = row["used"] and row["base_seed"] == base_seed and row["ordinal"] == ordinal
-            if known and not row["begun"][worker % _WORKERS]:
-                row["begun"][worker % _WORKERS] = 1
-                return Claim(int(row["epoch"]), bool(row["resumes"]))
-        self._rows[(number + 1) % _CLAIMS] = np.zeros((), _CLAIM)  # the oldest: for the claim after this
-        row = self._rows[number % _CLAIMS]
-        row["base_seed"], row["ordinal"], row["epoch"], row["resumes"] = base_seed, ordinal, *fresh
-        row["begun"][worker % _WORKERS] = 1
-        row["used"] = 1  # now the others see it, and only then what changes for the next claim
-        self._head["row"] = number + 1
-        self.follow(fresh.epoch, workers)
+        fresh = Claim(self.next, self.resumes)
+        row: Any = self._rows[hash((base_seed, ordinal)) % _ROWS]
+        mine = worker % _WORKERS
+        known = row["known"] and (row["base_seed"], row["ordinal"]) == (base_seed, ordinal)
+        if known and row["begun"][mine] != row["epoch"] + 1:
+            claim = Claim(int(row["epoch"]), bool(row["resumes"]))
+            row["begun"][mine] = claim.epoch + 1
+            return claim
+        row["base_seed"], row["ordinal"], row["resumes"], row["epoch"] = base_seed, ordinal, *fresh[::-1]
+        row["begun"][mine] = fresh.epoch + 1
+        row["known"] = 1
+        self.follow(max(fresh.epoch, self.next - 1), workers)
         return fresh

@@ -34,6 +34,7 @@ from penstock.units import format_seconds
 
 _PIECE_BYTES = 64 << 20  # of a file, that is broadcast at a time
 _LONGEST_POLL_S = 0.05
+_PULSE_S = 0.5  # between signs of life
 _PEERS_GRACE_S = 2.0  # to learn who is still there, once something has failed
 
 _meetings: dict[tuple[int, ...], itertools.count[int]] = {}
@@ -75,37 +76,58 @@ def gather(
     """
     meeting = Meeting(group, timeout_s)
     mine: list[Directory] = []
-    error = ""
-    try:
-        mine = [Directory.load(folder, verify) for folder in members(path)]
-    except (PenstockError, OSError) as problem:
-        error = str(problem)
+
+    def load() -> None:
+        mine.extend(Directory.load(folder, verify) for folder in members(path))
+
+    error = _error_of(load)
     holds = [Held(os.path.abspath(each.folder), each.manifest) for each in mine]
     said = meeting.exchange("say what they hold", Said(holds, error))
     own = {directory.manifest.identity: directory for directory in mine}
-    found: list[tuple[int, Held, dict[str, Bytes]]] = []
-    for owner, held in _each_once(meeting, said):
-        everywhere = all(held.manifest.identity in _identities(each) for each in said)
-        found.append((owner, held, {} if everywhere else _sent(meeting, owner, held, own)))
-    directories: list[Directory] = []
-    error = ""
+    stores = _each_once(meeting, said)
+    common = set.intersection(*map(_identities, said))
+    sent = [(owner, held) for owner, held in stores if held.manifest.identity not in common]
+
+    def read() -> None:  # now, as it may be damaged
+        for owner, held in sent:
+            if owner == meeting.rank:
+                dict(own[held.manifest.identity].files)
+
+    meeting.exchange("read what the others need", Said(error=_error_of(read)))
+    received = {held.manifest.identity: _sent(meeting, owner, held, own) for owner, held in sent}
+
+    def open_() -> None:
+        for owner, held in sent:
+            identity = held.manifest.identity
+            if identity not in own:
+                own[identity] = _received(owner, held, received[identity])
+
+    meeting.exchange("open what the others hold", Said(error=_error_of(open_)))
+    return Gathered([own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world)
+
+
+def _error_of(act: Callable[[], None]) -> str:
+    """Why it failed, for the others to know; empty where it did not."""
     try:
-        for owner, held, files in found:
-            mapped = own.get(held.manifest.identity)
-            directories.append(mapped or _received(owner, held, files))
+        act()
     except (PenstockError, OSError) as problem:
-        error = str(problem)
-    meeting.exchange("open what the others hold", Said(error=error))
-    return Gathered(directories, meeting.rank, meeting.world)
+        return str(problem)
+    return ""
 
 
 def pack_together(
-    source: Any, dest: PathLike, group: Any, *, timeout_s: float = 24 * 3600.0, **options: Any
+    source: Any,
+    dest: PathLike,
+    group: Any,
+    *,
+    timeout_s: float = 600.0,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> list[StoreManifest]:
     """Pack a source by all processes of a group, each its share, into parts in the folder ``dest``.
 
-    timeout_s  longest wait for the others, once this process has packed its share
-    options    of penstock.samples.pack
+    timeout_s  longest time without a sign of life from another process
+    progress   of this process, and options: as in penstock.samples.pack
 
     Gives the manifests of all parts. Raises, in all processes, SampleError where one has failed; in the one
     that failed its own error.
@@ -113,8 +135,14 @@ def pack_together(
     from penstock.samples.pack import pack
 
     meeting = Meeting(group, timeout_s)
+
+    def report(samples: int, size_bytes: int) -> None:
+        meeting.pulse()
+        if progress is not None:
+            progress(samples, size_bytes)
+
     try:
-        manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, **options)
+        manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, progress=report, **options)
     except BaseException as problem:
         meeting.say("pack", Said(error=f"{type(problem).__name__}: {problem}"))
         meeting.leave()
@@ -202,6 +230,8 @@ class Meeting:
         self._prefix = f"penstock/samples/{'-'.join(map(str, self.ranks))}/{number}"
         self._store = dist.distributed_c10d._get_default_store()
         self._said: list[str] = []
+        self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
+        self._pulses: dict[int, bytes] = {}
 
     def say(self, what: str, said: Said) -> None:
         """Tell the others, without waiting for what they say."""
@@ -213,11 +243,16 @@ class Meeting:
         Raises SampleError where a process does not come in time, or says that it has failed.
         """
         self.say(what, said)
-        if missing := self._wait_for(what, range(self.world), time.monotonic() + self.timeout_s):
+        missing: Sequence[int] = range(self.world)
+        dead: list[int] = []
+        while missing := self._wait_for(what, missing, time.monotonic() + self.timeout_s):
+            if dead := self._without_pulse(missing):
+                break
+        if missing:
             self.leave(missing)
             raise SampleError(
                 f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world}, "
-                f"{_named(missing)} did not. {'It has' if len(missing) == 1 else 'They have'} "
+                f"{_named(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
                 "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
             )
         everyone = [self._read(what, rank) for rank in range(self.world)]
@@ -228,6 +263,25 @@ class Meeting:
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
         self._forget(what)
         return everyone
+
+    def pulse(self) -> None:
+        """A sign of life, for those that wait for this process: they go on waiting."""
+        if time.monotonic() - self._pulsed_s > _PULSE_S:
+            self._pulsed_s = time.monotonic()
+            with contextlib.suppress(
+                SampleError
+            ):  # what this process is at can be finished without the others
+                self._guarded(lambda: self._store.set(self._key("pulse", self.rank), str(self._pulsed_s)))
+
+    def _without_pulse(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks that have given no sign of life since this was asked before."""
+        before = {rank: self._pulses.get(rank) for rank in ranks}
+        for rank in ranks:
+            if self._has_said("pulse", rank):
+                self._pulses[rank] = self._guarded(
+                    functools.partial(self._store.get, self._key("pulse", rank))
+                )
+        return [rank for rank in ranks if self._pulses.get(rank) == before[rank]]
 
     def leave(self, missing: Sequence[int] = ()) -> None:
         """Wait a little for the others to learn of a failure: their key-value store may end with us."""

@@ -201,7 +201,12 @@ class Crew:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def threads(self) -> int:
+        return len(self._threads)
+
     def __len__(self) -> int:
+        """Batches ready or under way."""
         return len(self._given)
 
     def has_room(self) -> bool:

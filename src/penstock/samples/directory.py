@@ -78,7 +78,7 @@ class Directory:
         Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
         damaged.
         """
-        folder = Path(folder)
+        folder = Path(os.path.abspath(folder))  # also after a change of the working directory
         manifest = _read_manifest(folder)
         mapped = MappedFiles(folder, manifest, verify, together=_NAME_FILES)
         directory = cls(folder, manifest, mapped)
@@ -145,11 +145,16 @@ class Directory:
             raise InvalidFile(f"{self.folder / CHUNKS} contradicts {MANIFEST}. {AGAIN}")
         return firsts
 
-    @cached_property
+    @property
     def names(self) -> _native.SampleNames:
         """Finds names and gives them. Raises SampleError, InvalidFile."""
-        anchors = self.files[ANCHORS].view("<u8")
-        return _native.SampleNames(self.entries, self.files[NAMES], anchors, self.files[LOOKUP])
+        # No cached_property: until Python 3.12 it holds a lock meanwhile, which a forked child never gets.
+        names: _native.SampleNames | None = self.__dict__.get("_names")
+        if names is None:
+            anchors = self.files[ANCHORS].view("<u8")
+            names = _native.SampleNames(self.entries, self.files[NAMES], anchors, self.files[LOOKUP])
+            self.__dict__["_names"] = names
+        return names
 
 
 def members(path: PathLike | Sequence[PathLike], whole: bool = True) -> list[Path]:

@@ -61,8 +61,8 @@ def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, time
     kind, offset = failure.kind, failure.offset
     where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"
     if kind == "closed":
-        text = closed()
-    elif kind == "checksum":
+        return SampleError(closed())
+    if kind == "checksum":
         text = f"{whose} is damaged: the checksum at {where} is wrong. {AGAIN}; {_LEAVE_OUT}"
     elif kind == "timeout":
         text = (

@@ -140,11 +140,12 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """Of a worker that a StatefulDataLoader told where it stopped."""
         position, self._told = self._loaded, False
         assert position is not None
-        if position.streams != self.store.world * workers or position.slots != self._slots:
+        streams, batch_size = self.store.world * workers, self.batch_size
+        if (position.streams, position.slots, position.batch_size) != (streams, self._slots, batch_size):
             raise InvalidArgument(
-                f"the StatefulDataLoader's state is of {position.streams} streams of {position.slots} chunks; now "
-                f"there are {self.store.world * workers} of {self._slots}: give that state to "
-                "loader.load_state_dict before the DataLoader is made, not to the DataLoader"
+                f"the StatefulDataLoader's state is of {position.streams} streams, {position.slots} slots, "
+                f"batches of {position.batch_size}; now there are {streams}, {self._slots} and {batch_size}: "
+                "give it to loader.load_state_dict before the DataLoader is made, not to the DataLoader"
             )
         self._claims.follow(position.of.epoch, workers)
         return position, next(iter(position.taken))
@@ -175,8 +176,8 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """
         if get_worker_info() is None and self._claims.workers:
             raise InvalidArgument(
-                "this Loader is read by a DataLoader's workers, and cannot know what was received: "
-                "use torchdata's StatefulDataLoader and its state_dict, or loader.state_after(batches, workers)"
+                "this Loader is read by a DataLoader's workers, and cannot know what was received: use "
+                "torchdata's StatefulDataLoader and its state_dict, or loader.state_after(batches, workers)"
             )
         if self._progress is not None:
             return self._progress.position().state()
@@ -206,15 +207,16 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         mine = self._fresh(position.of.epoch).of
         if position.of != mine:
             raise InvalidArgument(_difference(position.of, mine))
-        position = position.with_batches(self.batch_size, self.drop_last)
-        self._progress = None
-        self._told = get_worker_info() is not None
+        if get_worker_info() is not None:  # from a StatefulDataLoader: the state of this worker's own stream
+            self._told = True
+        elif position.over:
+            position = self._fresh(position.of.epoch + 1)
+        else:
+            position = position.with_batches(self.batch_size, self.drop_last)
         if not self._told:
-            if position.over:
-                position = self._fresh(position.of.epoch + 1)
             self._claims.set(position.of.epoch, resumes=True)
             self._claims.forget_workers()
-        self._loaded = position
+        self._progress, self._loaded = None, position
 
 
 @dataclass(slots=True)
@@ -254,7 +256,7 @@ class _Iteration(Iterator[Any]):
             streams=begin.streams,
             skip=self._taken,
         )
-        self._sequence = getattr(self._store, "sequences", 0)
+        self._sequence = self._store.sequences
         if loader.threads:
             self._crew = Crew(convert, loader.threads, loader.prefetch_bytes, loader.timeout_s)
 
@@ -276,7 +278,10 @@ class _Iteration(Iterator[Any]):
             raise
 
     def _from_crew(self, crew: Crew) -> Any:
-        while crew.has_room() and (batch := self._bread()) is not None:
+        # A few at a time: the first batch is not to wait for all that may be ahead of it.
+        for _ in range(max(2, crew.threads + 1 - len(crew))):
+            if not crew.has_room() or (batch := self._bread()) is None:
+                break
             crew.give(batch, self._taken)
         if not len(crew):
             raise StopIteration
@@ -285,7 +290,7 @@ class _Iteration(Iterator[Any]):
 
     def _bread(self) -> Batch | None:
         """The next batch of the store; None at the end."""
-        if getattr(self._store, "sequences", 0) != self._sequence:
+        if self._store.sequences != self._sequence:
             raise InvalidArgument(
                 "another iteration has begun on this store, which has one sequence at a time: mount it once "
                 "for each Loader that is used at the same time"
@@ -293,6 +298,8 @@ class _Iteration(Iterator[Any]):
         if self._taken + self._least > self._end:
             return None
         batch = self._store.bread(self._batch_size)
+        while batch is not None and not len(batch):  # all its samples were damaged
+            batch = self._store.bread(self._batch_size)
         self._taken = self._store.taken
         return batch
 

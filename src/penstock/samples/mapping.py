@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,6 @@ class MappedFiles(Mapping[str, Bytes]):
         """together: files of which all are mapped, and verified, when one is asked for."""
         self._folder, self._manifest, self._verify, self._together = folder, manifest, verify, together
         self._mapped: dict[str, Bytes] = {}
-        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Bytes:
         if name not in self._mapped:
@@ -57,12 +55,11 @@ class MappedFiles(Mapping[str, Bytes]):
         return len(self._manifest.files)
 
     def load(self, names: Sequence[str]) -> None:
-        """Map files, and verify them together."""
-        with self._lock:
-            fresh = {name: self._map(name) for name in names if name not in self._mapped}
-            if self._verify:
-                check_sums(self._folder, self._manifest, fresh)
-            self._mapped.update(fresh)
+        """Map files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
+        fresh = {name: self._map(name) for name in names if name not in self._mapped}
+        if self._verify:
+            check_sums(self._folder, self._manifest, fresh)
+        self._mapped |= fresh
 
     def _map(self, name: str) -> Bytes:
         path, wanted_bytes = self._folder / name, self._manifest.files[name].size_bytes

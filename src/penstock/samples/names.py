@@ -13,11 +13,12 @@ import numpy.typing as npt
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.samples.directory import Directory
 from penstock.samples.failures import AGAIN
-from penstock.samples.layout import NAMES
+from penstock.samples.layout import LARGEST_NAME_BYTES, NAMES
 
 Indices = npt.NDArray[np.int64]
 
 _BLOCK_NAMES = 4096  # that iteration takes at a time
+_NO_NAME = bytes(LARGEST_NAME_BYTES + 1)
 
 
 class Names(Sequence[str]):
@@ -68,22 +69,24 @@ class Names(Sequence[str]):
     def find(self, name: str) -> int:
         """The index of the sample of that name, -1 where there is none."""
         try:
+            key = name.encode()
+        except UnicodeEncodeError:
+            if _is_torn(name):
+                return -1
             key = name.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # no file name and no text: half of a surrogate pair
-            return -1
         begin = 0
-        for directory, end in zip(self._directories, self._ends, strict=True):
+        for directory in self._directories:
             try:
                 found = directory.names.find(key)
             except ValueError as error:
                 _damaged(directory, error)
             if found >= 0:
                 return begin + found
-            begin = end
+            begin += directory.manifest.samples
         return -1
 
     def find_many(self, names: Sequence[str]) -> Indices:
-        """[names]: `find` of each."""
+        """[names]: `find` of each. Raises TypeError where one is no text."""
         joined, ends = _joined(names)
         found = np.full(len(ends), -1, np.int64)
         begin = 0
@@ -92,10 +95,23 @@ class Names(Sequence[str]):
                 here = directory.names.find_many(joined, ends)
             except ValueError as error:
                 _damaged(directory, error)
+            if len(self._directories) == 1:
+                return here
             fresh = (found < 0) & (here >= 0)
             found[fresh] = here[fresh] + begin
             begin = end
         return found
+
+    def many(self, indices: Indices) -> list[str]:
+        """The names of these samples."""
+        if len(self._directories) > 1:
+            return [self._name(index) for index in indices.tolist()]
+        directory = self._directories[0]
+        try:
+            name = directory.names.name
+            return [_text(name(index)) for index in indices.tolist()]
+        except ValueError as error:
+            _damaged(directory, error)
 
     def _name(self, index: int) -> str:
         member = bisect_right(self._ends, index)
@@ -107,7 +123,10 @@ class Names(Sequence[str]):
 
 
 def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
+    try:
+        return name.decode()
+    except UnicodeDecodeError:  # a file name that is no UTF-8
+        return name.decode("utf-8", "surrogateescape")
 
 
 def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
@@ -116,15 +135,13 @@ def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
     if text.isascii():
         data, lengths = text.encode(), map(len, names)
     else:
-        # No name of a sample has half of a surrogate pair: what cannot be encoded finds nothing.
-        each = [
-            name.encode("utf-8", "surrogatepass" if _is_torn(name) else "surrogateescape") for name in names
-        ]
+        each = [_NO_NAME if _is_torn(name) else name.encode("utf-8", "surrogateescape") for name in names]
         data, lengths = b"".join(each), map(len, each)
     return np.frombuffer(data, np.uint8), np.cumsum(np.fromiter(lengths, np.int64, len(names)))
 
 
 def _is_torn(name: str) -> bool:
+    """It has half of a surrogate pair: it is neither text nor a file's name."""
     try:
         name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -28,8 +28,10 @@ first number from 1 + draw(k, 1) % min(m - 1, 2^20) on that has no divisor in co
    into streams. A cut may fall inside an item.
 2. A stream keeps `slots` items under way, at first its first ones in order. For number i, from 0 on, of its
    samples, w = draw(key(seed, epoch, 3, g, stream), i) names two slots, ``(w >> 32) * slots >> 32`` and
-   ``(w % 2^32) * slots >> 32``. The sample is the next one of the item in that slot of the two that was
-   picked from longer ago, the first one if never. An item that ends gives its slot to the stream's next one.
+   ``(w % 2^32) * slots >> 32``. The sample is the next one of the item in the second, if that slot was picked
+   from before the first was (never counts as number 0), else of the item in the first. An item that ends
+   gives its slot to the stream's next one.
+
    Two are better than one: with three times as many slots as a batch has samples, a batch draws from 96 % of
    the chunks that a full shuffle draws from, and from 85 % otherwise.
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
-from penstock.errors import InvalidFile
+from penstock.errors import InvalidFile, SampleError
 from penstock.samples.directory import Directory
-from penstock.samples.failures import AGAIN, cannot_open
+from penstock.samples.failures import AGAIN, cannot_open, closed
 from penstock.samples.layout import data_file
 from penstock.storage.files import OpenFile, open_file
 from penstock.units import format_bytes
@@ -76,10 +76,12 @@ class Reading:
 
     def __init__(self, directories: Sequence[Directory], io: str, means: Means) -> None:
         """Raises SampleError where a data file cannot be opened, InvalidFile for one of another size."""
+        if not hasattr(_native, "SampleReader"):
+            raise SampleError("sample stores are read with means that only Linux has: mount this one there")
         self._directories, self._means = directories, means
         self._files: list[list[OpenFile]] = []
         self._lock = threading.Lock()
-        self._reader: _native.SampleReader | None = None
+        self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
         self.feed: _native.SampleFeed | None = None  # of the epoch under way
         self.is_closed = self.looked_at_ring = False
         try:
@@ -95,10 +97,12 @@ class Reading:
         self.way = choose_io(io, size_bytes, _available_bytes(), can_direct)
 
     def reader(self) -> _native.SampleReader:
-        """What reads, made at first need. None of its threads survives a fork."""
+        """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""
         with self._lock:
-            if self._reader is None:
-                self._reader = _native.SampleReader(
+            if self.is_closed:
+                raise SampleError(closed())
+            if self.current is None:
+                self.current = _native.SampleReader(
                     [self._member(number) for number in range(len(self._directories))],
                     buffers=self._means.buffers,
                     direct=self.way.io == "direct",
@@ -106,13 +110,14 @@ class Reading:
                     copy_threads=_copy_threads(self._means.copy_threads),
                     depth=_DEPTH,
                 )
-            return self._reader
+            return self.current
 
     def look_at_ring(self) -> None:
         """After a read: say once if it had to do without io_uring."""
         global _said_no_ring
         self.looked_at_ring = True
-        if not _said_no_ring and self.reader().counters()["io_uring"] == 0:
+        reader = self.current
+        if reader is not None and not _said_no_ring and reader.counters()["io_uring"] == 0:
             _said_no_ring = True
             logger.warning(
                 "io_uring is refused here, as containers often do: threads read samples by plain reads, "
@@ -122,15 +127,15 @@ class Reading:
     def after_fork(self) -> None:
         """In a forked child: the files are shared; the parent's reader, and its feed, are its own."""
         self._lock = threading.Lock()
-        _inherited.append((self._reader, self.feed))
-        self._reader = self.feed = None
+        _inherited.append((self.current, self.feed))
+        self.current = self.feed = None
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
         with self._lock:
             self.is_closed = True
-            reader, feed = self._reader, self.feed
-            self._reader = self.feed = None
+            reader, feed = self.current, self.feed
+            self.current = self.feed = None
             if feed is not None:
                 feed.close()
             if reader is not None and not reader.close(_CLOSE_TIMEOUT_S):

@@ -90,51 +90,52 @@ class Position:
             )
         if any(known in self.finished for known in alike):
             return self.end(stream)
-        counts = {self.taken[known] for known in alike if self.taken[known] < self.size(known)}
-        if len(counts) > 1:
+        batches = {self._batches(self.taken[known]) for known in alike}
+        if len(batches) > 1:
             raise InvalidArgument(
-                f"the state knows {len(self.taken)} of {self.streams} streams, which have taken different "
-                f"numbers of samples ({min(counts)} to {max(counts)}): give penstock.samples.merge_states "
+                f"the state knows {len(self.taken)} of {self.streams} streams, which have given different "
+                f"numbers of batches ({min(batches)} to {max(batches)}): give penstock.samples.merge_states "
                 "the states of all processes"
             )
-        return min(max(self.taken[known] for known in alike), self.size(stream))
+        return min(batches.pop() * self.batch_size, self.size(stream))
 
     def divided(self, streams: int, slots: int, workers: int) -> Position:
         """The same epoch in so many streams: as it was divided, or what is left of it divided anew."""
-        if streams == self.streams and slots == self.slots:
-            return (
-                dataclasses.replace(self, workers=workers)
-                if workers == self.workers
-                else self._known(workers)
-            )
-        after = self.after
-        if self.streams:
-            counts = tuple(self.taken_by(stream) for stream in range(self.streams))
-            if any(counts):
-                after = (*after, Segment(self.streams, self.slots, counts))
-        return dataclasses.replace(
-            self,
-            after=after,
-            streams=streams,
-            slots=slots,
-            workers=workers,
-            taken=dict.fromkeys(range(streams), 0),
-            finished=frozenset(),
-        )
+        same = self
+        if streams == self.streams and workers != self.workers:
+            taken = {stream: self.taken_by(stream) for stream in range(streams)}
+            same = dataclasses.replace(self, workers=workers, taken=taken)
+        if (streams, slots) == (same.streams, same.slots) and same._even():
+            return same
+        taken = dict.fromkeys(range(streams), 0)
+        return dataclasses.replace(self._closed(), streams=streams, slots=slots, workers=workers, taken=taken)
+
+    def _even(self) -> bool:
+        """Whether the processes have given equally many batches, so that each can speak for the others."""
+        counts: dict[int, set[int]] = {}
+        for stream, taken in self.taken.items():
+            if stream not in self.finished:
+                counts.setdefault(stream % self.workers, set()).add(self._batches(taken))
+        return all(len(each) == 1 for each in counts.values())
+
+    def _batches(self, taken: int) -> int:
+        return -(-taken // self.batch_size)
+
+    def _closed(self) -> Position:
+        """The same, with the division in force over."""
+        counts = tuple(self.taken_by(stream) for stream in range(self.streams))
+        after = (*self.after, Segment(self.streams, self.slots, counts)) if any(counts) else self.after
+        return dataclasses.replace(self, after=after, streams=0, taken={}, finished=frozenset())
 
     def with_batches(self, batch_size: int, drop_last: bool) -> Position:
-        """The same, in batches of another size."""
-        return dataclasses.replace(self, batch_size=batch_size, drop_last=drop_last)
+        """The same in batches of another size, for which what is left has to be divided anew."""
+        same = self if batch_size == self.batch_size else self._closed()
+        return dataclasses.replace(same, batch_size=batch_size, drop_last=drop_last)
 
     def at(self, stream: int, taken: int, finished: bool) -> Position:
         """The position of a process that knows one stream."""
         done = frozenset([stream]) if finished else frozenset()
         return dataclasses.replace(self, taken={stream: taken}, finished=done)
-
-    def _known(self, workers: int) -> Position:
-        """The same division, for another number of workers: what was assumed by worker is written down."""
-        taken = {stream: self.taken_by(stream) for stream in range(self.streams)}
-        return dataclasses.replace(self, workers=workers, taken=taken)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The streams of a process in the order in which its batches come: the one that is due first."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout
 from penstock.samples.manifest import NodeFile
@@ -185,18 +186,17 @@ class _Comparison:
         wrong = self._finish(read)
         offsets, lengths = file.extents.of(begin, end)
         ends = offsets + lengths
+        right = np.ones(end - begin, np.bool_)
+        here = int(np.searchsorted(ends, read.end, side="right"))  # samples that end in what was read
+        if here:  # they lie back to back
+            address = read.address + int(offsets[0]) - read.begin
+            right[:here] = _native.sample_sums(address, ends[:here] - offsets[0]) == file.sums[begin:][:here]
+        if here < end - begin:  # the last one
+            self._unfinished = _Unfinished(begin + here, int(offsets[here]), int(ends[here]), 0)
+            self._finish(read)
+        wrong += (begin + np.flatnonzero(~right)).tolist()
         room = file.chunk_bytes - offsets % file.chunk_bytes
         long = (lengths > room) & (lengths >= layout.long_edge_bytes(file.chunk_bytes))
-        right = np.ones(end - begin, np.bool_)
-        for at, (start, stop, is_long) in enumerate(
-            zip(offsets.tolist(), ends.tolist(), long.tolist(), strict=True)
-        ):
-            if is_long:
-                self._unfinished = _Unfinished(begin + at, start, stop, 0)
-                wrong += self._finish(read)
-            else:
-                right[at] = read.crc(start, stop) == file.sums[begin + at]
-        wrong += (begin + np.flatnonzero(~right)).tolist()
         problems = []
         for chunk in range(first, upto):
             low, high = int(file.firsts[chunk]) - begin, int(file.firsts[chunk + 1]) - begin

@@ -98,6 +98,7 @@ class Store(Catalog):
     rank, world  whose share `bread` gives
     io           "buffered" or "direct"; io_reason says why
     shape        how the cache is used
+    sequences    how many have begun: who has begun one can see whether it still goes on
     """
 
     def __init__(self, directories: Sequence[Directory], options: Options) -> None:
@@ -113,7 +114,9 @@ class Store(Catalog):
             buffers = self.shape.slots + self.shape.ahead
         self._damaged: set[int] = set()
         self._stream_size: int | None = None
-        self._turn = threading.Lock()  # of bread
+        self.sequences = 0
+        self._turn = threading.RLock()  # of sequence and bread
+        self._left_in_parent = False  # an epoch, by a fork
         means = Means(buffers=buffers, verify=options.verify, copy_threads=options.copy_threads)
         self._reading = Reading(self._directories, options.io, means)
         self.io, self.io_reason = self._reading.way
@@ -186,10 +189,19 @@ class Store(Catalog):
         segments = [(each.streams, each.slots, list(each.taken)) for each in after]
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
         try:
+            index = operator.index
             order = _native.SampleOrder(
-                self.order, self._samples, firsts, seed, epoch, streams, stream, self.shape.slots, segments
+                self.order,
+                self._samples,
+                firsts,
+                seed=index(seed),
+                epoch=index(epoch),
+                streams=index(streams),
+                stream=index(stream),
+                slots=self.shape.slots,
+                after=segments,
             )
-            order.skip(skip)
+            order.skip(index(skip))
         except (ValueError, TypeError, OverflowError) as error:
             asked = f"{seed=}, {epoch=}, {stream=} of {streams=}, {skip=}"
             raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
@@ -206,6 +218,8 @@ class Store(Catalog):
             except _native.SampleFailure as failure:  # closed meanwhile
                 raise self._error(failure) from None
             self._stream_size = size
+            self._left_in_parent = False
+            self.sequences += 1
 
     def bread(self, n: int) -> Batch | None:
         """The next ``n`` samples of this process's share, fewer at its end, then None.
@@ -217,16 +231,12 @@ class Store(Catalog):
         """
         if n < 1:
             raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
-        if self._reading.feed is None:
-            self._begin()
         with self._turn:
-            feed = self._reading.feed
-            if feed is None:
-                raise SampleError(closed())
+            feed = self._reading.feed or self._begin()
             batch = self._bread(feed, n)
             while batch is not None and not len(batch[0]):  # all of it was damaged
                 batch = self._bread(feed, n)
-            if not self._reading.looked_at_ring:
+            if batch is None or not self._reading.looked_at_ring:
                 self._reading.look_at_ring()
         return None if batch is None else Batch(*batch, self)
 
@@ -265,9 +275,7 @@ class Store(Catalog):
         return f"Store({str(folder)!r}{more}: {self._samples} samples, order={self.order!r})"
 
     def _reader(self) -> _native.SampleReader:
-        if self._reading.is_closed:
-            raise SampleError(closed())
-        return self._reading.reader()
+        return self._reading.current or self._reading.reader()
 
     def _bread(self, feed: _native.SampleFeed, n: int) -> tuple[Any, Any, Any] | None:
         try:
@@ -275,20 +283,25 @@ class Store(Catalog):
             skipped = feed.skipped() if self._options.on_damage == "skip" else []
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
-        if skipped:
+        if skipped and not self._reading.is_closed:  # which cancels reads
             self._note_damage(skipped)
         return batch
 
-    def _begin(self) -> None:
+    def _begin(self) -> _native.SampleFeed:
         self._reader()  # SampleError where it was closed
-        if self._stream_size is not None:
+        if self._left_in_parent:
             raise InvalidArgument(
                 "this process was forked during an epoch, which goes on in its parent: call sequence()"
             )
         self.sequence()
+        if self._reading.feed is None:  # closed meanwhile
+            raise SampleError(closed())
+        return self._reading.feed
 
     def _error(self, failure: _native.SampleFailure) -> SampleError:
         what = Failure(*failure.args)
+        if self._reading.is_closed:  # which cancels reads
+            what = what._replace(kind="closed")
         directory = self._directories[what.member]
         whose = "a chunk's samples"
         if what.sample >= 0:
@@ -309,7 +322,8 @@ class Store(Catalog):
         self._damaged.update(skipped)
 
     def _after_fork(self) -> None:
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._left_in_parent = self._left_in_parent or self._reading.feed is not None
         self._reading.after_fork()
 
 

@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -34,6 +36,8 @@ class Throughput:
     way        "single reads": a system call for each sample, in a random order, from open data files;
                "read": Store.read in a random order; "bread, full" and "bread, chunk"
     time_s     that it took
+    first_s    until the first samples were there: "bread, chunk" fills its cache before
+    cached     share of the store that was in the page cache before; None where that cannot be told
     mixing     of the batches' chunks against a full shuffle; None where there are no batches
     """
 
@@ -41,6 +45,8 @@ class Throughput:
     samples: int
     size_bytes: int
     time_s: float
+    first_s: float
+    cached: float | None = None
     mixing: float | None = None
 
     @property
@@ -57,15 +63,13 @@ class Throughput:
 class Bench:
     """How fast a store was read.
 
-    io       "buffered" or "direct", of all but the single reads, which go through the page cache
-    cached   share of the store that was in the page cache when this began; None where that cannot be told
-    cold     it was dropped from the page cache before each row
+    io     "buffered" or "direct", of all but the single reads, which go through the page cache
+    cold   the store was dropped from the page cache before each way
     """
 
     path: str
     samples: int
     io: str
-    cached: float | None
     cold: bool
     rows: tuple[Throughput, ...]
 
@@ -97,21 +101,25 @@ def bench(
     if not samples:
         raise InvalidArgument(f"{os.fspath(path)} has no samples: there is nothing to measure")
     each_s = seconds / (2 + len(ORDERS))
-    with _data_files(directories) as files, mount(path, "full", io=io) as store:
-        ready = _drop if cold else (lambda files: None)
-        cached = _cached(files)
-        ready(files)
-        rows = [_timed("single reads", _single_reads(directories, files), each_s)]
-        ready(files)
-        rows.append(_timed("read", _reads(store), each_s))
+    rows: list[Throughput] = []
+    with (
+        _data_files(directories) as files,
+        _data_files(directories) as probes,
+        mount(path, "full", io=io) as store,
+    ):
+
+        def measure(way: str, begin: Callable[[], Read], mixing: float | None = None) -> None:
+            if cold:
+                _drop(files)
+            cached = _cached(probes, SEED + 1 + len(rows))
+            rows.append(replace(_timed(way, begin(), each_s), cached=cached, mixing=mixing))
+
+        measure("single reads", lambda: _single_reads(directories, files))
+        measure("read", lambda: _reads(store))
         for order in ORDERS:
-            ready(files)
             with mount(path, order, cache_bytes, io=io) as ordered:
-                row = _timed(f"bread, {order}", _breads(ordered, batch), each_s)
-                rows.append(replace(row, mixing=_mixing(ordered, batch)))
-        return Bench(
-            path=os.fspath(path), samples=samples, io=store.io, cached=cached, cold=cold, rows=tuple(rows)
-        )
+                measure(f"bread, {order}", partial(_breads, ordered, batch), _mixing(ordered, batch))
+        return Bench(path=os.fspath(path), samples=samples, io=store.io, cold=cold, rows=tuple(rows))
 
 
 def _mixing(store: Store, batch: int) -> float:
@@ -122,14 +130,14 @@ def _mixing(store: Store, batch: int) -> float:
 
 
 def _timed(way: str, read: Read, seconds: float) -> Throughput:
-    samples = size_bytes = 0
     began_s = time.perf_counter()
-    time_s = 0.0
+    samples, size_bytes = read(1)
+    time_s = first_s = time.perf_counter() - began_s
     while time_s < seconds:
         read_samples, read_bytes = read(READ_AT_ONCE)
         samples, size_bytes = samples + read_samples, size_bytes + read_bytes
         time_s = time.perf_counter() - began_s
-    return Throughput(way=way, samples=samples, size_bytes=size_bytes, time_s=time_s)
+    return Throughput(way=way, samples=samples, size_bytes=size_bytes, time_s=time_s, first_s=first_s)
 
 
 def _single_reads(directories: list[Directory], files: list[int]) -> Read:
@@ -175,17 +183,15 @@ def _reads(store: Store) -> Read:
 
 
 def _breads(store: Store, batch: int) -> Read:
-    epoch = 0
-    store.sequence(seed=SEED, epoch=epoch)
+    epochs = count()
+    store.sequence(seed=SEED, epoch=next(epochs))
 
     def read(samples: int) -> tuple[int, int]:
-        nonlocal epoch
         found = size_bytes = 0
         while found < samples:
             given = store.bread(batch)
             if given is None:
-                epoch += 1
-                store.sequence(seed=SEED, epoch=epoch)
+                store.sequence(seed=SEED, epoch=next(epochs))
             else:
                 found, size_bytes = found + len(given), size_bytes + given.data.nbytes
         return found, size_bytes
@@ -218,15 +224,17 @@ def _drop(descriptors: list[int]) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _cached(descriptors: list[int]) -> float | None:
-    """The share of random pages of the files that are in the page cache."""
+def _cached(descriptors: list[int], seed: int) -> float | None:
+    """The share of random pages of the files that are in the page cache. Looking can bring them in."""
     sizes = np.array([os.fstat(descriptor).st_size for descriptor in descriptors])
     ends = np.cumsum(sizes)
     if not hasattr(os, "RWF_NOWAIT") or not len(sizes) or not ends[-1]:
         return None
+    for descriptor in descriptors:  # nor more than them
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     page = bytearray(1)
     there = 0
-    for position in np.random.default_rng(SEED).integers(0, ends[-1], PROBED_PAGES).tolist():
+    for position in np.random.default_rng(seed).integers(0, ends[-1], PROBED_PAGES).tolist():
         file = int(np.searchsorted(ends, position, side="right"))
         offset = position - int(ends[file] - sizes[file])
         try:

@@ -3,8 +3,8 @@
     pip install mosaicml-streaming==0.13.0 webdataset==1.0.2 datasets==5.0.1 tfrecord==1.14.6 crc32c
     python tests/data/samples/make.py
 
-`expected.json` says what these libraries read from them. Running it again gives the same contents; the time in
-gzip's headers and the order of the features in an Example differ.
+`expected.json` says what these libraries read from them. Running it again gives the same contents; the time
+in gzip's headers and the order of the features in an Example differ.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import array_of, stored_dtype
-from penstock.samples.formats.source import BLOCK_BYTES, Block, Part, numbers, printable
+from penstock.samples.formats.source import BLOCK_BYTES, MOST_CLASSES, Block, Part, numbers, printable
 from penstock.samples.manifest import Field
 
 Arrays = Mapping[str, Any]
@@ -137,7 +137,7 @@ def label_classes(labels: npt.NDArray[Any], name: str, classes: Sequence[str] | 
             f"{name} is {labels.dtype} of shape {labels.shape}: labels are integers, one a sample"
         )
     lowest, highest = (int(labels.min()), int(labels.max())) if labels.size else (0, -1)
-    most = 1 << 16 if classes is None else len(classes)
+    most = MOST_CLASSES if classes is None else len(classes)
     if lowest < -1 or highest >= most:
         raise InvalidArgument(
             f"{name} has labels from {lowest} to {highest}: they must lie from -1 to {most - 1}"

@@ -112,7 +112,8 @@ class DatasetRows(Rows):
 
     def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[Any]:
         for start in range(begin, end, step):
-            yield from self.dataset[start : min(start + step, end)].select(columns).to_batches()
+            table = self.dataset[start : min(start + step, end)].select(columns)
+            yield from table.combine_chunks().to_batches()  # a selection has a chunk for each run
 
 
 def open_rows(path: str) -> Rows:

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import encode
 from penstock.samples.formats.mdsvalues import Decode, decoder
-from penstock.samples.formats.source import Part, RawSample, Readable, check_label, printable, read_up_to
+from penstock.samples.formats.source import Labels, Part, RawSample, Readable, printable, read_up_to
 from penstock.samples.manifest import Field
 
 _log = logging.getLogger("penstock")
@@ -60,10 +60,14 @@ class Mds:
     description: str
     name_column: str | None
     label_column: str | None
-    classes: tuple[str, ...]
+    labels: Labels
     part: Part = field(default_factory=Part)
     encoding: str = "msgpack"
     fields: tuple[Field, ...] = ()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.labels.classes
 
     @property
     def samples(self) -> int:
@@ -104,7 +108,7 @@ class Mds:
             name = str(position) if self.name_column is None else _name(fields.pop(self.name_column))
             label = -1
             if self.label_column is not None:
-                label = check_label(int(fields[self.label_column]), self.classes, name)
+                label = self.labels.label(fields[self.label_column], name)
             return RawSample(name, encode(fields), label)
         except (InvalidArgument, TypeError, ValueError) as error:
             raise SampleError(f"{shard.raw.path}, sample {number}: {error}") from None
@@ -115,13 +119,13 @@ def open_mds(
     *,
     name_column: str | None = None,
     label_column: str | None = None,
-    classes: Sequence[str] = (),
+    classes: Sequence[str] | None = None,
 ) -> Mds:
     """Samples of a folder that MosaicML's MDSWriter wrote, or of the index.json in it: maps of their columns.
 
     name_column   holds the names, and is not stored otherwise; if none, names are running numbers
-    label_column  an integer that counts ``classes``, or -1
-    classes       what labels count
+    label_column  a class's name or number; -1 for none
+    classes       what labels count; otherwise all shards are read once more to find out
 
     Shards may be compressed with gzip, bzip2 or, where pyarrow is installed, Zstandard. Hashes are verified
     if Python's hashlib has them. Columns that are pickles are refused.
@@ -156,12 +160,14 @@ def open_mds(
             raise InvalidArgument(
                 f"{without.raw.path} has no column {column!r}, only {', '.join(without.names)}"
             )
-    if label_column is not None and not classes:
-        raise InvalidArgument(f"label_column={label_column!r} has no classes: give classes=")
     if any(shard.raw.hashes and not _verifiable(shard.raw) for shard in shards):
         _log.warning("%s: its hashes are of kinds that Python's hashlib has not, and are not verified", index)
     name = printable(os.path.basename(os.path.abspath(folder)))
-    return Mds(shards, name, name_column, label_column, tuple(classes))
+    opened = Mds(shards, name, name_column, label_column, Labels(classes or ()))
+    if label_column is None or classes is not None:
+        return opened
+    values = (row[label_column] for shard in shards for _, row in _read(shard, 0, shard.samples))
+    return replace(opened, labels=Labels.of_values(values))
 
 
 def _shard(folder: str, entry: Mapping[str, Any]) -> _Shard:

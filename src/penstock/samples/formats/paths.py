@@ -49,6 +49,8 @@ def format_of_value(value: Any) -> str:
         return "arrow"
     if _is_array(value):
         return "arrays"
+    if isinstance(value, Mapping) and any(hasattr(split, "with_format") for split in value.values()):
+        raise InvalidArgument(f"a dataset of several splits: pack one of {', '.join(map(repr, value))}")
     if isinstance(value, Mapping) or (isinstance(value, tuple) and value):
         parts = list(value.values()) if isinstance(value, Mapping) else list(value)
         if parts and all(map(_is_array, parts)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from penstock.samples.manifest import Field
 Item = TypeVar("Item")
 _READ_BYTES = 4 << 20
 BLOCK_BYTES = 4 << 20  # of data in a Block, about
+MOST_CLASSES = 1 << 16  # that are numbered without names
+_NUMBER = re.compile(r"-1|\d{1,18}")
 
 
 class RawSample(NamedTuple):
@@ -141,6 +144,45 @@ def text_of(path: bytes) -> str:
 def printable(text: str) -> str:
     """The text where all of it is Unicode; otherwise with escapes: for people, not for opening files."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Labels:
+    """How values become labels.
+
+    classes   what labels count; a value is a class's name or its number, -1, or None
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = tuple(classes)
+        self._labels = {name: label for label, name in enumerate(self.classes)}
+
+    @classmethod
+    def of_values(cls, values: Iterable[Any]) -> Labels:
+        """Numbers up to the largest value where all are numbers; otherwise the values, sorted."""
+        texts = {_label_text(value) for value in values if value is not None}
+        if all(_NUMBER.fullmatch(text) for text in texts):
+            largest = max(map(int, texts), default=-1)
+            if largest >= MOST_CLASSES:
+                raise InvalidArgument(
+                    f"there is a label {largest}: labels count classes, up to {MOST_CLASSES}"
+                )
+            return cls([str(number) for number in range(largest + 1)])
+        return cls(sorted(texts))
+
+    def label(self, value: Any, name: str) -> int:
+        """The label of a sample; InvalidArgument where it is of none of the classes."""
+        if value is None:
+            return -1
+        text = _label_text(value)
+        label = self._labels.get(text, int(text) if _NUMBER.fullmatch(text) else None)
+        if label is None:
+            raise InvalidArgument(f"sample {name!r} is of the class {text!r}, which is none of the source's")
+        return check_label(label, self.classes, name)
+
+
+def _label_text(value: Any) -> str:
+    text = value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+    return printable(text).strip()
 
 
 def check_label(label: int, classes: Sequence[str], name: str) -> int:

@@ -113,7 +113,7 @@ class _Archive:
         if not any(block):
             return None
         stored = _number(block[148:156])
-        if stored not in _sums(block):
+        if not any(stored == total for total in _sums(block)):
             if self._at == _BLOCK:
                 raise self._wrong("it is no tar archive")
             raise self._wrong(f"the header at byte {self._at - _BLOCK} is damaged: its checksum is wrong")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import encode
 from penstock.samples.formats.paths import Paths, shards_of
-from penstock.samples.formats.source import Part, RawSample, printable
+from penstock.samples.formats.source import Labels, Part, RawSample, printable
 from penstock.samples.formats.tar import members
 from penstock.samples.manifest import Field
 from penstock.units import parse_bytes
@@ -26,11 +26,16 @@ class Shards:
     description: str
     prefix: str | None
     largest_bytes: int
+    label_column: str | None
+    labels: Labels
     part: Part = field(default_factory=Part)
     encoding: str = "msgpack"
     fields: tuple[Field, ...] = ()
-    classes: tuple[str, ...] = ()
     samples: int | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.labels.classes
 
     @property
     def size_bytes(self) -> int | None:
@@ -46,8 +51,9 @@ class Shards:
             before = f"{shard}/" if self.prefix else ""
             for key, files in _samples(path, self.largest_bytes):
                 if part.has(position):
+                    value = files.get(self.label_column) if self.label_column else None
                     try:
-                        yield RawSample(before + key, encode(files))
+                        yield RawSample(before + key, encode(files), self.labels.label(value, key))
                     except InvalidArgument as error:
                         raise SampleError(f"archive {path}, sample {key}: {error}") from None
                 position += 1
@@ -57,12 +63,19 @@ class Shards:
 
 
 def open_webdataset(
-    source: Paths, *, prefix: str | None = None, max_sample_bytes: int | str = "1GiB"
+    source: Paths,
+    *,
+    prefix: str | None = None,
+    label_column: str | None = None,
+    classes: Sequence[str] | None = None,
+    max_sample_bytes: int | str = "1GiB",
 ) -> Shards:
     """Samples of tar archives, with or without gzip.
 
     source            a path, a folder, a pattern such as "train-{000..127}.tar", or a list of these
     prefix            "shard": samples are named "shard.tar/key"; needed where keys repeat in other archives
+    label_column      the extension of files that hold a class's name or number, such as "cls"
+    classes           what labels count; otherwise all archives are read once more to find out
     max_sample_bytes  a file in an archive that is said to be larger is an error
 
     As in WebDataset, the key of a file is its path up to the first dot of its last part, the rest is the
@@ -75,7 +88,12 @@ def open_webdataset(
         raise InvalidArgument(f"prefix={prefix!r} is unknown: give 'shard', or leave it out")
     shards = tuple(shards_of(source, "webdataset"))
     name = printable(shards[0][1]) + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
-    return Shards(shards, name, prefix, parse_bytes(max_sample_bytes))
+    largest_bytes = parse_bytes(max_sample_bytes)
+    opened = Shards(shards, name, prefix, largest_bytes, label_column, Labels(classes or ()))
+    if label_column is None or classes is not None:
+        return opened
+    values = (files.get(label_column) for path, _ in shards for _, files in _samples(path, largest_bytes))
+    return replace(opened, labels=Labels.of_values(values))
 
 
 def _samples(path: str, largest_bytes: int) -> Iterator[tuple[str, dict[str, bytes]]]:

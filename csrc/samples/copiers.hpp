@@ -1,0 +1,76 @@
+// Threads that share what one thread has to do at once.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace penstock::samples {
+
+class Copiers {
+ public:
+  explicit Copiers(unsigned threads) {
+    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+  }
+  Copiers(const Copiers&) = delete;
+  Copiers& operator=(const Copiers&) = delete;
+  ~Copiers() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+      begun_.notify_all();
+    }
+    for (auto& thread : threads_) thread.join();
+  }
+  std::size_t size() const { return threads_.size(); }
+
+  // Calls `part` with 0 to parts - 1, each once, here and on the threads; returns when all have. It must not throw.
+  void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
+    std::unique_lock lock(mutex_);
+    part_ = &part;
+    next_ = 0;
+    parts_ = left_ = parts;
+    begun_.notify_all();
+    work(lock);
+    ended_.wait(lock, [this] { return left_ == 0; });
+  }
+
+ private:
+  void work(std::unique_lock<std::mutex>& lock) {
+    while (next_ < parts_) {
+      const auto number = next_++;
+      const auto* part = part_;
+      lock.unlock();
+      (*part)(number);
+      lock.lock();
+      if (--left_ == 0) ended_.notify_all();
+    }
+  }
+  void serve() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
+    pthread_setname_np(pthread_self(), "penstock-copy");
+    std::unique_lock lock(mutex_);
+    while (true) {
+      begun_.wait(lock, [this] { return stop_ || next_ < parts_; });
+      if (stop_) return;
+      work(lock);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable begun_, ended_;
+  const std::function<void(std::size_t)>* part_ = nullptr;
+  std::size_t next_ = 0, parts_ = 0, left_ = 0;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace penstock::samples
