@@ -12,7 +12,7 @@ constexpr std::size_t kFoundAhead = 16;       // directory entries that are fetc
 constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before they are copied
 constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
 constexpr std::size_t kSubmittedAtOnce = 64;
-constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together where threads share the copies
+constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together, where threads copy
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
 bool contains(const Extent& outer, const Extent& inner) {

@@ -29,7 +29,8 @@ class Assembler {
   Extent waits_for();
 
  private:
-  // Where samples come from: chunks in the order's own sequence; any chunk, as all can be held; the samples alone.
+  // Where samples come from: chunks in the order's own sequence; any chunk, as all can be held; or each
+  // from where it lies.
   enum class From { items, chunks, samples };
   struct Source {
     Body body{};

@@ -16,14 +16,14 @@ std::uint64_t data_begin(std::size_t samples) {
 
 }  // namespace
 
-SampleBatch::SampleBatch(const Catalog& catalog, bool verify, BatchPool& blocks, std::size_t samples,
+SampleBatch::SampleBatch(const Catalog& catalog, bool verify, BatchPool& pool, std::size_t samples,
              std::uint64_t data_bytes, std::shared_ptr<Signal> signal)
     : catalog_(catalog),
       verify_(verify),
       size_(samples),
       data_begin_(data_begin(samples)),
       data_bytes_(data_bytes),
-      block_(blocks.take(data_begin_ + data_bytes)),
+      block_(pool.take(data_begin_ + data_bytes)),
       signal_(std::move(signal)) {}
 
 Read SampleBatch::read(std::size_t position, const Extent& extent) {

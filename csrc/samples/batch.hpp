@@ -28,8 +28,8 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
   };
 
   // Under way until `assembled`, and all of its reads are.
-  SampleBatch(const Catalog& catalog, bool verify, BatchPool& blocks, std::size_t samples, std::uint64_t data_bytes,
-        std::shared_ptr<Signal> signal);
+  SampleBatch(const Catalog& catalog, bool verify, BatchPool& pool, std::size_t samples,
+              std::uint64_t data_bytes, std::shared_ptr<Signal> signal);
 
   std::size_t size() const { return size_; }
   std::int64_t* indices() const { return reinterpret_cast<std::int64_t*>(block_.data()); }

@@ -30,7 +30,8 @@ class Copiers {
   }
   std::size_t size() const { return threads_.size(); }
 
-  // Calls `part` with 0 to parts - 1, each once, here and on the threads; returns when all have. It must not throw.
+  // Calls `part` with 0 to parts - 1, each once, here and on the threads; returns when all have. It must not
+  // throw.
   void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
     std::unique_lock lock(mutex_);
     part_ = &part;

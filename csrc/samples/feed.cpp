@@ -4,8 +4,10 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
-#include <new>
+#include <exception>
+#include <system_error>
 #include <utility>
 
 namespace penstock::samples {
@@ -53,10 +55,10 @@ void Feed::run() {
     std::optional<Failure> failure;
     try {
       batch = assembler_.next(samples);
-    } catch (const std::bad_alloc&) {
-      failure = Failure{Fault::read, {}, -1, ENOMEM};
-    } catch (const std::system_error& error) {
+    } catch (const std::system_error& error) {  // no thread, no ring
       failure = Failure{Fault::read, {}, -1, error.code().value()};
+    } catch (const std::exception&) {  // no memory
+      failure = Failure{Fault::read, {}, -1, ENOMEM};
     }
     const std::lock_guard lock(signal_->mutex);
     if (batch) {
@@ -122,66 +124,78 @@ void Feed::fail(const Failure& failure) {
 
 // The next samples from what is ready: a whole batch as it is, where that is what is wanted, else a copy.
 std::shared_ptr<SampleBatch> Feed::cut(std::size_t samples) {
-  struct Run {
-    SampleBatch* batch;
-    std::size_t begin, end;  // positions
-  };
-  std::vector<Run> runs;
   std::vector<std::uint64_t> skipped;
-  std::size_t left = samples, ready = 0, good = 0;
-  std::uint64_t bytes = 0;
-  for (; ready < ready_.size() && left > 0; ++ready) {
-    auto* batch = ready_[ready].batch.get();
-    auto begin = ready_[ready].taken;
-    const auto end = begin + std::min(left, batch->size() - begin);
-    left -= end - begin;
-    const auto add = [&](std::size_t until) {
-      if (begin == until) return;
-      runs.push_back({batch, begin, until});
-      good += until - begin;
-      bytes += static_cast<std::uint64_t>(batch->offsets()[until] - batch->offsets()[begin]);
-    };
-    for (const auto& [position, failure] : batch->bad()) {
-      if (position < begin || position >= end) continue;
-      if (!options_.skip_damaged) fail(failure);
-      add(position);
-      skipped.push_back(static_cast<std::uint64_t>(batch->indices()[position]));
-      begin = position + 1;
-    }
-    add(end);
-  }
+  const auto runs = find_good(samples, skipped);
   std::shared_ptr<SampleBatch> result;
   if (runs.size() == 1 && runs[0].begin == 0 && runs[0].end == runs[0].batch->size()) {
-    result = ready_.front().batch;
+    for (const auto& [batch, taken] : ready_)
+      if (batch.get() == runs[0].batch) result = batch;
   } else {
-    result = reader_->make_batch(good, bytes, signal_);
-    std::size_t at = 0;
-    std::int64_t offset = 0;
-    for (const auto& [batch, begin, end] : runs) {
-      const auto* offsets = batch->offsets();
-      std::memcpy(result->data() + offset, batch->data() + offsets[begin],
-                  static_cast<std::size_t>(offsets[end] - offsets[begin]));
-      for (auto i = begin; i < end; ++i, ++at) {
-        result->indices()[at] = batch->indices()[i];
-        result->offsets()[at] = offset + offsets[i] - offsets[begin];
-      }
-      offset += offsets[end] - offsets[begin];
-    }
-    result->offsets()[good] = offset;
+    result = join(runs);
   }
-  left = samples;
-  while (!ready_.empty()) {
+  remove(samples);
+  skipped_.insert(skipped_.end(), skipped.begin(), skipped.end());
+  reader_->delivered += result->size();
+  return result;
+}
+
+// Which of the next samples can be handed out. Throws Failed for a damaged one, unless these are skipped.
+std::vector<Feed::Run> Feed::find_good(std::size_t samples, std::vector<std::uint64_t>& skipped) {
+  std::vector<Run> runs;
+  for (const auto& ready : ready_) {
+    if (samples == 0) break;
+    auto* batch = ready.batch.get();
+    auto begin = ready.taken;
+    const auto end = begin + std::min(samples, batch->size() - begin);
+    samples -= end - begin;
+    for (const auto& bad : batch->bad()) {
+      if (bad.position < begin || bad.position >= end) continue;
+      if (!options_.skip_damaged) fail(bad.failure);
+      if (begin < bad.position) runs.push_back({batch, begin, bad.position});
+      skipped.push_back(static_cast<std::uint64_t>(batch->indices()[bad.position]));
+      begin = bad.position + 1;
+    }
+    if (begin < end) runs.push_back({batch, begin, end});
+  }
+  return runs;
+}
+
+std::shared_ptr<SampleBatch> Feed::join(const std::vector<Run>& runs) const {
+  std::size_t samples = 0;
+  std::int64_t bytes = 0;
+  for (const auto& [batch, begin, end] : runs) {
+    samples += end - begin;
+    bytes += batch->offsets()[end] - batch->offsets()[begin];
+  }
+  auto result = reader_->make_batch(samples, static_cast<std::uint64_t>(bytes), signal_);
+  std::size_t at = 0;
+  std::int64_t offset = 0;
+  for (const auto& [batch, begin, end] : runs) {
+    const auto* offsets = batch->offsets();
+    const auto size = offsets[end] - offsets[begin];
+    std::memcpy(result->data() + offset, batch->data() + offsets[begin], static_cast<std::size_t>(size));
+    for (auto i = begin; i < end; ++i, ++at) {
+      result->indices()[at] = batch->indices()[i];
+      result->offsets()[at] = offset + offsets[i] - offsets[begin];
+    }
+    offset += size;
+  }
+  result->offsets()[samples] = offset;
+  return result;
+}
+
+void Feed::remove(std::size_t samples) {
+  while (!ready_.empty() && samples > 0) {
     auto& [batch, taken] = ready_.front();
-    const auto step = std::min(left, batch->size() - taken);
-    taken += step, left -= step, taken_ += step, ready_samples_ -= step;
+    const auto step = std::min(samples, batch->size() - taken);
+    taken += step;
+    samples -= step;
+    taken_ += step;
+    ready_samples_ -= step;
     if (taken < batch->size()) break;
     ready_bytes_ -= batch->size_bytes();
     ready_.pop_front();
-    if (left == 0) break;
   }
-  skipped_.insert(skipped_.end(), skipped.begin(), skipped.end());
-  reader_->delivered += good;
-  return result;
 }
 
 Failure Feed::late() {

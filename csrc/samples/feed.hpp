@@ -46,8 +46,15 @@ class Feed {
   void run();
   bool has_room() const;
   bool has(std::size_t samples) const;
+  struct Run {  // of good samples, one after the other
+    SampleBatch* batch;
+    std::size_t begin, end;  // positions
+  };
   std::shared_ptr<SampleBatch> cut(std::size_t samples);
-  void fail(const Failure& failure);
+  std::vector<Run> find_good(std::size_t samples, std::vector<std::uint64_t>& skipped);
+  std::shared_ptr<SampleBatch> join(const std::vector<Run>& runs) const;
+  void remove(std::size_t samples);
+  [[noreturn]] void fail(const Failure& failure);
 
   const std::shared_ptr<Reader> reader_;
   const FeedOptions options_;

@@ -30,7 +30,8 @@ Word load(const char* from) {
 }  // namespace
 
 NameTable::NameTable(std::uint64_t samples, std::string_view names, std::span<const std::uint64_t> anchors)
-    : samples_(samples), names_(names), anchors_(anchors) {
+    : samples_(samples), names_(names), anchors_(anchors),
+      mean_bytes_(static_cast<double>(names.size()) / static_cast<double>(std::max<std::uint64_t>(1, samples))) {
   const auto expected = samples / kAnchorNames + (samples % kAnchorNames != 0);
   if (anchors.size() != expected)
     damaged(to_string(samples) + " samples have " + to_string(anchors.size()) + " anchors, not " +
@@ -108,6 +109,15 @@ void NameTable::prefetch_name(std::uint64_t index, std::uint64_t name_bytes) con
   prefetch(names_.data() + end - 1);
 }
 
+void NameTable::prefetch_guess(std::uint64_t index) const {
+  if (index >= samples_) return;
+  prefetch(&anchors_[index / kAnchorNames]);
+  const auto begin = static_cast<std::uint64_t>(static_cast<double>(index) * mean_bytes_);
+  const auto end = begin + static_cast<std::uint64_t>(mean_bytes_);
+  prefetch(names_.data() + std::min(begin, names_.size()));
+  prefetch(names_.data() + std::min(end, names_.size()));
+}
+
 // The search for one name.
 struct Names::Probe {
   std::string_view name;
@@ -163,7 +173,7 @@ std::int64_t Names::finish(Probe& probe) const {
 std::int64_t Names::find(std::string_view name) const {
   Probe probe{name, key_of(name)};
   open_bucket(probe);
-  next_candidate(probe);
+  if (next_candidate(probe)) table_.prefetch_guess(probe.index);
   return finish(probe);
 }
 

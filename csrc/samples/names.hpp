@@ -30,6 +30,8 @@ class NameTable {
   // Asks for memory that is() will read, without waiting for it: the anchor; when it is there, the name.
   void prefetch_anchor(std::uint64_t index) const;
   void prefetch_name(std::uint64_t index, std::uint64_t name_bytes) const;
+  // Both at once: the name where it is if all names have one length.
+  void prefetch_guess(std::uint64_t index) const;
 
  private:
   // Names that share an anchor are bytes [begin, end).
@@ -49,6 +51,7 @@ class NameTable {
   const std::uint64_t samples_;
   const std::string_view names_;
   const std::span<const std::uint64_t> anchors_;
+  const double mean_bytes_;
 };
 
 // The sizes of lookup.bin, which follow from the number of samples.

@@ -165,7 +165,8 @@ void check_index(const Reader& reader, std::int64_t index) {
     throw nb::index_error("there is no sample of this index");
 }
 
-std::shared_ptr<SampleBatch> gather_batch(Reader& reader, std::span<const std::int64_t> indices, double timeout_s) {
+std::shared_ptr<SampleBatch> gather_batch(Reader& reader, std::span<const std::int64_t> indices,
+                                          double timeout_s) {
   const auto signal = std::make_shared<Signal>();
   std::shared_ptr<SampleBatch> batch;
   const bool whole = wait_in_slices(timeout_s, [&](Clock::time_point until) {

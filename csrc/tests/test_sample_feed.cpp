@@ -167,7 +167,8 @@ TEST(feeds_and_single_reads_go_on_at_once_until_the_reader_closes) {
   test::Random random(4);
   const Store store(some_lengths(random, 2000));
   for (int round = 0; round < 12; ++round) {
-    const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{3, false, true, round % 2 == 0, 1, 8});
+    const ReaderOptions options{3, false, true, round % 2 == 0, 1, 8};
+    const auto reader = std::make_shared<Reader>(store.members(), options);
     std::atomic<int> closed = 0;
     std::vector<std::thread> threads;
     for (int i = 0; i < 3; ++i) {
@@ -177,7 +178,8 @@ TEST(feeds_and_single_reads_go_on_at_once_until_the_reader_closes) {
           reader->add(feed);
           std::shared_ptr<SampleBatch> batch;
           std::vector<std::uint64_t> found;
-          while (feed->take(16, Clock::now() + kLong, batch) == Feed::Outcome::batch) store.check(*batch, found);
+          while (feed->take(16, Clock::now() + kLong, batch) == Feed::Outcome::batch)
+            store.check(*batch, found);
         } catch (const Failed& failed) {
           closed += failed.failure.fault == Fault::closed;
         }
@@ -212,8 +214,9 @@ TEST(a_read_that_takes_too_long_is_named_and_may_still_come) {
     for (const auto* one : {&store, &small}) {
       if (full && one == &small) continue;  // the page cache has it
       const auto gate = std::make_shared<Gate>();
-      const auto reader = std::make_shared<Reader>(one->members(), ReaderOptions{0, false, true, true, 0, 8},
-                                                   [gate](unsigned) { return std::make_unique<Stalling>(gate); });
+      const auto reader =
+          std::make_shared<Reader>(one->members(), ReaderOptions{0, false, true, true, 0, 8},
+                                   [gate](unsigned) { return std::make_unique<Stalling>(gate); });
       Feed feed(reader, one->order(full, 2), {1, 0, false});
       std::shared_ptr<SampleBatch> batch;
       std::vector<std::uint64_t> found;

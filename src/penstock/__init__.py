@@ -2,7 +2,8 @@
 
 `offload` trains inside a byte budget; `trace`, `probe`, `plan` and `simulate` say beforehand what
 will happen. The four values that pass between them are `Trace`, `Hardware`, `Plan` and `Timeline`.
-`save` and `load` are checkpoints; `penstock.checkpoint` has more for them.
+`save` and `load` are checkpoints; `penstock.checkpoint` has more for them. `penstock.samples` stores training
+data, and feeds it.
 """
 
 from penstock.capture.probe import probe
@@ -22,6 +23,7 @@ from penstock.errors import (
     InvalidPlan,
     InvalidSize,
     PenstockError,
+    SampleError,
     SavedTensorModified,
     SpillError,
     SpillSpaceFull,
@@ -48,6 +50,7 @@ __all__ = [
     "Plan",
     "Recompute",
     "Report",
+    "SampleError",
     "SaveHandle",
     "SavedTensorModified",
     "SpillError",

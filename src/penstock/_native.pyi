@@ -215,7 +215,8 @@ class SampleReader:
         self, indices: npt.NDArray[np.int64], timeout_s: float
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]: ...  # data, offsets [n + 1]
     def feed(self, order: SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> SampleFeed: ...
-    def counters(self) -> dict[str, int]: ...
+    def counters(self) -> dict[str, int]:
+        """bytes_read, chunk_reads, sample_reads, samples, waits, io_uring (1, 0; -1: not known yet)."""
     def close(self, timeout_s: float) -> bool: ...  # False: something is still being read, and abandoned
 
 class SampleFeed:
@@ -224,7 +225,11 @@ class SampleFeed:
     def bread(
         self, samples: int, timeout_s: float
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None:
-        """indices [n], data, offsets [n + 1]; None at the end. Memory is reused once nobody holds it."""
+        """indices [n], data, offsets [n + 1]; None at the end. Memory is reused once nobody holds it.
+
+        Less those that are damaged, where these are skipped: that may be all of them. After a timeout it may
+        be called again; any other failure stays.
+        """
     @property
     def taken(self) -> int: ...  # samples of the order that were handed out or skipped
     def skipped(self) -> list[int]: ...  # indices of damaged samples, since the last call

@@ -57,6 +57,19 @@ def flat(batches: Any) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
+def failure_of(loader: DataLoader[Any]) -> tuple[type, str]:
+    """The error that ends an iteration."""
+    iterator = iter(loader)
+    try:
+        for _ in iterator:
+            pass
+    except Exception as error:
+        if loader.num_workers:
+            iterator._shutdown_workers()  # collected as garbage, it would wait ten seconds for them
+        return type(error), str(error)
+    raise AssertionError("there was no error")
+
+
 ALL = list(range(SAMPLES))
 
 
@@ -176,7 +189,7 @@ def test_a_consumer_that_stops_early_leaves_no_thread(folder: Path) -> None:
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_two_iterations_at_once_of_one_store_are_refused(folder: Path) -> None:
@@ -222,7 +235,7 @@ def test_each_iteration_is_the_next_epoch_and_set_epoch_chooses(folder: Path) ->
 def test_epochs_of_a_data_loader_with_workers_differ_and_can_be_chosen(
     folder: Path, persistent: bool
 ) -> None:
-    loader = loader_of(folder)
+    loader = loader_of(folder, workers=2)
     through = DataLoader(loader, batch_size=None, num_workers=2, persistent_workers=persistent)
     epochs = [list(through) for _ in range(3)]
     assert all(sorted(flat(epoch)) == ALL for epoch in epochs)
@@ -300,8 +313,8 @@ def test_a_killed_worker_is_an_error_not_a_hang(folder: Path) -> None:
         return indices(batch)
 
     loader = loader_of(folder, decode_batch=dies)
-    with pytest.raises(RuntimeError, match="worker"):
-        list(DataLoader(loader, batch_size=None, num_workers=2, timeout=30))
+    kind, message = failure_of(DataLoader(loader, batch_size=None, num_workers=2, timeout=30))
+    assert issubclass(kind, RuntimeError) and "worker" in message
     assert sorted(flat(DataLoader(loader_of(folder), batch_size=None, num_workers=2))) == ALL
 
 
@@ -313,8 +326,8 @@ def test_damage_in_mid_epoch_is_an_error_or_left_out(tmp_path: Path, folder: Pat
     content[9000] ^= 1
     data.write_bytes(content)
     loader = Loader(mount(tmp_path / "store"), 8, decode_batch=indices)
-    with pytest.raises(SampleError, match=r"data-00000\.bin"):
-        list(DataLoader(loader, batch_size=None, num_workers=workers))
+    kind, message = failure_of(DataLoader(loader, batch_size=None, num_workers=workers))
+    assert kind is SampleError and "data-00000.bin" in message
     loader = Loader(mount(tmp_path / "store", on_damage="skip"), 8, decode_batch=indices)
     seen = flat(DataLoader(loader, batch_size=None, num_workers=workers))
     assert len(set(seen)) == len(seen) == SAMPLES - 1

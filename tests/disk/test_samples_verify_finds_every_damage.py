@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, SampleError
 from penstock.samples import scanning, structure
+from penstock.samples.inspection import info
 from penstock.samples.verification import DamagedSample, verify
 from tests.stores import crc32c, write_store
 
@@ -193,6 +194,15 @@ def test_a_directory_that_contradicts_itself_is_found(changes: dict[str, int], s
     found = verify(store)
     assert not found.sound and not found.complete
     assert "directory.bin" in found.problems[0]
+
+
+def test_a_length_that_stands_in_no_other_file_is_found(store: Path) -> None:
+    (_, extent) = struct.unpack_from("<QQ", (store / "directory.bin").read_bytes(), 16 * 50)
+    entry(store, 50, length=(1 << 23) - 1 - (extent >> 1 & (1 << 23) - 1))
+    found = verify(store)
+    assert not found.complete and "directory.bin: the entry of sample 50" in found.problems[0]
+    with pytest.raises(InvalidFile, match=r"large\.bin does not list"):
+        info(store)
 
 
 def test_a_key_that_is_not_its_names_is_found(store: Path) -> None:

@@ -32,6 +32,7 @@ PUBLIC = [
     "Plan",
     "Recompute",
     "Report",
+    "SampleError",
     "SaveHandle",
     "SavedTensorModified",
     "SpillError",

@@ -221,29 +221,7 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
 
 def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     below = _group(names, "samples", "pack samples into a store, look at it, and get them back")
-
-    pack = _command(below, "pack", samples.pack, "pack samples into a store", PACK_HELP)
-    pack.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
-    pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
-    pack.add_argument(
-        "--format",
-        choices=tuple(FORMATS),
-        metavar="NAME",
-        help=f"{', '.join(FORMATS)}; default: found out",
-    )
-    pack.add_argument("--chunk-bytes", type=size, default=CHUNK_BYTES, metavar="SIZE", help="default: 256KiB")
-    pack.add_argument("--rank", type=int, default=0, metavar="R", help="of several processes, this one packs")
-    pack.add_argument("--world", type=int, default=1, metavar="N", help="the part R of N; default: 0 of 1")
-    pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
-    pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
-    pack.add_argument("--label-field", metavar="NAME", help="arrays: the one that holds the class of samples")
-    pack.add_argument("--prefix", choices=("shard",), help="webdataset: put the shard before each name")
-    pack.add_argument(
-        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
-    )
-    pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
-    pack.add_argument("--no-resume", action="store_true", help="begin anew where packing was interrupted")
-
+    _pack(below)
     ls = _command(below, "ls", samples.ls, "list the names of samples")
     info = _command(below, "info", samples.info, "show what a store holds, and how well it mixes")
     verify = _command(below, "verify", samples.verify, "read a store whole, and compare its checksums")
@@ -276,6 +254,30 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     bench.add_argument("--io", choices=("auto", "buffered", "direct"), default="auto", help="default: auto")
     bench.add_argument("--cold", action="store_true", help="drop the store from the page cache each time")
     bench.add_argument("--seconds", type=seconds, default=8.0, help="time to take; default: %(default)g")
+
+
+def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
+    pack = _command(names, "pack", samples.pack, "pack samples into a store", PACK_HELP)
+    pack.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
+    pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
+    pack.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        metavar="NAME",
+        help=f"{', '.join(FORMATS)}; default: found out",
+    )
+    pack.add_argument("--chunk-bytes", type=size, default=CHUNK_BYTES, metavar="SIZE", help="default: 256KiB")
+    pack.add_argument("--rank", type=int, default=0, metavar="R", help="of several processes, this one packs")
+    pack.add_argument("--world", type=int, default=1, metavar="N", help="the part R of N; default: 0 of 1")
+    pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
+    pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
+    pack.add_argument("--label-field", metavar="NAME", help="arrays: the one that holds the class of samples")
+    pack.add_argument("--prefix", choices=("shard",), help="webdataset: put the shard before each name")
+    pack.add_argument(
+        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
+    )
+    pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
+    pack.add_argument("--no-resume", action="store_true", help="begin anew where packing was interrupted")
 
 
 def _group(

@@ -83,7 +83,7 @@ def ls(options: Namespace) -> Answer:
 
 def _listed(path: Path, pattern: str | None) -> Iterator[tuple[int, str, int, str | None]]:
     """Index, name, size and class of the samples whose name fits the pattern."""
-    directories = [Directory.load(folder, verify=False) for folder in members(path)]
+    directories = [Directory.load(folder) for folder in members(path)]
     rest = zip(Names(directories), chain.from_iterable(map(_sizes_and_classes, directories)), strict=True)
     for index, (name, (size_bytes, label)) in enumerate(rest):
         if pattern is None or fnmatchcase(name, pattern):

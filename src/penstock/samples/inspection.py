@@ -123,7 +123,7 @@ def info(
         raise InvalidArgument(f"batch={batch} is no number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
     folders = members(path)
-    directories = [Directory.load(folder, verify=False) for folder in folders]
+    directories = [Directory.load(folder) for folder in folders]
     manifests = [directory.manifest for directory in directories]
     counts = [_count(directory) for directory in directories]
     samples, size_bytes = sum(m.samples for m in manifests), sum(m.size_bytes for m in manifests)

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import InvalidFile
 from penstock.samples import layout
 from penstock.samples.directory import Directory
+from penstock.samples.failures import AGAIN
 from penstock.samples.manifest import StoreManifest
 from penstock.storage.checksum import crc32c
 
@@ -40,22 +42,30 @@ class Extents(NamedTuple):
 
 
 def true_lengths(entries: layout.Entries, large: Words, begin: int) -> Numbers:
-    """Lengths of the samples from index ``begin`` on, those of large ones from ``large``, [n, 2] by index."""
-    lengths = entries.length.astype(np.int64)
-    if len(large):
-        low, high = np.searchsorted(large[:, 0], (begin, begin + len(lengths)))
-        lengths[large[low:high, 0].astype(np.int64) - begin] = large[low:high, 1].astype(np.int64)
-    return lengths
+    """Lengths of the samples from index ``begin`` on, those of large ones from ``large``, [n, 2] by index.
+
+    Raises InvalidFile where ``large`` does not have them.
+    """
+    return _with_large(entries.length, large, np.arange(begin, begin + len(entries.length)))
 
 
 def lengths_of(entries: Words, large: Words, indices: Numbers) -> Numbers:
-    """True lengths of any samples of one store. entries: [samples, 2], large: [large samples, 2]"""
-    lengths = layout.unpack_entries(entries[indices]).length.astype(np.int64)
-    if len(large):
-        long = np.flatnonzero(lengths == layout.LARGE_LENGTH)
-        lengths[long] = large[np.searchsorted(large[:, 0], indices[long].astype(np.uint64)), 1].astype(
-            np.int64
-        )
+    """True lengths of any samples of one store. entries: [samples, 2], large: [large samples, 2]
+
+    Raises InvalidFile where ``large`` does not have them.
+    """
+    return _with_large(layout.unpack_entries(entries[indices]).length, large, indices)
+
+
+def _with_large(short: Words, large: Words, indices: Numbers) -> Numbers:
+    lengths = short.astype(np.int64)
+    long = np.flatnonzero(short == layout.LARGE_LENGTH)
+    if len(long):
+        wanted = indices[long].astype(np.uint64)
+        places = np.searchsorted(large[:, 0], wanted)
+        if int(places.max()) >= len(large) or not np.array_equal(large[places, 0], wanted):
+            raise InvalidFile(f"{layout.LARGE} does not list all large samples. {AGAIN}")
+        lengths[long] = large[places, 1].astype(np.int64)
     return lengths
 
 
@@ -140,11 +150,13 @@ class _Walk:
     def take(self, begin: int, entries: layout.Entries, large: Words) -> int | None:
         """The entries from index ``begin`` on. The first one that is wrong, if any is."""
         nodes, offsets = entries.node.astype(np.int64), entries.offset.astype(np.int64)
+        wrong = np.flatnonzero(_listed(large, begin, len(nodes)) != (entries.length == layout.LARGE_LENGTH))
+        if len(wrong):
+            return begin + int(wrong[0])
         ends = offsets + true_lengths(entries, large, begin)
         before = np.concatenate(([self._node], nodes[:-1]))
         expected = np.where(nodes == before, np.concatenate(([self._end], ends[:-1])), 0)
-        listed = _listed(large, begin, len(nodes)) == (entries.length == layout.LARGE_LENGTH)
-        right = (nodes >= before) & (nodes < len(self._chunks)) & (offsets == expected) & listed
+        right = (nodes >= before) & (nodes < len(self._chunks)) & (offsets == expected)
         wrong = np.flatnonzero(~right | (entries.present != 0))
         if len(wrong):
             return begin + int(wrong[0])
