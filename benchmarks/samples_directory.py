@@ -59,6 +59,7 @@ print(mounted_s - begin_s, time.perf_counter() - mounted_s, len(store))
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False)
+    console.width = max(console.width, 110)
     document: dict[str, Any] = {
         "benchmark": "samples_directory",
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -127,7 +127,7 @@ class SampleBuilder:
     def nodes(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
 
 def sample_sums(address: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """CRC-32C of stretches that lie back to back: the first begins at address, i ends at address + ends[i]."""
+    """CRC-32C of stretches back to back: the first begins at address, each ends at address + its end."""
 
 def sample_key(name: bytes) -> int: ...
 def sample_lookup(

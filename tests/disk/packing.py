@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock.samples.formats import Block, RawSample, Source
 from penstock.samples.manifest import Field, StoreManifest
-from penstock.samples.pack import Rhythm, pack_source
-from penstock.samples.progress import Recipe
+from penstock.samples.packing.pack import Rhythm, pack_source
+from penstock.samples.packing.progress import Recipe
 from tests import stores
 
 OFTEN = Rhythm(flush_bytes=1, checkpoint_bytes=1, checkpoint_s=0.0)  # whenever it can

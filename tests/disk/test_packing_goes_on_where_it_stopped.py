@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import manifest, progress
+from penstock.samples import manifest
 from penstock.samples.formats import open_source
-from penstock.samples.pack import Rhythm, pack, pack_source
+from penstock.samples.packing import progress
+from penstock.samples.packing.pack import Rhythm, pack, pack_source
 from tests.disk.packing import (
     Listed,
     Seekable,

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.formats import open_source
-from penstock.samples.pack import pack
-from penstock.samples.progress import claim
+from penstock.samples.packing.pack import pack
+from penstock.samples.packing.progress import claim
 from tests import stores
 from tests.disk.packing import Listed, Stopped, contents, expected, pack_often, recipe_of, samples_of
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import InvalidArgument
-from penstock.samples import reading
+from penstock.samples.mounted import reading
+from penstock.samples.mounted.store import Store, mount
 from penstock.samples.order import Segment
-from penstock.samples.store import Store, mount
 from tests.disk.sample_stores import Sample, epoch, mounted, samples, some_samples
 
 pytestmark = pytest.mark.disk

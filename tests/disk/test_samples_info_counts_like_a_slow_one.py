@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import inspection
-from penstock.samples.inspection import info
+from penstock.samples.upkeep import inspection
+from penstock.samples.upkeep.inspection import info
 from tests.stores import write_store
 
 CHUNK_BYTES = 4096

@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples import collective
-from penstock.samples.collective import pack_together
-from penstock.samples.store import Store, mount
+from penstock.samples.mounted import collective
+from penstock.samples.mounted.collective import pack_together
+from penstock.samples.mounted.store import Store, mount
 from tests.stores import write_store
 
 pytestmark = pytest.mark.disk

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.store import Store, mount
+from penstock.samples.mounted.store import Store, mount
 from tests.disk.sample_stores import epoch, mounted, some_samples
 from tests.stores import write_store
 
@@ -223,7 +223,8 @@ def test_a_forked_child_reads_for_itself(tmp_path: Path) -> None:
 
 EXITS = """
 import sys
-from penstock.samples import mount, store as module
+from penstock.samples import mount
+from penstock.samples.mounted import store as module
 
 stores = []
 for order in ("full", "chunk"):

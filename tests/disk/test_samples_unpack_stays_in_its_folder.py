@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import unpacking
 from penstock.samples.encoding import encode
-from penstock.samples.unpacking import unpack
+from penstock.samples.upkeep import unpacking
+from penstock.samples.upkeep.unpacking import unpack
 from tests.stores import write_store
 
 SAMPLES = [

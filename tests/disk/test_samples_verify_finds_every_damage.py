@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples import scanning, structure
-from penstock.samples.inspection import info
-from penstock.samples.verification import DamagedSample, verify
+from penstock.samples.upkeep import scanning, structure
+from penstock.samples.upkeep.inspection import info
+from penstock.samples.upkeep.verification import DamagedSample, verify
 from tests.stores import crc32c, write_store
 
 CLASSES = ["blue", "green", "grey"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.samples.claims import Claim, Claims
+from penstock.samples.training.claims import Claim, Claims
 
 pytestmark = pytest.mark.disk
 

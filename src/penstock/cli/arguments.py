@@ -16,8 +16,8 @@ from penstock.cli.typed import count, counts, rate, samples_count, seconds, size
 from penstock.cli.ways import ways as compare_ways
 from penstock.planners import POLICIES
 from penstock.samples.formats import FORMATS
-from penstock.samples.inspection import CACHES
 from penstock.samples.layout import CHUNK_BYTES
+from penstock.samples.upkeep.inspection import CACHES
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
 from penstock.cli.progress import samples_progress
-from penstock.samples import inspection, throughput, unpacking, verification
-from penstock.samples.directory import Directory, members
 from penstock.samples.formats import open_source
-from penstock.samples.inspection import StoreInfo
 from penstock.samples.layout import unpack_entries
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.manifest import read as read_manifest
-from penstock.samples.names import Names
-from penstock.samples.pack import pack as pack_source
-from penstock.samples.structure import true_lengths
-from penstock.samples.throughput import Throughput
+from penstock.samples.mounted.directory import Directory, members
+from penstock.samples.mounted.names import Names
+from penstock.samples.packing.pack import pack as pack_source
+from penstock.samples.upkeep import inspection, throughput, unpacking, verification
+from penstock.samples.upkeep.inspection import StoreInfo
+from penstock.samples.upkeep.structure import true_lengths
+from penstock.samples.upkeep.throughput import Throughput
 from penstock.units import format_bytes, format_rate, format_seconds
 
 LISTED_AT_ONCE = 4096

@@ -5,19 +5,19 @@ index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info
 `bench` look after a store.
 """
 
-from penstock.samples.batch import Batch
-from penstock.samples.collective import pack_together
 from penstock.samples.encoding import encode
-from penstock.samples.inspection import StoreInfo, info
-from penstock.samples.loader import Loader, SampleDataset
 from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
+from penstock.samples.mounted.batch import Batch
+from penstock.samples.mounted.collective import pack_together
+from penstock.samples.mounted.store import Store, mount
 from penstock.samples.order import Segment
-from penstock.samples.pack import pack
-from penstock.samples.resume import merge_states
-from penstock.samples.store import Store, mount
-from penstock.samples.throughput import Bench, bench
-from penstock.samples.unpacking import unpack
-from penstock.samples.verification import Verification, verify
+from penstock.samples.packing.pack import pack
+from penstock.samples.training.loader import Loader, SampleDataset
+from penstock.samples.training.resume import merge_states
+from penstock.samples.upkeep.inspection import StoreInfo, info
+from penstock.samples.upkeep.throughput import Bench, bench
+from penstock.samples.upkeep.unpacking import unpack
+from penstock.samples.upkeep.verification import Verification, verify
 
 __all__ = [
     "Batch",

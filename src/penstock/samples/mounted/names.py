@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.samples.directory import Directory
-from penstock.samples.failures import AGAIN
 from penstock.samples.layout import LARGEST_NAME_BYTES, NAMES
+from penstock.samples.mounted.directory import Directory
+from penstock.samples.mounted.failures import AGAIN
 
 Indices = npt.NDArray[np.int64]
 

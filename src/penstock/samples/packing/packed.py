@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import SampleError
 from penstock.samples import layout
-from penstock.samples.progress import Packing
+from penstock.samples.packing.progress import Packing
 
 _NAMES_AT_ONCE = 4096
 _SAMPLE_BYTES = {

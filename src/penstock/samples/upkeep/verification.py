@@ -14,11 +14,11 @@ from penstock import _native
 from penstock.errors import InvalidArgument
 from penstock.samples import layout
 from penstock.samples import manifest as manifests
-from penstock.samples.directory import Directory, members
-from penstock.samples.failures import cannot_open
-from penstock.samples.mapping import MappedFiles
-from penstock.samples.scanning import DataFile, scan
-from penstock.samples.structure import Extents, Words, check_entries, check_files, check_labels
+from penstock.samples.mounted.directory import Directory, members
+from penstock.samples.mounted.failures import cannot_open
+from penstock.samples.mounted.mapping import MappedFiles
+from penstock.samples.upkeep.scanning import DataFile, scan
+from penstock.samples.upkeep.structure import Extents, Words, check_entries, check_files, check_labels
 
 Progress = Callable[[int, int], None]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from penstock.checkpoint.crew import in_parallel
 from penstock.errors import InvalidFile
-from penstock.samples.failures import AGAIN, cannot_open
 from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import StoreManifest
+from penstock.samples.mounted.failures import AGAIN, cannot_open
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import SampleError
-from penstock.samples import layout, manifest, progress
-from penstock.samples.background import Background
+from penstock.samples import layout, manifest
 from penstock.samples.manifest import FileSum, NodeFile, StoreManifest
-from penstock.samples.progress import METADATA, Packing
+from penstock.samples.packing import progress
+from penstock.samples.packing.background import Background
+from penstock.samples.packing.progress import METADATA, Packing
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, format_bytes_up
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from penstock.errors import InvalidFile
 from penstock.samples import layout
-from penstock.samples.directory import Directory
-from penstock.samples.failures import AGAIN
 from penstock.samples.manifest import StoreManifest
+from penstock.samples.mounted.directory import Directory
+from penstock.samples.mounted.failures import AGAIN
 from penstock.storage.checksum import crc32c
 
 Words = npt.NDArray[np.uint64]

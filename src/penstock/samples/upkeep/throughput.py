@@ -14,12 +14,12 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.samples import layout
-from penstock.samples.directory import Directory, members
-from penstock.samples.failures import cannot_open
 from penstock.samples.mixing import expected_mixing
+from penstock.samples.mounted.directory import Directory, members
+from penstock.samples.mounted.failures import cannot_open
+from penstock.samples.mounted.store import Store, mount
 from penstock.samples.order import ORDERS
-from penstock.samples.store import Store, mount
-from penstock.samples.structure import Numbers, lengths_of
+from penstock.samples.upkeep.structure import Numbers, lengths_of
 
 PROBED_PAGES = 256
 READ_AT_ONCE = 256  # single reads between looks at the clock

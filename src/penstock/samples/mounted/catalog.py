@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument
-from penstock.samples.batch import Labels
-from penstock.samples.directory import Directory
 from penstock.samples.encoding import Decoder
 from penstock.samples.manifest import Field, StoreManifest
-from penstock.samples.names import Indices, Names
-from penstock.samples.structure import lengths_of
+from penstock.samples.mounted.batch import Labels
+from penstock.samples.mounted.directory import Directory
+from penstock.samples.mounted.names import Indices, Names
+from penstock.samples.upkeep.structure import lengths_of
 
 Key: TypeAlias = "str | int | np.integer[Any]"
 Keys: TypeAlias = "Sequence[Key] | Sequence[str] | npt.NDArray[np.integer[Any]]"

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.batch import Batch
+from penstock.samples.mounted.batch import Batch
 from penstock.units import format_bytes, format_seconds
 
 Convert = Callable[[Batch], Any]

@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.directory import Directory
-from penstock.samples.failures import AGAIN, cannot_open, closed
 from penstock.samples.layout import data_file
+from penstock.samples.mounted.directory import Directory
+from penstock.samples.mounted.failures import AGAIN, cannot_open, closed
 from penstock.storage.files import OpenFile, open_file
 from penstock.units import format_bytes
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
 from penstock.samples import manifest as manifests
-from penstock.samples.directory import Directory, PathLike, members
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.mapping import Bytes
+from penstock.samples.mounted.directory import Directory, PathLike, members
+from penstock.samples.mounted.mapping import Bytes
 from penstock.storage.checksum import crc32c_at
 from penstock.units import format_seconds
 
@@ -127,12 +127,12 @@ def pack_together(
     """Pack a source by all processes of a group, each its share, into parts in the folder ``dest``.
 
     timeout_s  longest time without a sign of life from another process
-    progress   of this process, and options: as in penstock.samples.pack
+    progress   of this process, and options: as in penstock.samples.packing.pack
 
     Gives the manifests of all parts. Raises, in all processes, SampleError where one has failed; in the one
     that failed its own error.
     """
-    from penstock.samples.pack import pack
+    from penstock.samples.packing.pack import pack
 
     meeting = Meeting(group, timeout_s)
 

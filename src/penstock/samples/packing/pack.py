@@ -22,9 +22,9 @@ from penstock.samples.formats import open_source
 from penstock.samples.formats.folder import Files
 from penstock.samples.formats.source import Block, RawSample, Source
 from penstock.samples.manifest import NodeFile, StoreManifest
-from penstock.samples.packed import Packed, encoded
-from penstock.samples.progress import Recipe, claim
-from penstock.samples.writer import Mark, StoreWriter
+from penstock.samples.packing.packed import Packed, encoded
+from penstock.samples.packing.progress import Recipe, claim
+from penstock.samples.packing.writer import Mark, StoreWriter
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")

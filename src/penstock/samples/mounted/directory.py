@@ -21,7 +21,6 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples import manifest as manifests
-from penstock.samples.failures import AGAIN, cannot_open
 from penstock.samples.layout import (
     ANCHOR_NAMES,
     ANCHORS,
@@ -43,7 +42,8 @@ from penstock.samples.layout import (
     lookup_start_dtype,
 )
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.mapping import Bytes, MappedFiles, check_sums
+from penstock.samples.mounted.failures import AGAIN, cannot_open
+from penstock.samples.mounted.mapping import Bytes, MappedFiles, check_sums
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 

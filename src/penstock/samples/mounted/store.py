@@ -17,14 +17,14 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.batch import Batch
-from penstock.samples.catalog import Catalog, Key, Keys, identity_of
-from penstock.samples.directory import Directory, PathLike, members
-from penstock.samples.failures import Failure, cannot_read, closed
 from penstock.samples.layout import buffer_bytes, data_file
-from penstock.samples.options import Options
+from penstock.samples.mounted.batch import Batch
+from penstock.samples.mounted.catalog import Catalog, Key, Keys, identity_of
+from penstock.samples.mounted.directory import Directory, PathLike, members
+from penstock.samples.mounted.failures import Failure, cannot_read, closed
+from penstock.samples.mounted.options import Options
+from penstock.samples.mounted.reading import Means, Reading
 from penstock.samples.order import CacheShape, Segment, cache_shape
-from penstock.samples.reading import Means, Reading
 from penstock.units import parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -67,7 +67,7 @@ def mount(
     InvalidArgument.
     """
     if group is not None:
-        from penstock.samples.collective import gather
+        from penstock.samples.mounted.collective import gather
 
         gathered = gather(path, group, verify=verify, timeout_s=timeout_s)
         directories, rank, world = gathered.directories, gathered.rank, gathered.world

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import SampleError
-from penstock.samples.store import Store, mount
+from penstock.samples.mounted.store import Store, mount
 
 Progress = Callable[[int, int], None]
 Bytes: TypeAlias = "bytes | bytearray | memoryview"

@@ -17,7 +17,7 @@ from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout
 from penstock.samples.manifest import NodeFile
-from penstock.samples.structure import Extents, Numbers
+from penstock.samples.upkeep.structure import Extents, Numbers
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
 from penstock.storage.files import open_file

@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from penstock.errors import InvalidArgument
-from penstock.samples.batch import Batch
-from penstock.samples.claims import Claim, Claims
-from penstock.samples.delivery import Convert, Crew, Sample, converter, pinned, samples_of
-from penstock.samples.resume import Epoch, Position, from_state
-from penstock.samples.store import Store
+from penstock.samples.mounted.batch import Batch
+from penstock.samples.mounted.store import Store
+from penstock.samples.training.claims import Claim, Claims
+from penstock.samples.training.delivery import Convert, Crew, Sample, converter, pinned, samples_of
+from penstock.samples.training.resume import Epoch, Position, from_state
 from penstock.units import parse_bytes
 
 _log = logging.getLogger("penstock")
@@ -43,7 +43,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     workers         of the DataLoader that will read this, for len() before they have begun
     timeout_s       longest wait for a batch to be decoded by a thread
 
-    Without a decode function a batch is a dict of tensors: see penstock.samples.delivery.to_tensors.
+    Without a decode function a batch is a dict of tensors: see penstock.samples.training.delivery.to_tensors.
 
     Iterate it directly, or give it to ``DataLoader(loader, batch_size=None, num_workers=N)``: then each
     worker is a stream of its own, with a cache and threads of its own. Each iteration is of the next epoch,

@@ -10,11 +10,11 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.samples import layout
-from penstock.samples.directory import Directory, members
 from penstock.samples.manifest import Field
 from penstock.samples.mixing import Mixing, expected_mixing
+from penstock.samples.mounted.directory import Directory, members
 from penstock.samples.order import cache_shape
-from penstock.samples.structure import ENTRIES_AT_ONCE, Numbers, true_lengths
+from penstock.samples.upkeep.structure import ENTRIES_AT_ONCE, Numbers, true_lengths
 from penstock.units import parse_bytes
 
 CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")

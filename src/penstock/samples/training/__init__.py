@@ -1,0 +1,1 @@
+"""Feeding a store to PyTorch, exactly resumable."""
