@@ -12,6 +12,7 @@ constexpr std::size_t kFoundAhead = 16;       // directory entries that are fetc
 constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before they are copied
 constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
 constexpr std::size_t kSubmittedAtOnce = 64;
+constexpr std::size_t kLoadedAtOnce = 8;  // chunks: each time wakes a thread
 constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together, where threads copy
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
@@ -33,6 +34,7 @@ Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t a
     used_up_ = order_->used_up();
     sources_.resize(used_up_.size());
     room_ = std::min<std::size_t>(order_->slots() + ahead, sources_.size());
+    at_once_ = std::clamp<std::size_t>(ahead / 2, 1, kLoadedAtOnce);
   } else if (reader.cache().holds_all()) {
     from_ = From::chunks;
     sources_.resize(chunks);
@@ -44,10 +46,12 @@ Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t a
   reader.cache().reserve(room_);
 }
 
-Assembler::~Assembler() {
+Assembler::~Assembler() { close(); }
+
+void Assembler::close() {
   for (auto& source : sources_)
-    if (source.chunk != nullptr) reader_.cache().let_go(source.chunk);
-  reader_.cache().unreserve(room_);
+    if (source.chunk != nullptr) let_go(source);
+  reader_.cache().unreserve(std::exchange(room_, 0));
 }
 
 std::shared_ptr<SampleBatch> Assembler::next(std::size_t samples) {
@@ -136,8 +140,10 @@ void Assembler::load(Source& source, std::uint64_t chunk) {
   }
 }
 
+// What the order has under way is always loaded: `at_once_` is less than what is read ahead of it.
 void Assembler::load_ahead() {
   const auto items = order_->items();
+  if (room_ - loaded_ < at_once_) return;
   for (; next_load_ < items.size() && loaded_ < room_ && !stop_; ++next_load_) {
     if (used_up_[next_load_]) continue;
     ++loaded_;

@@ -25,6 +25,8 @@ class Assembler {
   // Of the next so many samples; fewer at the end, and null after it, or where `stop` came first. The batch
   // may still be under way.
   std::shared_ptr<SampleBatch> next(std::size_t samples);
+  // Gives back the chunks, and the room for them. No more `next`. Idempotent.
+  void close();
   // The chunk that `next` waits for, from any thread; of no bytes where it waits for none.
   Extent waits_for();
 
@@ -69,6 +71,7 @@ class Assembler {
   From from_;
   std::size_t room_;        // sources that may be loaded at once
   std::size_t loaded_ = 0;  // that are, and not yet used up
+  std::size_t at_once_ = 1; // that are begun to be loaded together
   std::size_t next_load_ = 0;
   std::vector<Source> sources_;  // one for each item, or chunk
   std::vector<bool> used_up_;    // items that the order skipped

@@ -44,7 +44,8 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
   // The sample lies where it belongs: is it right?
   void check(std::size_t position, const Extent& extent);
   void add_bad(std::size_t position, const Failure& failure);
-  void assembled() { end_one(); }
+  // By the thread that made it, which then tells whoever waits.
+  void assembled() { under_way_.fetch_sub(1, std::memory_order_acq_rel); }
 
   bool under_way() const { return under_way_.load(std::memory_order_acquire) > 0; }
   Extent waits_for();  // one of its reads that are under way

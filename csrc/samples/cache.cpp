@@ -97,10 +97,8 @@ void ChunkCache::make_idle(Chunk* chunk) {
   if (chunk->damaged_) {  // to be read again, should it be wanted again
     by_number_.erase(chunk->number_);
     chunk->state_ = Chunk::State::idle;
-    chunk->place_ = idle_.insert(idle_.begin(), chunk);
-  } else {
-    chunk->place_ = idle_.insert(idle_.end(), chunk);
   }
+  chunk->place_ = idle_.insert(idle_.end(), chunk);
 }
 
 // What is reserved may be taken for a moment by single samples that are being copied, and by reads that
@@ -108,7 +106,7 @@ void ChunkCache::make_idle(Chunk* chunk) {
 Chunk* ChunkCache::free_chunk(std::unique_lock<std::mutex>& lock, const std::atomic<bool>& stop) {
   changed_.wait(lock, [&] { return !idle_.empty() || stop; });
   if (idle_.empty()) return nullptr;
-  auto* chunk = idle_.front();
+  auto* chunk = idle_.back();  // let go last: the likeliest to be in the processor's cache
   add_user(chunk);
   if (chunk->state_ != Chunk::State::idle) by_number_.erase(chunk->number_);
   return chunk;

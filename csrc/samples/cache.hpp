@@ -88,7 +88,7 @@ class ChunkCache {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Chunk>> all_;
-  std::list<Chunk*> idle_;  // the first is the next to be used anew
+  std::list<Chunk*> idle_;  // the last is the next to be used anew
   std::unordered_map<std::uint64_t, Chunk*> by_number_;
   std::size_t reserved_ = 0;
 };

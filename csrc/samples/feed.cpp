@@ -12,11 +12,21 @@
 
 namespace penstock::samples {
 
+namespace {
+
+// To wake a thread takes as long as to copy a hundred small samples: who waits is given several batches.
+constexpr std::size_t kBatchesAtOnce = 8;
+constexpr std::uint64_t kBytesAtOnce = 1U << 20;
+constexpr auto kLongestPatience = std::chrono::milliseconds(1);
+
+}  // namespace
+
 Feed::Feed(std::shared_ptr<Reader> reader, std::shared_ptr<Order> order, const FeedOptions& options)
     : reader_(std::move(reader)),
       options_(options),
       assembler_(*reader_, order, options.ahead, stop_, signal_),
-      taken_(order->taken()) {
+      begun_at_(order->taken()),
+      taken_(begun_at_) {
   reader_->blocks().keep(options.prefetch_bytes);
   thread_ = std::thread([this] { run(); });
 }
@@ -32,6 +42,7 @@ void Feed::close() {
   reader_->cache().notify();
   const std::lock_guard lock(closing_);
   if (thread_.joinable()) thread_.join();
+  assembler_.close();  // what comes next may use the room, however long this object is kept
 }
 
 // -- the thread ----------------------------------------------------------------------------------
@@ -70,7 +81,8 @@ void Feed::run() {
       ended_ = true;
       if (failure && !failure_) last_words_ = failure;
     }
-    signal_->changed.notify_all();
+    if (ended_ || ready_samples_ >= enough_ || ready_bytes_ >= kBytesAtOnce || !has_room())
+      signal_->changed.notify_all();
     if (ended_) return;
   }
 }
@@ -104,6 +116,14 @@ Feed::Outcome Feed::take(std::size_t samples, Clock::time_point until, std::shar
   }
   if (!stop_ && !has(samples)) {
     ++reader_->waits;
+    if (taken_ > begun_at_) {  // the first batch is given at once
+      enough_ = kBatchesAtOnce * samples;
+      signal_->changed.wait_until(lock, std::min(until, Clock::now() + kLongestPatience), [&] {
+        const bool enough = ready_samples_ >= enough_ || ready_bytes_ >= kBytesAtOnce || !has_room();
+        return stop_ || (has(samples) && (ended_ || enough));
+      });
+    }
+    enough_ = 0;
     if (!signal_->changed.wait_until(lock, until, [&] { return stop_ || has(samples); }))
       return Outcome::late;
   }

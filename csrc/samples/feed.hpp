@@ -61,10 +61,12 @@ class Feed {
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   std::atomic<bool> stop_ = false;
   Assembler assembler_;
+  const std::uint64_t begun_at_;  // samples of the order that were gone before
   // Under the signal's mutex.
   std::deque<Ready> ready_;
   std::uint64_t ready_bytes_ = 0, ready_samples_ = 0, taken_;
   std::size_t wanted_ = 0;  // samples of a batch: as many as were asked for last
+  std::size_t enough_ = 0;  // samples that have to be ready before who waits is woken
   bool ended_ = false, sleeps_ = false;
   std::optional<Failure> failure_;     // that a caller has been told
   std::optional<Failure> last_words_;  // of the thread, after everything that is ready

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
+from penstock.samples import pack
 from penstock.samples.mounted.store import Store, mount
 from tests.disk.sample_stores import epoch, mounted, some_samples
 from tests.stores import write_store
@@ -251,3 +252,18 @@ def test_sizes_are_known_once_an_epoch_has_begun(tmp_path: Path) -> None:
         assert store.stream_size in (33, 34)
         store.bread(10)
         assert store.taken == 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="looks into /proc")
+def test_later_epochs_take_no_more_memory(tmp_path: Path) -> None:
+    """A sequence gives its chunks' room back when the next one begins, not when it is forgotten."""
+    sample = bytes(16 << 10)
+    pack(((f"{i:05d}", sample) for i in range(4096)), tmp_path / "store")
+    with mount(tmp_path / "store", cache_bytes="32MiB", prefetch_bytes="1MiB") as store:
+        after_each = []
+        for epoch in range(4):
+            store.sequence(epoch=epoch)
+            while store.bread(64) is not None:
+                pass
+            after_each.append(resident_bytes())
+    assert after_each[-1] - after_each[0] < 16 << 20
