@@ -64,7 +64,7 @@ ROWS: dict[str, str | None] = {  # by name, the package that a row needs
     "grain, array_record": "grain",
     "Hugging Face datasets": "datasets",
 }
-COUNTS = {512: 400_000, 4096: 65_536, 16384: 16_384, 131072: 4_096, 1 << 20: 768}
+COUNTS = {512: 262_144, 4096: 65_536, 16384: 16_384, 131072: 4_096, 1 << 20: 768}
 SIZES = ",".join(map(str, COUNTS))
 BATCH = 64
 PACKAGES = ("lmdb", "webdataset", "mosaicml-streaming", "litdata", "grain", "array_record", "datasets")
@@ -231,6 +231,7 @@ def find_limits(packed: Path | None, data: Data, options: argparse.Namespace) ->
     if packed is not None:
         found["fio, random, direct"] = limits.fio(packed, data.size_bytes, False, 2)
         found["fio, sequential 1 MiB, direct"] = limits.fio(packed, 1 << 20, True, 2)
+        found["raw io_uring loop, sequential, huge pages"] = limits.sequential(packed, 3)
     return found
 
 

@@ -13,6 +13,8 @@ constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before
 constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
 constexpr std::size_t kSubmittedAtOnce = 64;
 constexpr std::size_t kLoadedAtOnce = 8;  // chunks: each time wakes a thread
+// Samples of at least so many bytes are read as fast by themselves, straight into the batch: a copy less.
+constexpr std::uint64_t kAloneBytes = 128U << 10;
 constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together, where threads copy
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
@@ -120,8 +122,10 @@ void Assembler::draw(std::size_t samples) {
 const Body& Assembler::body_of(Source& source, std::uint64_t chunk) {
   if (!source.known) {
     source.known = true;
-    source.usable = reader_.catalog().body(chunk, source.body) && source.body.extent.size_bytes > 0;
-    if (!source.usable) source.body.extent.size_bytes = 0;  // each sample by itself
+    auto& [extent, first, count, crc] = source.body;
+    source.usable = reader_.catalog().body(chunk, source.body) && extent.size_bytes > 0;
+    if (from_ == From::items && extent.size_bytes >= kAloneBytes * count) source.usable = false;
+    if (!source.usable) extent.size_bytes = 0;  // each sample by itself
   }
   return source.body;
 }

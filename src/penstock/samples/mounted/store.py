@@ -41,7 +41,7 @@ def mount(
     io: str = "auto",
     verify: bool = True,
     on_damage: str = "raise",
-    prefetch_bytes: int | str = "16MiB",
+    prefetch_bytes: int | str = "32MiB",
     timeout_s: float = 60.0,
     copy_threads: int | None = None,
 ) -> Store:
