@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo demo-samples test lint bench bench-io bench-planners sanitize sanitize-asan sanitize-tsan
+.PHONY: setup demo demo-samples test lint bench bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
@@ -41,6 +41,12 @@ bench-io: setup
 # A quarter of an hour on two cores; the published cells need their traces: see PENSTOCK_G10_DATA.
 bench-planners: setup
 	$(BIN)/python benchmarks/planners.py -o out/planners.json
+
+# A quarter of an hour, 12 GB of free disk; peers come with `pip install '.[bench-samples]'`, best in an environment
+# of their own. Then the directory's own figures: 5 GB of memory.
+bench-samples: setup
+	$(BIN)/python benchmarks/samples.py -o out/samples.json
+	$(BIN)/python benchmarks/samples_directory.py -o out/samples_directory.json
 
 # The tests of the C++ parts, for errors of memory and undefined behaviour, and for races. Needs CMake,
 # a C++ compiler with its sanitizers, and no Python.
