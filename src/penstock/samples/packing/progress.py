@@ -180,7 +180,10 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
 def _check_names(folder: Path, names: list[str], overwrite: bool) -> None:
     begun, whole = PROGRESS in names, layout.MANIFEST in names
     if whole and not begun and not overwrite:
-        raise InvalidArgument(f"{folder} is already a store: choose another folder, or pass overwrite=True")
+        raise InvalidArgument(
+            f"{folder} is already a store: choose another folder, or overwrite it "
+            "(--overwrite, or overwrite=True)"
+        )
     for name in names:
         if not (_ours(name) and (begun or whole)) and not _DRAFT.fullmatch(name):
             raise InvalidArgument(

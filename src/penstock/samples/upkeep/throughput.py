@@ -35,7 +35,7 @@ class Throughput:
 
     way        "single reads": a system call for each sample, in a random order, from open data files;
                "read": Store.read in a random order; "bread, full" and "bread, chunk"
-    time_s     that it took
+    samples    that were read after the first ones, of size_bytes in all, in time_s
     first_s    until the first samples were there: "bread, chunk" fills its cache before
     cached     share of the store that was in the page cache before; None where that cannot be told
     mixing     of the batches' chunks against a full shuffle; None where there are no batches
@@ -131,12 +131,14 @@ def _mixing(store: Store, batch: int) -> float:
 
 def _timed(way: str, read: Read, seconds: float) -> Throughput:
     began_s = time.perf_counter()
-    samples, size_bytes = read(1)
-    time_s = first_s = time.perf_counter() - began_s
-    while time_s < seconds:
+    read(1)
+    first_s = time.perf_counter() - began_s
+    samples = size_bytes = 0
+    time_s = 0.0
+    while not samples or time_s < seconds:
         read_samples, read_bytes = read(READ_AT_ONCE)
         samples, size_bytes = samples + read_samples, size_bytes + read_bytes
-        time_s = time.perf_counter() - began_s
+        time_s = time.perf_counter() - began_s - first_s
     return Throughput(way=way, samples=samples, size_bytes=size_bytes, time_s=time_s, first_s=first_s)
 
 
