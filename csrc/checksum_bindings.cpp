@@ -1,46 +1,15 @@
 // What Python sees of the checksum.
 #include <nanobind/nanobind.h>
 
-#include <optional>
-
 #include "bindings.hpp"
 #include "checksum.hpp"
+#include "python_bytes.hpp"
 
 namespace nb = nanobind;
 
 namespace penstock {
 
 namespace {
-
-// Below this size other threads wait shorter than the GIL takes to be handed over.
-constexpr std::size_t kReleaseGilBytes = std::size_t{64} << 10;
-
-class GilReleasedFor {
- public:
-  explicit GilReleasedFor(std::size_t size_bytes) {
-    if (size_bytes >= kReleaseGilBytes) released_.emplace();
-  }
-
- private:
-  std::optional<nb::gil_scoped_release> released_;
-};
-
-// The bytes of a Python object, which stay in place and alive meanwhile.
-class Bytes {
- public:
-  explicit Bytes(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  }
-  ~Bytes() { PyBuffer_Release(&buffer_); }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-
-  const void* data() const { return buffer_.buf; }
-  std::size_t size_bytes() const { return static_cast<std::size_t>(buffer_.len); }
-
- private:
-  Py_buffer buffer_;
-};
 
 std::uint32_t crc32c_of_bytes(nb::handle object, std::uint32_t crc) {
   const Bytes bytes(object);
