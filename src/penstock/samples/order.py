@@ -101,17 +101,18 @@ class CacheShape(NamedTuple):
 def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int) -> CacheShape:
     """Divide ``cache_bytes`` into buffers. Where all ``chunks`` fit, they all are slots.
 
-    Raises InvalidArgument where there is no room for two buffers.
+    One buffer is one slot, whose samples are mixed among themselves. Raises InvalidArgument where there is
+    no room for it.
     """
     buffers = cache_bytes // buffer_bytes(chunk_bytes)
     if buffers >= chunks:
         return CacheShape(max(1, chunks), 0)
-    if buffers < 2:
+    if buffers < 1:
         raise InvalidArgument(
-            f"cache_bytes={cache_bytes} has no room for two chunks: give at least "
-            f"{format_bytes_up(2 * buffer_bytes(chunk_bytes))}"
+            f"cache_bytes={cache_bytes} has no room for a chunk: give at least "
+            f"{format_bytes_up(buffer_bytes(chunk_bytes))}"
         )
-    ahead = max(1, min(AHEAD, buffers // 8))
+    ahead = min(AHEAD, max(buffers // 8, 1), buffers - 1)
     return CacheShape(buffers - ahead, ahead)
 
 

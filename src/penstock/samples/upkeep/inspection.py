@@ -112,8 +112,8 @@ def info(
     """What the store at ``path`` holds, and how well it will mix. Samples are not read.
 
     path          of a store, or of a folder of its parts
-    cache_bytes   sizes of the sample cache to give the mixing of "chunk" for. One that has no room for two
-                  chunks is left out; of those that hold the whole store, all but the smallest are
+    cache_bytes   sizes of the sample cache to give the mixing of "chunk" for. One that has no room for a
+                  chunk is left out; of those that hold the whole store, all but the smallest are
     batch         samples in a batch
 
     Raises SampleError where there is no store or a part is missing, InvalidFile where it is damaged,
