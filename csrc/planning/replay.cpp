@@ -169,7 +169,7 @@ void Replayer::plan_needs(std::size_t first, std::size_t last, Bytes allocate, I
     else if (operations_[i].kind == kExpand)
       need = state_[at(row)] == kResident ? need : raw(row) + need;
     else
-      need = raw(row) + std::max(beside(row, kernel, /*planned=*/true), need);
+      need = raw(row) + std::max(beside(row, kernel, true, std::span(operations_).subspan(first, i - first)), need);
     needs_[i - first] = std::max<Bytes>(need, 0);
   }
   reserve_ = needs_.front();
@@ -264,7 +264,10 @@ void Replayer::restore(const Operation& operation, Index kernel) {
   state_[at(row)] = kResident;
 }
 
-Bytes Replayer::beside(Index row, Index kernel, bool planned) const {
+Bytes Replayer::beside(Index row, Index kernel, bool planned, std::span<const Operation> before) const {
+  const auto restores = [this](const Operation& operation, Index tensor) {
+    return operation.kind != kCompress && rows_.tensor[operation.row] == tensor;
+  };
   const auto tensor = rows_.tensor[row];
   const auto producer = trace_.producer[at(tensor)];
   auto extra = kernels_.workspace[producer];
@@ -278,6 +281,7 @@ Bytes Replayer::beside(Index row, Index kernel, bool planned) const {
       if (is_csr(rows_.how[*r]) && (state == kReturning || (state == kLeaving && packed_[at(*r)])))
         there = false;
     }
+    there = there || std::ranges::any_of(before, [&](const auto& one) { return restores(one, *other); });
     if (!there) extra += trace_.bytes[at(*other)];
   }
   return extra;

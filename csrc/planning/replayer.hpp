@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "links.hpp"
@@ -78,7 +79,8 @@ class Replayer {
 
   // Bytes that making a tensor again needs beside its own: a workspace, and room for other results that
   // are not there. Those on their way back take their own memory: nobody plans for it twice.
-  Bytes beside(Index row, Index kernel, bool planned) const;
+  // What operations `before` it restore is there by then.
+  Bytes beside(Index row, Index kernel, bool planned, std::span<const Operation> before = {}) const;
 
   // The compute stream is busy for `seconds`, while copies go on.
   void work(Kind kind, Index index, double seconds, Bytes bytes);
