@@ -1,0 +1,88 @@
+"""What the schema of a PyTorch operator says: whether it runs a kernel, and what that kernel writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+# Operators that ask for metadata only, or mark something for a profiler.
+_NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
+_METADATA = frozenset(
+    ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous")
+    + ("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size", "stride", "dim")
+)
+# Norms write their running statistics, which these schemas do not say.
+_SILENT_WRITES = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "cudnn_batch_norm": ("running_mean", "running_var"),
+    "miopen_batch_norm": ("running_mean", "running_var"),
+}
+
+
+class Operator(NamedTuple):
+    """What the runtime knows of an operator before it runs.
+
+    name           without the namespace "aten": "mm"; with any other one: "mylib::scale"
+    is_kernel      False for views and for questions about metadata: they read and write no memory
+    written        (position, name) of the arguments that it writes to
+    is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
+    is_opaque      it has no schema, such as a compiled region: any of its inputs may be written
+    """
+
+    name: str
+    is_kernel: bool
+    written: tuple[tuple[int, str], ...]
+    is_repeatable: bool
+    is_opaque: bool = False
+
+
+@cache
+def describe(operator: Any) -> Operator:
+    """What is known of ``operator``, a torch._ops.OpOverload or a higher-order operator."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return Operator(str(operator), True, (), False, True)
+    name = str(schema.name).removeprefix("aten::")
+    silent = _SILENT_WRITES.get(name, ())
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in silent
+    )
+    returns = schema.returns
+    is_view = bool(returns) and not written and all(entry.alias_info is not None for entry in returns)
+    is_metadata = operator.namespace in _NAMESPACES_WITHOUT_KERNELS or name in _METADATA
+    return Operator(name, not (is_view or is_metadata), written, not written and not _is_random(operator))
+
+
+def _is_random(operator: Any) -> bool:
+    """Whether it gives other results if it is run again: random numbers, or sums in any order."""
+    tags = getattr(operator, "tags", ())
+    return any(
+        tag in tags
+        for name in ("nondeterministic_seeded", "nondeterministic_bitwise")
+        if (tag := getattr(torch.Tag, name, None)) is not None
+    )
+
+
+def tensors_in(values: object) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results of an operator, which nest lists at most, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_in(value)
+
+
+def written_tensors(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that the operator writes to."""
+    for position, name in operator.written:
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
