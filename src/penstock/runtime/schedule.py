@@ -1,100 +1,147 @@
-"""A plan in terms of what the runtime sees: the saves and loads of autograd, one by one. Pure.
+"""A plan as a list of typed actions for each kernel. Pure.
 
-Plans speak of kernels. While a step runs at full speed nobody counts kernels; what passes by is
-autograd saving storages and asking for them back. These events are the runtime's clock.
+The plan's kernels are the clock's kernels: nothing is translated. What the runtime cannot carry out is
+refused here, by name.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.plan import Plan
 from penstock.core.pressure import resident_bytes
 from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
+from penstock.runtime.storages import NEVER
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """What becomes of a saved storage that the plan evicts.
+class Evict(NamedTuple):
+    """Start to copy the tensor to the tier; it stays readable."""
 
-    due     number of the event after which the plan counts its memory as free
-    tier    where the copy goes
-    stays   it is kept in memory until a load lets it go: it leaves for a later period only
-    """
-
-    due: int
+    tensor: int
     tier: str
-    stays: bool
+
+
+class Release(NamedTuple):
+    """Give the tensor's memory back as soon as its copy is complete."""
+
+    tensor: int
+
+
+class Prefetch(NamedTuple):
+    """Bring the tensor back as soon as there is room."""
+
+    tensor: int
+
+
+Action = Evict | Release | Prefetch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do at each save, each load, and after each event.
+    """What to do before each kernel of an iteration of K kernels and T tensors.
 
-    departures    by save: how it leaves, absent where it stays
-    save_of_load  [L] the save that each load asks for, -1 where the trace does not tell
-    drops         loads after which the storage brought back is let go again
-    prefetches    by event: the saves whose copies are brought back then, in the order of need
-    ahead_bytes   [S + L] most device bytes the plan expects before the next event, had every
-                  eviction finished
+    names           [K] operators, by which it is known that the step is the one that was traced
+    known           [K] how many tensors have been touched when the kernel has run
+    before          [K] actions, in order
+    away_at_start   tensors that are away when the iteration begins, and the tier they are on
+    needs_bytes     [K] bytes that the kernel takes beyond what is there: its outputs and workspace
+    uses            [T] kernels that use the tensor, ascending
+    persistent      [T] the tensor is there again in the next iteration
+    tensor_bytes    [T] sizes in the trace
     """
 
-    departures: dict[int, Departure]
-    save_of_load: tuple[int, ...]
-    drops: frozenset[int]
-    prefetches: dict[int, tuple[int, ...]]
-    ahead_bytes: tuple[int, ...]
+    names: tuple[str, ...]
+    known: tuple[int, ...]
+    before: tuple[tuple[Action, ...], ...]
+    away_at_start: tuple[tuple[int, str], ...]
+    needs_bytes: tuple[int, ...]
+    uses: tuple[tuple[int, ...], ...]
+    persistent: tuple[bool, ...]
+    tensor_bytes: tuple[int, ...]
+
+    @property
+    def kernels(self) -> int:
+        return len(self.names)
+
+    def next_use(self, tensor: int, kernel: int) -> int:
+        """The first kernel from ``kernel`` on that uses the tensor; NEVER where none does."""
+        if not 0 <= tensor < len(self.uses):
+            return NEVER
+        uses = self.uses[tensor]
+        position = bisect_left(uses, kernel)
+        if position < len(uses):
+            return uses[position]
+        return uses[0] + self.kernels if uses and self.persistent[tensor] else NEVER
 
 
 def schedule(trace: Trace, plan: Plan) -> Schedule:
-    """Turn a plan for this trace into what the runtime does at each event."""
-    event_kernel = np.sort(np.concatenate([trace.save_kernel, trace.load_kernel]), kind="stable")
-    resident = resident_bytes(trace, plan.evictions)
-    bounds = np.append(event_kernel, trace.kernels)
-    ahead = [int(resident[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
-    for event in reversed(range(len(ahead) - 1)):
-        if bounds[event] == bounds[event + 1]:  # no kernel in between: the next event's need counts
-            ahead[event] = ahead[event + 1]
+    """What a plan for this trace asks of the runtime.
 
-    saves: dict[int, list[int]] = defaultdict(list)  # by tensor, one for each version
-    for save, tensor in enumerate(trace.save_tensor.tolist()):
-        saves[tensor].append(save)
-    loads: dict[int, list[int]] = defaultdict(list)
-    for load, tensor in enumerate(trace.load_tensor.tolist()):
-        loads[tensor].append(load)
-
-    def save_for(tensor: int, kernel: int) -> int:
-        """The version that a load before ``kernel`` finds: the last one saved by then."""
-        earlier = [save for save in saves.get(tensor, ()) if trace.save_kernel[save] <= kernel]
-        return earlier[-1] if earlier else -1
-
-    departures: dict[int, Departure] = {}
-    drops: set[int] = set()
-    prefetches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    Raises InvalidArgument where the runtime cannot carry it out.
+    """
+    _refuse(plan)
+    count = trace.kernels
+    before: list[list[Action]] = [[] for _ in range(count)]
+    away: list[tuple[int, str]] = []
+    rows = sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin))
+    for evict in rows:
+        start = min(evict.after + 1, evict.begin)
+        before[start % count].append(Evict(evict.tensor, evict.tier))
     for evict in sorted(plan.evictions, key=lambda evict: evict.begin):
-        save = save_for(evict.tensor, evict.begin)
-        if save < 0:
-            continue
-        due = int(np.searchsorted(event_kernel, evict.begin, side="right")) - 1
-        before = [load for load in loads[evict.tensor] if trace.load_kernel[load] < evict.begin]
-        departures.setdefault(save, Departure(max(due, 0), evict.tier, stays=bool(before)))
-        if before:
-            drops.add(before[-1])
-        drops.add(loads[evict.tensor][-1])  # nobody asks again: its memory goes with the node that did
-        at = int(np.searchsorted(event_kernel, evict.prefetch_at, side="left"))
-        if at < len(event_kernel):
-            prefetches[at].append((evict.prefetch_at, evict.end, save))
+        before[evict.begin % count].append(Release(evict.tensor))
+        if evict.end >= count and evict.prefetch_at >= count:
+            away.append((evict.tensor, evict.tier))
+    for evict in sorted(plan.evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
+        before[evict.prefetch_at % count].append(Prefetch(evict.tensor))
+    return unplanned(trace, before, away)
+
+
+def unplanned(
+    trace: Trace, before: Sequence[Sequence[Action]] = (), away: Sequence[tuple[int, str]] = ()
+) -> Schedule:
+    """What is known of an iteration for which nothing is planned, or the actions given."""
+    count = trace.kernels
+    born = np.zeros(count, dtype=np.int64)
+    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < count))
+    np.add.at(born, trace.tensor_birth[made], trace.tensor_bytes[made])
+    first = np.full(trace.tensors, count, dtype=np.int64)
+    uses = trace.uses
+    used = np.flatnonzero(np.diff(uses.starts) > 0)
+    first[used] = uses.values[uses.starts[used]]
+    known = np.searchsorted(np.sort(first), np.arange(count), side="right")
     return Schedule(
-        departures,
-        tuple(
-            save_for(tensor, kernel)
-            for tensor, kernel in zip(trace.load_tensor.tolist(), trace.load_kernel.tolist(), strict=True)
-        ),
-        frozenset(drops),
-        {at: tuple(save for _, _, save in sorted(entries)) for at, entries in prefetches.items()},
-        tuple(ahead),
+        names=trace.kernel_name,
+        known=tuple(known.tolist()),
+        before=tuple(tuple(actions) for actions in before) or ((),) * count,
+        away_at_start=tuple(away),
+        needs_bytes=tuple((born + trace.kernel_workspace_bytes).tolist()),
+        uses=tuple(tuple(uses[tensor].tolist()) for tensor in range(trace.tensors)),
+        persistent=tuple(trace.tensor_persistent.tolist()),
+        tensor_bytes=tuple(trace.tensor_bytes.tolist()),
     )
+
+
+def planned_peak_bytes(trace: Trace, plan: Plan) -> int:
+    """Most device bytes of any kernel, as planned."""
+    return int(resident_bytes(trace, plan.evictions).max(initial=0))
+
+
+def _refuse(plan: Plan) -> None:
+    what = []
+    if plan.recomputations:
+        what.append(f"recompute {len(plan.recomputations)} tensors")
+    if codecs := sorted({evict.codec for evict in plan.evictions} - {"raw"}):
+        what.append(f"compress tensors ({', '.join(codecs)})")
+    if any(variant >= 0 for variant in plan.variants):
+        what.append("choose kernel variants")
+    if what:
+        raise InvalidArgument(
+            f"this plan asks to {' and to '.join(what)}, which a run cannot carry out yet: plan without it "
+            "(leave out --recompute, --compress and --variants)"
+        )

@@ -1,0 +1,448 @@
+"""The clock of kernels: sees every operator that runs, and keeps the storages that it touches on the device.
+
+Before a kernel: the actions that are due, the residency of every storage that it touches, room for what it
+makes. After it: what it wrote is dirty, what it made is managed. Autograd's saved tensors are storages like
+any other, and autograd's own checks stay on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.capture.operators import Operator, describe, tensors_in, written_tensors
+from penstock.capture.phases import Phases
+from penstock.capture.recorder import KernelRecord, TensorRecord
+from penstock.capture.slices import join, slices
+from penstock.core.trace import KINDS
+from penstock.runtime.copies import CopyEngine
+from penstock.runtime.devices import Device
+from penstock.runtime.schedule import Evict, Prefetch, Release, Schedule
+from penstock.runtime.storages import NEVER, RESIDENT, ManagedStorage, Storages
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
+_LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
+_LIST_OPERATORS = ("_foreach_", "_fused_", "_amp_foreach")
+
+
+class Recording:
+    """What the clock notes of a step, for a trace."""
+
+    def __init__(self) -> None:
+        self.kernels: list[KernelRecord] = []
+        self.tensors: list[TensorRecord] = []
+
+
+class Clock(TorchDispatchMode):
+    """Carries out a schedule while kernels run, and enforces the budget where none is followed.
+
+    kernels      that have run in this step
+    operators    that were seen in this step
+    clock_s      seconds spent in this file and below in this step, waits excluded
+    mismatch     the step is not the one that the schedule was made for
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, device: Device, engine: CopyEngine, smallest_bytes: int) -> None:
+        super().__init__()
+        self._device = device
+        self._engine = engine
+        self._lock = engine.lock
+        self.storages = Storages(self._adopt, device.bury, smallest_bytes)
+        engine.victims = self._victims
+        self._facts: dict[Any, Operator] = {}
+        self.phases = Phases(self._on_kind)
+        self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
+        self._schedule: Schedule | None = None
+        self._alternatives: tuple[Schedule, ...] = ()
+        self._needs: list[int] = []
+        self._carried: dict[int, ManagedStorage] = {}
+        self._numbered: list[ManagedStorage] = []
+        self._recording: Recording | None = None
+        self._step = 0
+        self._in_step = False
+        self._left_s = 0.0
+        self._seen: list[str] = []
+        self.kernels = self.operators = 0
+        self.clock_s = 0.0
+        self.mismatch = False
+        self.entered = False
+
+    # -- on and off ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """See every operator of this thread from now on."""
+        self.__enter__()
+        self.entered = True
+
+    def stop(self) -> None:
+        """See no more. Where another mode was entered since, this one lies still below it."""
+        if self.entered and _python_dispatch._get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+        self.entered = False
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def begin_step(self, known: Iterable[Schedule], recording: Recording | None) -> None:
+        """A step begins.
+
+        known       schedules it may follow, the likeliest first
+        recording   where to note what happens
+        """
+        with self._lock:
+            self._step += 1
+            schedules = tuple(known)
+            self._follow(schedules[0] if schedules else None)
+            self._alternatives = schedules[1:]
+            self._recording = recording
+            self.kernels = self.operators = 0
+            self.clock_s = 0.0
+            self.mismatch = False
+            self._numbered = []
+            self._seen = []
+            self._in_step = True
+            if self._schedule is not None:
+                for tensor, tier in self._schedule.away_at_start:
+                    if (managed := self._tensor(tensor)) is not None:
+                        self._engine.release(managed, tier)
+        self.phases.enter()
+        self._left_s = time.perf_counter()
+
+    def end_step(self) -> None:
+        """The step is over: what lasts keeps its number for the next one."""
+        self.phases.exit()
+        with self._lock:
+            self.storages.bury()
+            self._in_step = False
+            self._carried = {
+                managed.index: managed for managed in self._numbered if managed.storage() is not None
+            }
+            self._recording = None
+
+    def _follow(self, schedule: Schedule | None) -> None:
+        self._schedule = schedule
+        self._needs = list(schedule.needs_bytes) if schedule is not None else []
+
+    def _on_kind(self, tensor: torch.Tensor, kind: int) -> None:
+        self.know(tensor, kind)
+
+    def know(self, tensor: torch.Tensor, kind: int) -> None:
+        """The tensor is a weight, a gradient, or the optimizer's."""
+        for storage in _storages_of(tensor):
+            with self._lock:
+                self.storages.bury()
+                managed = self.storages.meet(storage)
+                managed.kind = kind
+                managed.lasts = kind in _LASTING
+
+    # -- every operator ------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = self._facts.get(operator)
+        if facts is None:
+            facts = self._facts[operator] = describe(operator)
+        if not facts.is_kernel or not self.entered:
+            return operator(*args, **kwargs)
+        if types and any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a tensor of another kind does it with operators on plain ones
+        if facts.name.startswith(_LIST_OPERATORS):
+            parts = slices(operator, args, kwargs)
+            if parts is not None:
+                return join(operator, [self._run(operator, facts, *part) for part in parts])
+        return self._run(operator, facts, args, kwargs)
+
+    def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered_s = time.perf_counter()
+        engine, meet = self._engine, self.storages.meet
+        stalls = len(engine.waits)
+        with self._lock:
+            if self.storages.has_dead:
+                self.storages.bury()
+            used: list[ManagedStorage] = []
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(value)
+                if kind in _PLAIN:
+                    self._collect(value, used)
+                elif kind is list or kind is tuple:
+                    for tensor in tensors_in(value):
+                        self._collect(tensor, used)
+            kernel = self.kernels
+            if self._in_step:
+                self._number(used)
+                if self._schedule is not None:
+                    self._act(kernel, facts.name)
+            away = False
+            for managed in used:
+                managed.pins += 1
+                if managed.state > 1:  # AWAY, COMING
+                    away = True
+            try:
+                if away:
+                    engine.demand(used)
+                written: list[ManagedStorage] = []
+                if facts.written:
+                    for tensor in written_tensors(facts, args, kwargs):
+                        for storage in _storages_of(tensor):
+                            managed = meet(storage)
+                            written.append(managed)
+                            engine.will_write(managed)
+                need_bytes = self._need_bytes(kernel, facts.name)
+                engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes())
+                self._device.begin_kernel(used)
+            except BaseException:
+                self._unpin(used)
+                raise
+        recording = self._recording
+        if recording is not None:
+            self._device.begin_measuring()
+        begun_s = time.perf_counter()
+        try:
+            result = operator(*args, **kwargs)
+        except BaseException as error:
+            with self._lock:
+                self._unpin(used)
+            self._device.kernel_failed(error, need_bytes)
+            raise
+        ended_s = time.perf_counter()
+        with self._lock:
+            if self.storages.has_dead:
+                self.storages.bury()
+            made: list[ManagedStorage] = []
+            taken_bytes = 0
+            for tensor in tensors_in(result):
+                for storage in _storages_of(tensor):
+                    managed = self.storages.find(storage)
+                    if managed is None:
+                        managed = meet(storage, True)
+                        managed.birth = self.kernels
+                        managed.kind = _ACTIVATION
+                        taken_bytes += managed.size_bytes
+                    made.append(managed)
+            self._unpin(used)
+            if self._in_step:
+                self._number(made)
+                self._check_known(kernel)
+                if recording is not None:
+                    self._record(recording, facts, result, used, written, made, entered_s, begun_s, ended_s)
+                    taken_bytes += recording.kernels[-1].workspace_bytes
+                self.kernels += 1
+                self._seen.append(facts.name)
+            self._needs_bytes[facts.name] = taken_bytes
+        self.operators += 1
+        left_s = time.perf_counter()
+        waited_s = sum(wait.finished_s - wait.started_s for wait in engine.waits[stalls:])
+        self.clock_s += begun_s - entered_s + left_s - ended_s - waited_s
+        self._left_s = left_s
+        return result
+
+    def _collect(self, tensor: torch.Tensor, used: list[ManagedStorage]) -> None:
+        if tensor.layout is torch.strided:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # a tensor without one
+                return
+            managed = self.storages.meet(storage)
+            if managed not in used:
+                used.append(managed)
+            return
+        for storage in _storages_of(tensor):
+            managed = self.storages.meet(storage)
+            if managed not in used:
+                used.append(managed)
+
+    def _unpin(self, used: list[ManagedStorage]) -> None:
+        by_use = self.storages.by_use
+        for managed in used:
+            managed.pins -= 1
+            if managed.movable:
+                by_use.move_to_end(managed.key)
+        self._engine.end_kernel()
+
+    # -- the schedule --------------------------------------------------------------------------
+
+    def _number(self, touched: list[ManagedStorage]) -> None:
+        """Number what this step touches for the first time, as the trace does."""
+        step = self._step
+        for managed in touched:
+            if managed.step != step:
+                managed.step = step
+                managed.index = len(self._numbered)
+                self._numbered.append(managed)
+
+    def _tensor(self, index: int) -> ManagedStorage | None:
+        """The storage that is the trace's tensor ``index``: of this step, or kept from the last one."""
+        if index < len(self._numbered):
+            return self._numbered[index]
+        managed = self._carried.get(index)
+        return managed if managed is not None and managed.step != self._step else None
+
+    def _act(self, kernel: int, name: str) -> None:
+        schedule = self._schedule
+        assert schedule is not None
+        if kernel >= len(schedule.names) or schedule.names[kernel] != name:
+            schedule = self._change(name)
+            if schedule is None:
+                return
+        for action in schedule.before[kernel]:
+            managed = self._tensor(action.tensor)
+            if managed is None or not managed.movable:
+                continue
+            if type(action) is Evict:
+                self._engine.evict(managed, action.tier, release=False)
+            elif type(action) is Release:
+                self._engine.release(managed)
+            else:
+                self._engine.prefetch(managed)
+
+    def _check_known(self, kernel: int) -> None:
+        """Whether as many tensors are known as in the trace: else its numbers mean others."""
+        schedule = self._schedule
+        if schedule is not None and schedule.known[kernel] != len(self._numbered):
+            self._mismatch()
+
+    def _change(self, name: str) -> Schedule | None:
+        """Another schedule that agrees with the step so far; None where there is none."""
+        seen = (*self._seen, name)
+        for schedule in self._alternatives:
+            if schedule.names[: len(seen)] == seen and schedule.known[len(seen) - 2] == len(self._numbered):
+                self._follow(schedule)
+                return schedule
+        self._mismatch()
+        return None
+
+    def _mismatch(self) -> None:
+        self.mismatch = True
+        self._follow(None)
+
+    def _need_bytes(self, kernel: int, name: str) -> int:
+        """What the kernel will take beyond what is there, as far as is known."""
+        expected = self._needs_bytes.get(name, 0)
+        if self._schedule is not None and kernel < len(self._needs):
+            return self._needs[kernel]
+        return min(expected, self._engine.budget_bytes // 4)
+
+    def _ahead_bytes(self) -> int:
+        return min(64 << 20, self._engine.budget_bytes // 10)
+
+    def _victims(self) -> Iterator[ManagedStorage]:
+        """What should leave first: what is used furthest in the future where that is known, else what was
+        used least recently."""
+        schedule = self._schedule
+        by_use = list(self.storages.by_use.values())
+        if schedule is None:
+            yield from by_use
+            return
+        kernel, step = self.kernels, self._step
+
+        def next_use(managed: ManagedStorage) -> int:
+            if managed.step == step:
+                return schedule.next_use(managed.index, kernel)
+            if self._carried.get(managed.index) is managed:
+                return schedule.next_use(managed.index, kernel)
+            return NEVER
+
+        yield from sorted(by_use, key=next_use, reverse=True)
+
+    # -- recording -----------------------------------------------------------------------------
+
+    def _adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
+        return self._device.adopt(managed, storage, made)
+
+    def _record(
+        self,
+        recording: Recording,
+        facts: Operator,
+        result: Any,
+        used: list[ManagedStorage],
+        written: list[ManagedStorage],
+        made: list[ManagedStorage],
+        entered_s: float,
+        begun_s: float,
+        ended_s: float,
+    ) -> None:
+        """Note the kernel. Time since the last one is the program's own, and counts for this one."""
+        kernel = self.kernels
+        inputs = {managed.index for managed in used}
+        fresh = {managed.index for managed in made if managed.birth == kernel and managed.index not in inputs}
+        outputs = {managed.index for managed in written} | {
+            managed.index for managed in made if managed.index not in inputs
+        }
+        for managed in self._numbered[len(recording.tensors) :]:
+            born = managed.index in fresh
+            recording.tensors.append(
+                TensorRecord(
+                    managed.size_bytes,
+                    managed.kind if managed.kind >= 0 else _INPUT,
+                    not born,
+                    kernel if born else 0,
+                    None,
+                    movable=managed.movable,
+                )
+            )
+        phase = self.phases.current()
+        for tensor in tensors_in(result):
+            for storage in _storages_of(tensor):
+                managed = self.storages.meet(storage)
+                if managed.index in fresh:
+                    recording.tensors[managed.index].itemsize = tensor.element_size()
+        repeats = phase == 0 and facts.is_repeatable
+        for index in outputs:
+            recording.tensors[index].producer = kernel if repeats and index in fresh else -1
+        recording.kernels.append(
+            KernelRecord(
+                facts.name,
+                ended_s - begun_s + max(entered_s - self._left_s, 0.0),
+                tuple(sorted(inputs)),
+                tuple(sorted(outputs)),
+                self._device.workspace_bytes(),
+                phase,
+                begun_s,
+                ended_s,
+                self._device.in_memory_bytes(),
+            )
+        )
+
+    def note_death(self, managed: ManagedStorage) -> None:
+        """The storage has died: its tensor in the recording ends with the kernel before."""
+        recording = self._recording
+        if recording is not None and managed.step == self._step and managed.index < len(recording.tensors):
+            recording.tensors[managed.index].death = self.kernels
+
+    def finish(self, recording: Recording) -> None:
+        """Kinds are known for sure at the end of the step."""
+        for managed in self._numbered[: len(recording.tensors)]:
+            if managed.kind >= 0:
+                recording.tensors[managed.index].kind = managed.kind
+
+
+def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages that hold the tensor's values: two of a sparse one, none of an opaque one."""
+    if tensor.layout is torch.strided:
+        try:
+            return [tensor.untyped_storage()]
+        except (NotImplementedError, RuntimeError):
+            return []
+    parts: tuple[Callable[[], torch.Tensor], ...]
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices, tensor._values)
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices, tensor.col_indices, tensor.values)
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices, tensor.row_indices, tensor.values)
+    else:
+        return []
+    return [part().untyped_storage() for part in parts]

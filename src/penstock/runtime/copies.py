@@ -1,0 +1,499 @@
+"""The copy engine: schedules and performs all copies between the device and the lower tiers.
+
+Every change of a storage's state is made here, under one lock. The engine bounds the bytes in flight,
+lets demands overtake prefetches and both overtake evictions (G10 section 4.6), and makes a kernel wait
+where memory would not suffice: back-pressure, not luck, keeps the budget. A device does the copying.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.errors import BudgetTooSmall, PenstockError, SpillError
+from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
+from penstock.units import format_bytes_up, format_seconds
+
+logger = logging.getLogger("penstock")
+
+DEMAND, PREFETCH, EVICT = range(3)
+
+# Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits.
+IN_FLIGHT_BYTES = 64 << 20
+
+TIMEOUT_S = 120.0
+
+
+class Moved(NamedTuple):
+    """One copy that is over.
+
+    tensor   number in the trace, -1 where the copy is of no traced tensor
+    kind     index into penstock.core.trace.KINDS, -1 where it is not known
+    """
+
+    link: str
+    started_s: float
+    finished_s: float
+    tensor: int
+    size_bytes: int
+    kind: int = -1
+
+
+class Wait(NamedTuple):
+    """A kernel waited: for a "prefetch" to arrive, or for "memory" that evictions had not freed yet."""
+
+    cause: str
+    started_s: float
+    finished_s: float
+
+
+Done = Callable[[PenstockError | None, Sequence[Moved]], None]
+
+
+class Device(Protocol):
+    """What a device must do to a storage. Called with the engine's lock held, unless it says otherwise.
+
+    admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
+    place_text        where copies go, for messages
+    """
+
+    admits_anywhere: bool
+    place_text: str
+
+    def in_memory_bytes(self) -> int:
+        """Device bytes in use now."""
+        ...
+
+    def reserve(self, managed: ManagedStorage, tier: str) -> Any:
+        """Space for a copy, on that tier or a lower one. Raises SpillSpaceFull."""
+
+    def forget(self, managed: ManagedStorage, slot: Any) -> None:
+        """Give the space of a copy back. No copy is under way."""
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        """Copy the bytes to the slot. A write meanwhile is noticed, or announced by `will_write`."""
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Give the storage's memory back; its copy is complete. False: it was written meanwhile."""
+        ...
+
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Take memory to bring the bytes back to. False: there is none now."""
+        ...
+
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
+    ) -> None:
+        """Copy the slot's bytes to the memory that `prepare` took."""
+
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """The bytes are there: let the program see them. True: the slot has the same bytes."""
+        ...
+
+    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        """Undo `prepare`: the copy failed."""
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        """A kernel is about to write to the storage."""
+
+    def is_gone(self, managed: ManagedStorage) -> bool:
+        """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
+        ...
+
+
+class CopyEngine:
+    """Moves storages by order of the schedule, or of need.
+
+    budget_bytes   of the device
+    victims        storages in the order in which they should leave, where nothing is planned
+    waits, moved   since `begin_step`
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        budget_bytes: int,
+        victims: Callable[[], Iterable[ManagedStorage]] = tuple,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._device = device
+        self.budget_bytes = budget_bytes
+        self.victims = victims
+        self._timeout_s = timeout_s
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._evictions: deque[ManagedStorage] = deque()  # that have not begun
+        self._prefetches: deque[ManagedStorage] = deque()  # that wait for room
+        self._out_bytes = 0  # in flight
+        self._in_bytes = 0
+        self._freeing_bytes = 0  # of what is leaving, and released when its copy is complete
+        self._reserved_bytes = 0  # in use when the kernel began, and what it takes
+        self._unpinned_later: list[ManagedStorage] = []
+        self._pumping = False
+        self._completions = 0
+        self._error: PenstockError | None = None
+        self.tier = "disk"  # where evictions that nothing planned go
+        self.waits: list[Wait] = []
+        self.moved: list[Moved] = []
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that kernels waited since `begin_step`."""
+        return sum(wait.finished_s - wait.started_s for wait in self.waits)
+
+    def begin_step(self) -> None:
+        with self.lock:
+            self._error = None
+            self.waits = []
+            self.moved = []
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def evict(self, managed: ManagedStorage, tier: str | None = None, *, release: bool) -> None:
+        """Start to copy the storage out.
+
+        release   give its memory back when the copy is complete; otherwise it stays readable
+
+        Raises SpillSpaceFull.
+        """
+        if managed.state == LEAVING:
+            if release and not managed.void:
+                self._mark_released(managed)
+            return
+        if managed.state != RESIDENT or not managed.movable:
+            return
+        if managed.clean:
+            if release:
+                self._release(managed)
+            return
+        storage = managed.storage()
+        if storage is None:
+            return
+        if managed.slot is None:
+            managed.slot = self._device.reserve(managed, tier or self.tier)
+        managed.state = LEAVING
+        managed.void = False
+        managed.queued = True
+        managed.hold = storage
+        if release:
+            self._mark_released(managed)
+        self._evictions.append(managed)
+        self._pump()
+
+    def release(self, managed: ManagedStorage, tier: str | None = None) -> None:
+        """Give the storage's memory back now if it has a copy, else as soon as it has one."""
+        self.evict(managed, tier, release=True)
+
+    def _mark_released(self, managed: ManagedStorage) -> None:
+        if not managed.released:
+            managed.released = True
+            self._freeing_bytes += managed.size_bytes
+
+    def _unmark_released(self, managed: ManagedStorage) -> None:
+        if managed.released:
+            managed.released = False
+            self._freeing_bytes -= managed.size_bytes
+
+    def _release(self, managed: ManagedStorage) -> None:
+        """Of what is resident and clean."""
+        if managed.pins:
+            self._unpinned_later.append(managed)
+            return
+        storage = managed.hold or managed.storage()
+        if storage is None:
+            return
+        if self._device.release(managed, storage):
+            managed.state = AWAY
+            self._reserved_bytes -= managed.size_bytes
+        else:  # the program wrote to it without our knowing
+            managed.clean = False
+            managed.hold = None
+            self.evict(managed, release=True)
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        """A kernel is about to write: copies lose their worth."""
+        if managed.state == LEAVING:
+            if managed.queued:
+                self._evictions.remove(managed)
+                managed.queued = False
+                managed.hold = None
+                managed.state = RESIDENT
+            else:
+                managed.void = True
+            self._unmark_released(managed)
+        managed.clean = False
+        self._device.will_write(managed)
+
+    def _left(self, managed: ManagedStorage, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+        with self.lock:
+            self._out_bytes -= managed.size_bytes
+            release = managed.released
+            self._unmark_released(managed)
+            managed.state = RESIDENT
+            if error is not None:
+                self._error = self._error or error
+                managed.clean = False
+                self._device.will_write(managed)
+            elif not managed.void:
+                managed.clean = True
+                if release:
+                    self._release(managed)
+            if self._device.is_gone(managed):
+                managed.state, managed.clean = AWAY, False
+            if managed.state != LEAVING:
+                managed.hold = None
+            self._finish(moved)
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def prefetch(self, managed: ManagedStorage) -> None:
+        """Bring the storage back as soon as there is room beside what runs."""
+        if managed.state == LEAVING:  # it stays
+            self._unmark_released(managed)
+        elif managed.state == AWAY and not managed.queued:
+            managed.queued = True
+            self._prefetches.append(managed)
+            self._pump()
+
+    def demand(self, wanted: Sequence[ManagedStorage]) -> None:
+        """Wait until all of them are on the device. They are pinned, and so stay."""
+        began_s = time.perf_counter()
+        missing = [managed for managed in wanted if managed.state == AWAY]
+        if missing:
+            self.make_room(sum(managed.size_bytes for managed in missing))
+        while True:
+            away = [managed for managed in wanted if managed.state == AWAY]
+            if away:  # of those that were coming, one failed: the device says why, or it is asked again
+                self.raise_error()
+                for managed in away:
+                    if not self._bring(managed, DEMAND):
+                        self._make_some_room(managed.size_bytes)
+            elif any(managed.state == COMING for managed in wanted):
+                self._wait()
+            else:
+                break
+        self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
+
+    def _bring(self, managed: ManagedStorage, priority: int) -> bool:
+        storage = managed.storage()
+        if storage is None:
+            return True
+        if not self._device.prepare(managed, storage):
+            return False
+        managed.state = COMING
+        managed.hold = storage
+        self._reserved_bytes += managed.size_bytes
+        self._in_bytes += managed.size_bytes
+        try:
+            done = functools.partial(self._came, managed, priority)
+            self._device.copy_in(managed, storage, priority, done)
+        except BaseException:
+            self._in_bytes -= managed.size_bytes
+            managed.state = AWAY
+            managed.hold = None
+            self._device.give_up(managed, storage)
+            raise
+        return True
+
+    def _came(
+        self, managed: ManagedStorage, priority: int, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
+        with self.lock:
+            self._in_bytes -= managed.size_bytes
+            storage = managed.hold
+            assert storage is not None
+            managed.hold = None
+            if error is None:
+                managed.clean = self._device.arrive(managed, storage)
+                managed.state = RESIDENT
+            else:
+                self._device.give_up(managed, storage)
+                managed.state = AWAY
+                if priority == DEMAND:
+                    self._error = self._error or error
+                else:
+                    logger.warning("a prefetch failed, and is tried again when it is needed: %s", error)
+            self._finish(moved)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def make_room(self, size_bytes: int, ahead_bytes: int = 0) -> None:
+        """Wait until ``size_bytes`` fit beside what is there; they are reserved until `end_kernel`.
+
+        ahead_bytes   start to evict so many bytes more where room is short, without waiting for them
+
+        Raises BudgetTooSmall where nothing that could leave is left.
+        """
+        used_bytes = self._device.in_memory_bytes()
+        if used_bytes + size_bytes > self.budget_bytes:
+            began_s = time.perf_counter()
+            while True:
+                short_bytes = used_bytes + size_bytes - self.budget_bytes
+                if short_bytes <= 0:
+                    break
+                self.raise_error()
+                if self._freeing_bytes < short_bytes:
+                    self._evict_some(short_bytes + ahead_bytes)
+                    used_bytes = self._device.in_memory_bytes()
+                    short_bytes = used_bytes + size_bytes - self.budget_bytes
+                if short_bytes > 0:
+                    if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
+                        self._refuse(used_bytes + size_bytes)
+                    self._wait()
+                    used_bytes = self._device.in_memory_bytes()
+            self.waits.append(Wait("memory", began_s, time.perf_counter()))
+        self._reserved_bytes = used_bytes + size_bytes
+
+    def _make_some_room(self, size_bytes: int) -> None:
+        """The device has no memory for what is demanded, though the budget has: wait, or free more."""
+        if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
+            before = self._device.in_memory_bytes()
+            self._evict_some(size_bytes)
+            if not self._freeing_bytes and self._device.in_memory_bytes() >= before:
+                self._refuse(before + size_bytes)
+        if self._freeing_bytes or self._in_bytes or self._out_bytes:
+            self._wait()
+
+    def _evict_some(self, size_bytes: int) -> None:
+        """Let storages leave until ``size_bytes`` are free, or on their way."""
+        target = self._device.in_memory_bytes() - size_bytes
+        for managed in self.victims():
+            if self._device.in_memory_bytes() - self._freeing_bytes <= target:
+                return
+            if not managed.pins and managed.state in (RESIDENT, LEAVING):
+                self.evict(managed, release=True)
+
+    def _refuse(self, needed_bytes: int) -> None:
+        raise BudgetTooSmall(
+            f"a kernel, with the tensors that it uses and those that cannot leave, needs "
+            f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
+            f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size.",
+            needed_bytes,
+        )
+
+    def end_kernel(self) -> None:
+        """What was reserved is in use now, or not needed."""
+        self._reserved_bytes = 0
+        if self._unpinned_later:
+            later, self._unpinned_later = self._unpinned_later, []
+            for managed in later:
+                if managed.state == RESIDENT and managed.clean:
+                    self._release(managed)
+        if self._prefetches:
+            self._pump()
+
+    # -- the queues ----------------------------------------------------------------------------
+
+    def _pump(self, here: bool = True) -> None:
+        """Start what waits for its turn. here: on a thread that runs kernels."""
+        if self._pumping:  # a copy was over at once: the loop that started it goes on
+            return
+        self._pumping = True
+        try:
+            if here or self._device.admits_anywhere:
+                self._start_prefetches()
+            self._start_evictions()
+        finally:
+            self._pumping = False
+
+    def _start_prefetches(self) -> None:
+        while self._prefetches:
+            managed = self._prefetches[0]
+            if managed.state == AWAY and managed.queued:
+                if self._in_bytes and self._in_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+                    return
+                used_bytes = max(self._device.in_memory_bytes(), self._reserved_bytes)
+                if used_bytes + managed.size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
+                    return
+            self._prefetches.popleft()
+            managed.queued = False
+
+    def _start_evictions(self) -> None:
+        while self._evictions:
+            managed = self._evictions[0]
+            if self._out_bytes and self._out_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+                return
+            self._evictions.popleft()
+            managed.queued = False
+            storage = managed.hold
+            assert storage is not None
+            self._out_bytes += managed.size_bytes
+            try:
+                self._device.copy_out(managed, storage, functools.partial(self._left, managed))
+            except BaseException:
+                self._out_bytes -= managed.size_bytes
+                self._unmark_released(managed)
+                managed.state = RESIDENT
+                managed.hold = None
+                raise
+
+    def _finish(self, moved: Sequence[Moved]) -> None:
+        self.moved.extend(moved)
+        self._completions += 1
+        try:
+            self._pump(here=False)
+        except PenstockError as error:
+            self._error = self._error or error
+        finally:
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        """Until a copy completes. Raises what went wrong, or SpillError where none completes in time."""
+        self.raise_error()
+        before = self._completions
+        deadline = time.monotonic() + self._timeout_s
+        while self._completions == before:
+            if not (self._out_bytes or self._in_bytes):
+                return
+            if not self._changed.wait(min(1.0, self._timeout_s)) and time.monotonic() > deadline:
+                raise SpillError(
+                    f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
+                    "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
+                )
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Drop what is queued, and wait for what is in flight."""
+        with self.lock:
+            for managed in self._evictions:
+                managed.queued = False
+                managed.hold = None
+                managed.state = RESIDENT
+                self._unmark_released(managed)
+            for managed in self._prefetches:
+                managed.queued = False
+            self._evictions.clear()
+            self._prefetches.clear()
+            self._reserved_bytes = 0
+            while self._out_bytes or self._in_bytes:
+                error, self._error = self._error, None
+                try:
+                    self._wait()
+                finally:
+                    self._error = self._error or error
+
+    def note_arrived(self, managed: ManagedStorage, clean: bool) -> None:
+        """The device brought the storage back by itself."""
+        if managed.state == AWAY:
+            managed.state = RESIDENT
+            managed.clean = clean
+
+    def note_gone(self, managed: ManagedStorage) -> None:
+        """The device took the storage's memory by itself, and keeps a copy of its own."""
+        if managed.state == RESIDENT:
+            managed.state = AWAY
+            managed.clean = False

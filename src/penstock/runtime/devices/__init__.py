@@ -1,0 +1,63 @@
+"""Devices whose memory is a budget. One file each; `penstock.runtime.copies.Device` is what they share."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from penstock.runtime import copies
+from penstock.runtime.storages import ManagedStorage
+
+
+class Device(copies.Device, Protocol):
+    """A device tier as a run needs it: it copies for the engine, and measures its memory.
+
+    tier             where evictions go that nothing planned: "host" or "disk"
+    memory_manager   who gives the device its memory, for reports
+    evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
+    unplanned_accesses          that were served so far
+    """
+
+    tier: str
+    memory_manager: str
+    evict_link: str
+    prefetch_link: str
+
+    @property
+    def unplanned_accesses(self) -> int: ...
+
+    def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
+        """Whether the storage can leave the device; prepares it where that takes something.
+
+        made   a kernel of the run has just made it
+        """
+        ...
+
+    def bury(self, managed: ManagedStorage) -> None:
+        """The storage has died."""
+
+    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
+        """A kernel begins that uses these: what the device moved by itself is told to the engine."""
+
+    def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
+        """A kernel raised. Raises BudgetTooSmall where the budget was the reason."""
+
+    def begin_step(self) -> None:
+        """Forget earlier peaks."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+
+    def peak_bytes(self) -> int:
+        """Most device bytes in use since `begin_step`, everything counted."""
+        ...
+
+    def begin_measuring(self) -> None:
+        """A kernel begins whose workspace is to be measured."""
+
+    def workspace_bytes(self) -> int:
+        """Bytes that lived during the kernel only."""
+        ...
+
+    def close(self) -> None: ...

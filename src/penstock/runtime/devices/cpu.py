@@ -1,0 +1,270 @@
+"""RAM as the device: storages stay at their addresses, and their pages come and go.
+
+Tensors lie in penstock's arena. What is planned is copied by the storage engine, straight between the
+arena's pages and the disk; an access that nobody planned, and memory that nobody foresaw, are served by
+the arena itself, below Python (see penstock.runtime.arena).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from penstock import _native
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError
+from penstock.runtime import arena
+from penstock.runtime.copies import CopyEngine, Done, Moved
+from penstock.runtime.storages import ManagedStorage
+from penstock.storage.extents import ALIGNMENT_BYTES, Extent
+from penstock.storage.spill import SpillSpace, Transfer
+from penstock.units import format_bytes_up
+
+
+class CpuDevice:
+    """RAM up to a budget, and the disk below it; see penstock.runtime.devices.Device.
+
+    Raises DeviceUnavailable where the arena cannot work.
+    """
+
+    tier = "disk"
+    evict_link = "disk_write"
+    prefetch_link = "disk_read"
+    admits_anywhere = True
+    memory_manager = "arena"
+
+    def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
+        if (reason := arena.available()) is not None:
+            raise DeviceUnavailable(
+                f"a budget of RAM needs penstock's arena, which cannot work here: {reason}. "
+                "Train without penstock.offload, or on a GPU."
+            )
+        self._spill = spill
+        self.place_text = f"the disk of {spill.place_text}"
+        self._budget_bytes = budget_bytes
+        self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
+        self._lease = arena.activate(budget_bytes, spill.swap_file())
+        self._foreign_bytes = arena.stats().in_memory_bytes
+        self._faults_before = arena.stats().faults
+        self._by_place: dict[int, ManagedStorage] = {}
+        self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
+        self._gone: set[int] = set()  # keys of what the arena took by itself
+        self._reader = ThreadPoolExecutor(1, "penstock-arena")
+        self._peak_bytes = 0
+        self._before_bytes = 0
+        self.engine: CopyEngine | None = None
+
+    # -- which storages ------------------------------------------------------------------------
+
+    def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
+        if storage.device.type != "cpu":
+            return False
+        if not self._is_in_arena(storage):
+            if made or storage.is_shared() or not storage.resizable():
+                # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
+                self._add_fixed(managed.size_bytes)
+                managed.place = -1
+                return False
+            if self.engine is not None:
+                self.engine.make_room(managed.size_bytes)
+            storage.resize_(managed.size_bytes)  # allocates anew, and copies
+            if not self._is_in_arena(storage):
+                return False
+        managed.place = storage.data_ptr()
+        self._by_place[managed.place] = managed
+        return True
+
+    @staticmethod
+    def _is_in_arena(storage: torch.UntypedStorage) -> bool:
+        address = storage.data_ptr()
+        block = _native.arena_block(address)
+        return block is not None and block[0] == address
+
+    def _add_fixed(self, size_bytes: int) -> None:
+        self._fixed_bytes += size_bytes
+        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
+
+    def bury(self, managed: ManagedStorage) -> None:
+        if managed.movable:
+            if self._by_place.get(managed.place) is managed:
+                del self._by_place[managed.place]
+            self._gone.discard(managed.key)
+            if managed.slot is not None:
+                self.forget(managed, managed.slot)
+                managed.slot = None
+        elif managed.place == -1:
+            self._add_fixed(-managed.size_bytes)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def in_memory_bytes(self) -> int:
+        return _native.arena_in_memory_bytes() - self._foreign_bytes + self._fixed_bytes
+
+    def reserve(self, managed: ManagedStorage, tier: str) -> Any:
+        return self._spill.allocate(managed.size_bytes)
+
+    def forget(self, managed: ManagedStorage, slot: Extent) -> None:
+        self._spill.release(slot)
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        try:
+            _native.arena_guard(managed.place)
+        except ValueError:  # the arena took it a moment ago
+            self._note_events()
+            done(None, [])
+            return
+        managed.guarded = True
+        self._spill.write(
+            managed.slot,
+            managed.place,
+            _transfer_bytes(managed),
+            storage,
+            _report("disk_write", managed, done),
+            checksum=managed.lasts,
+        )
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if not _native.arena_leave(
+            managed.place, self._spill.segments(managed.slot, _transfer_bytes(managed))
+        ):
+            return False
+        managed.guarded = False
+        return True
+
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if managed.key in self._gone:
+            return True
+        staging = _native.arena_stage(managed.place)
+        if staging:
+            self._staging[managed.key] = staging
+        return bool(staging)
+
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
+    ) -> None:
+        if managed.key in self._gone:
+            self._reader.submit(self._bring_in, managed, done)
+            return
+        staging = self._staging[managed.key]
+        report = _report("disk_read", managed, done)
+        self._spill.read(managed.slot, staging, _transfer_bytes(managed), storage, report, priority=priority)
+
+    def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
+        try:
+            _native.arena_bring_in(managed.place)
+        except OSError as error:
+            done(SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}"), [])
+        else:
+            done(None, [])
+
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        managed.guarded = True
+        if managed.key in self._gone:
+            self._gone.discard(managed.key)
+            return False
+        del self._staging[managed.key]
+        _native.arena_arrive(managed.place)
+        return True
+
+    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        if self._staging.pop(managed.key, None) is not None:
+            _native.arena_unstage(managed.place)
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        if managed.guarded:
+            managed.guarded = False
+            _native.arena_unguard(managed.place)
+
+    def is_gone(self, managed: ManagedStorage) -> bool:
+        return managed.key in self._gone
+
+    # -- kernels -------------------------------------------------------------------------------
+
+    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
+        if _native.arena_touch([managed.place for managed in storages if managed.movable]):
+            self._note_events()
+
+    def _note_events(self) -> None:
+        assert self.engine is not None
+        for address, what in _native.arena_events():
+            managed = self._by_place.get(address)
+            if managed is None:
+                continue
+            if what == "out":
+                self._gone.add(managed.key)
+                managed.guarded = False
+                self.engine.note_gone(managed)
+            else:
+                managed.guarded = True
+                was_gone = managed.key in self._gone
+                self._gone.discard(managed.key)
+                self.engine.note_arrived(managed, clean=not was_gone)
+
+    def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
+        refused_bytes = arena.stats().refused_bytes
+        if refused_bytes and isinstance(error, RuntimeError | MemoryError):
+            needed_bytes = max(needed_bytes, refused_bytes + self.in_memory_bytes())
+            raise BudgetTooSmall(
+                f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
+                f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
+                f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
+                f"{format_bytes_up(needed_bytes)}, or lower the batch size.",
+                needed_bytes,
+            ) from error
+
+    @property
+    def unplanned_accesses(self) -> int:
+        return int(arena.stats().faults - self._faults_before)
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._peak_bytes = 0
+        _native.arena_own_faults()
+        arena.reset_peak()
+
+    def begin_measuring(self) -> None:
+        self._note_peak()
+        arena.reset_peak()
+        self._before_bytes = arena.stats().in_memory_bytes
+
+    def workspace_bytes(self) -> int:
+        stats = arena.stats()
+        return max(0, stats.peak_in_memory_bytes - max(stats.in_memory_bytes, self._before_bytes))
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        self._note_peak()
+        return self._peak_bytes
+
+    def _note_peak(self) -> None:
+        peak_bytes = arena.stats().peak_in_memory_bytes - self._foreign_bytes + self._fixed_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+    def close(self) -> None:
+        """Bring back what is away: the storages stay, and the disk space goes."""
+        self._reader.shutdown()
+        self._lease.close()
+
+
+def _transfer_bytes(managed: ManagedStorage) -> int:
+    """Blocks of the arena may be read and written up to their end: no odd tail to copy apart."""
+    return -(-managed.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _report(link: str, managed: ManagedStorage, done: Done) -> Any:
+    def on_done(transfer: Transfer) -> None:
+        moved = Moved(
+            link,
+            transfer.started_s,
+            transfer.finished_s,
+            managed.index,
+            managed.size_bytes,
+            managed.kind,
+        )
+        done(transfer.error, [moved] if transfer.error is None else [])
+
+    return on_done
