@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from penstock.capture.recorder import tensors_in
+from penstock.capture.operators import tensors_in
 
 
 @dataclass(frozen=True)

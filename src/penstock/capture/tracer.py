@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -16,62 +17,211 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from penstock.capture.recorder import Recorder, costs_of_recording
+from penstock.capture.operators import describe, tensors_in, written_tensors
+from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
+from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
 from penstock.capture.roofline import DATA_SHEETS, estimator, measure_cpu
-from penstock.core.trace import EVICTABLE, Trace
+from penstock.capture.slices import join, slices
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 
 
-class _Hold:
-    """Autograd's hold of a saved storage. Its death is the release by the backward node."""
+class Meter(Protocol):
+    """Measures one kernel on a real device."""
 
-    __slots__ = ("recorder", "saved", "tensor")
+    def begin(self) -> None: ...
 
-    def __init__(self, recorder: Recorder, tensor: int, saved: torch.Tensor) -> None:
-        self.recorder = recorder
-        self.tensor = tensor
-        self.saved = saved.detach()  # without the graph, or a saved output would keep itself alive
-        recorder.holds(tensor, +1, by_reference=True)
+    def end(self) -> int:
+        """Wait until the kernel is done. Returns the bytes that lived during it only."""
+        ...
 
-    def __del__(self) -> None:
-        self.recorder.holds(self.tensor, -1, by_reference=True)
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now."""
+        ...
 
 
-class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that keep every tensor and tell the recorder.
+class Costs(NamedTuple):
+    """Seconds that tracing adds to the iteration it traces.
 
-    counts_zeros   measure the density of what is saved
+    traced_s   for each kernel
+    passed_s   for each operator that is no kernel, such as a view
     """
 
-    def __init__(self, recorder: Recorder, counts_zeros: bool = False) -> None:
-        self._recorder = recorder
-        self._counts_zeros = counts_zeros
-        self._seen: set[tuple[int, int]] = set()
-        super().__init__(self._pack, self._unpack)
+    traced_s: float
+    passed_s: float
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _Hold:
-        tensor = self._recorder.tensor_of(saved)
-        if not self._recorder.is_movable(tensor):
-            return saved.detach()
-        key = (tensor, saved._version)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._recorder.saved(tensor)
-            if self._counts_zeros and saved.is_floating_point():
-                begun_s = time.perf_counter()
-                with self._recorder.paused():
-                    nonzero = int(torch.count_nonzero(saved.detach()))
-                self._recorder.exclude(time.perf_counter() - begun_s)
-                self._recorder.has_density(tensor, nonzero / max(saved.numel(), 1))
-        return _Hold(self._recorder, tensor, saved)
 
-    def _unpack(self, packed: torch.Tensor | _Hold) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        self._recorder.loaded(packed.tensor, packed.saved.untyped_storage())
-        return packed.saved
+NO_COSTS = Costs(0.0, 0.0)
+
+
+class _Watch(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which tensor it is."""
+
+    __slots__ = ("address", "tensor")
+    address: int
+    tensor: int
+
+
+class Tracer(TorchDispatchMode):
+    """Records every kernel that runs while it is entered, and the life of every storage.
+
+    meter      measures real kernels; None where nothing is executed
+    costs      what tracing itself costs, taken off the times of real kernels
+    estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
+    density    count the zeros of activations that are alive when backward begins
+    """
+
+    def __init__(
+        self,
+        meter: Meter | None = None,
+        estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
+        *,
+        costs: Costs = NO_COSTS,
+        density: bool = False,
+    ) -> None:
+        super().__init__()
+        self._meter = meter
+        self._estimate = estimate
+        self._costs = costs
+        self._counts_zeros = density
+        self._phases = Phases(self._has_kind)
+        self._kernels: list[KernelRecord] = []
+        self._tensors: list[TensorRecord] = []
+        self._dtypes: dict[int, torch.dtype] = {}  # of tensors that a kernel made
+        self._watches: dict[int, _Watch] = {}  # by address of the storage
+        self._left_s: float | None = None  # when the last kernel was recorded
+        self._excluded_s = 0.0  # since then, on what the iteration would not do by itself
+        self._passed = 0  # operators since then that are no kernels
+        self._finished = False  # what is freed after the iteration was alive at its end
+
+    def __enter__(self) -> Tracer:
+        self._phases.enter()
+        super().__enter__()
+        self._left_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._finished = True
+        self._phases.exit()
+
+    def trace(self, *, measured: bool, notes: Mapping[str, str] | None = None) -> Trace:
+        """What was recorded."""
+        return make_trace(self._kernels, self._tensors, measured=measured, notes=notes)
+
+    @property
+    def kernel_time_s(self) -> float:
+        return sum(kernel.time_s for kernel in self._kernels)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not describe(operator).is_kernel:
+            self._passed += 1
+            return operator(*args, **kwargs)
+        if self._counts_zeros and self._phases.current() == BACKWARD:
+            self._counts_zeros = False
+            self._count_zeros()
+        calls = slices(operator, args, kwargs)
+        if calls is None:
+            return self._run(operator, args, kwargs)
+        return join(operator, [self._run(operator, *call) for call in calls])
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run and record one kernel."""
+        entered_s = time.perf_counter()
+        told = describe(operator)
+        inputs = tuple(self._tensor_of(tensor) for tensor in tensors_in((args, kwargs)))
+        if self._meter is not None:
+            self._meter.begin()
+        begun_s = time.perf_counter()
+        result = operator(*args, **kwargs)
+        workspace_bytes = self._meter.end() if self._meter is not None else 0
+        ended_s = time.perf_counter()
+        phase = self._phases.current()
+        written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
+        made = self._results(result, inputs, phase == FORWARD and told.is_repeatable)
+        for index in written:
+            self._tensors[index].producer = -1
+        if self._estimate is not None:
+            kernel_s = self._estimate(operator, args, kwargs, result)
+        else:
+            # The time since the last kernel is the program's own.
+            gap_s = entered_s - self._left_s - self._excluded_s if self._left_s is not None else 0.0
+            cost_s = self._costs.traced_s + self._passed * self._costs.passed_s
+            kernel_s = max(ended_s - begun_s + max(gap_s, 0.0) - cost_s, 0.0)
+        in_use_bytes = self._meter.in_use_bytes() if self._meter is not None else 0
+        self._kernels.append(
+            KernelRecord(
+                told.name, kernel_s, inputs, written + made, workspace_bytes, phase, begun_s, ended_s,
+                in_use_bytes,
+            )
+        )  # fmt: skip
+        self._excluded_s = 0.0
+        self._passed = 0
+        self._left_s = time.perf_counter()
+        return result
+
+    def _results(self, result: Any, inputs: tuple[int, ...], is_repeatable: bool) -> tuple[int, ...]:
+        """The tensors that the kernel made: its results that are not its arguments."""
+        made = []
+        kernel = len(self._kernels)
+        for tensor in tensors_in(result):
+            known = self._watches.get(tensor.untyped_storage()._cdata)
+            if known is not None and known.tensor in inputs:
+                continue
+            if known is None:
+                index = self._born(tensor.untyped_storage(), ACTIVATION, before=False)
+                self._tensors[index].itemsize = tensor.element_size()
+                self._tensors[index].producer = kernel if is_repeatable else -1
+                self._dtypes[index] = tensor.dtype
+            else:
+                index = known.tensor
+            made.append(index)
+        return tuple(made)
+
+    def _tensor_of(self, tensor: torch.Tensor) -> int:
+        """Position of the record of the tensor's storage; one not seen before was there already."""
+        storage = tensor.untyped_storage()
+        watch = self._watches.get(storage._cdata)
+        return watch.tensor if watch is not None else self._born(storage, INPUT, before=True)
+
+    def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
+        self._tensors[self._tensor_of(tensor)].kind = kind
+
+    def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
+        index = len(self._tensors)
+        size_bytes = storage.nbytes()
+        birth = 0 if before else len(self._kernels)
+        movable = size_bytes >= SMALLEST_MOVABLE_BYTES
+        self._tensors.append(TensorRecord(size_bytes, kind, before, birth, None, movable=movable))
+        watch = _Watch(storage, self._freed)
+        watch.address, watch.tensor = storage._cdata, index
+        self._watches[watch.address] = watch
+        return index
+
+    def _freed(self, watch: _Watch) -> None:
+        if self._finished:
+            return
+        if self._watches.get(watch.address) is watch:
+            del self._watches[watch.address]
+        self._tensors[watch.tensor].death = len(self._kernels)
+
+    def _count_zeros(self) -> None:
+        """Measure the density of every activation that is alive."""
+        begun_s = time.perf_counter()
+        for watch in list(self._watches.values()):
+            dtype, storage = self._dtypes.get(watch.tensor), watch()
+            if storage is None or dtype is None or not dtype.is_floating_point:
+                continue
+            elements = storage.nbytes() // dtype.itemsize
+            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (elements,))
+            self._tensors[watch.tensor].density = int(torch.count_nonzero(values)) / max(elements, 1)
+        self._excluded_s += time.perf_counter() - begun_s
 
 
 class _CpuMeter:
@@ -134,8 +284,8 @@ class _Twins:
             tensor.grad = gradient
 
 
-class _FakeRecorder(Recorder):
-    """A recorder that puts fake twins in the place of real tensors."""
+class _FakeTracer(Tracer):
+    """A tracer that puts fake twins in the place of real tensors."""
 
     def __init__(self, twins: _Twins, **options: Any) -> None:
         super().__init__(**options)
@@ -148,8 +298,8 @@ class _FakeRecorder(Recorder):
             args, kwargs = tree_map_only(torch.Tensor, self._twins.of, (args, kwargs or {}))
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
-    def tensor_of(self, tensor: torch.Tensor) -> int:
-        return super().tensor_of(self._twins.of(tensor))
+    def _tensor_of(self, tensor: torch.Tensor) -> int:
+        return super()._tensor_of(self._twins.of(tensor))
 
 
 @contextlib.contextmanager
@@ -210,7 +360,6 @@ def trace(
     device: str = "cpu",
     warmup: int = 1,
     mode: FakeTensorMode | None = None,
-    evictable: str = "saved",
     density: bool = False,
 ) -> Trace:
     """Capture one whole iteration, such as forward, backward and optimizer, as a Trace.
@@ -223,16 +372,13 @@ def trace(
              in penstock.capture.roofline.DATA_SHEETS. When real: the device the step runs on.
     warmup   iterations before the one that is recorded, so that the optimizer's state exists
     mode     the fake mode the model was built in, if it was
-    evictable   as of Trace. "saved": what `offload` can carry out. "all": weights, gradients and the
-             optimizer's state may leave too, for studies
-    density  count the zeros of what autograd saves, which compression lives on; needs a real run
+    density  count the zeros of activations that are alive when backward begins, which compression lives
+             on; needs a real run
 
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
-    if evictable not in EVICTABLE:
-        raise InvalidArgument(f"evictable is {evictable!r}: give one of {', '.join(map(repr, EVICTABLE))}")
     if not fake:
-        return _trace_real(step, torch.device(device), warmup, evictable, density)
+        return _trace_real(step, torch.device(device), warmup, density)
     if density:
         raise InvalidArgument("a fake tensor has no zeros to count: take density=True out, or fake=False in")
     if device != "cpu" and device not in DATA_SHEETS:
@@ -240,11 +386,11 @@ def trace(
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
     mode = mode or fake_mode()
     twins = _Twins(mode)
-    recorders = [_FakeRecorder(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
+    tracers = [_FakeTracer(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
         with _optimizers_restored(), _modules_restored(), torch.random.fork_rng(devices=[]), mode:
-            for recorder in recorders:
-                with recorder, _SavedTensors(recorder):
+            for tracer in tracers:
+                with tracer:
                     step()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidArgument(
@@ -254,19 +400,59 @@ def trace(
     finally:
         twins.restore_gradients()
     notes = {"device": device, "torch": str(torch.__version__)}
-    return recorders[-1].trace(measured=False, notes=notes, evictable=evictable)
+    return tracers[-1].trace(measured=False, notes=notes)
 
 
-def _trace_real(
-    step: Callable[[], object], device: torch.device, warmup: int, evictable: str, density: bool
-) -> Trace:
+def _trace_real(step: Callable[[], object], device: torch.device, warmup: int, density: bool) -> Trace:
     for _ in range(warmup):
         step()
     meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
-    recorder = Recorder(meter, costs=costs_of_recording(meter))
+    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=density)
     begun_s = time.perf_counter()
-    with recorder, _SavedTensors(recorder, density):
+    with tracer:
         step()
     step_s = time.perf_counter() - begun_s
     notes = {"device": str(device), "torch": str(torch.__version__), "step_s": f"{step_s:.6f}"}
-    return recorder.trace(measured=True, notes=notes, evictable=evictable)
+    return tracer.trace(measured=True, notes=notes)
+
+
+_known_costs: dict[type, Costs] = {}
+
+
+def costs_of_tracing(meter: Meter) -> Costs:
+    """What tracing with such a meter costs, by a kernel and a view that do next to nothing.
+
+    Measured once in a process, in some 10 ms.
+    """
+    kind = type(meter)
+    if kind not in _known_costs:
+        tensor = torch.zeros(1)
+        count = 200
+
+        def kernels() -> float:
+            return seconds(lambda: tensor.add_(1))
+
+        def views() -> float:
+            return seconds(tensor.detach)
+
+        def seconds(call: Callable[[], object]) -> float:
+            begun_s = time.perf_counter()
+            for _ in range(count):
+                call()
+            return time.perf_counter() - begun_s
+
+        def traced_kernels() -> float:
+            with Tracer(meter) as tracer:
+                kernels()
+            return tracer.kernel_time_s
+
+        def traced_views() -> float:
+            with Tracer(meter):
+                return views()
+
+        with torch.no_grad():
+            kernel_s, view_s, traced_s, passed_s = (
+                min(measure() for _ in range(5)) for measure in (kernels, views, traced_kernels, traced_views)
+            )
+        _known_costs[kind] = Costs(max(traced_s - kernel_s, 0.0) / count, max(passed_s - view_s, 0.0) / count)
+    return _known_costs[kind]

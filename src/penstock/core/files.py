@@ -17,8 +17,15 @@ import numpy as np
 
 from penstock.errors import InvalidFile
 
-VERSION = 1
+VERSIONS = {"trace": 2, "plan": 2, "record": 2}  # by type; the others are at 1
 Value = TypeVar("Value")
+
+
+_ANEW = {
+    "Trace": "make it anew with `penstock trace`",
+    "Plan": "make its trace anew with `penstock trace`, and the plan with `penstock plan`",
+    "Record": "run the step again, and write it with `Offload.record`",
+}
 
 
 class _Named(msgspec.Struct):
@@ -30,7 +37,15 @@ class _Valued(msgspec.Struct):
 
 
 def _schema(kind: type) -> str:
-    return f"penstock.{kind.__name__.lower()}/{VERSION}"
+    name = kind.__name__.lower()
+    return f"penstock.{name}/{VERSIONS.get(name, 1)}"
+
+
+def _is_earlier(schema: str, wanted: str) -> bool:
+    """Whether a schema is an earlier version of the one wanted."""
+    name, _, version = schema.partition("/")
+    other, _, now = wanted.partition("/")
+    return name == other and version.isdecimal() and int(version) < int(now)
 
 
 def _encode(value: Any) -> Any:
@@ -90,6 +105,11 @@ def load(kind: type[Value], path: str | Path) -> Value:
 
 def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     """The ``kind`` in what was read from ``path``."""
+    if _is_earlier(source.schema, _schema(kind)):
+        raise InvalidFile(
+            f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
+            f"{_ANEW.get(kind.__name__, 'make it anew')}"
+        )
     if source.schema != _schema(kind):
         raise InvalidFile(
             f"{path} holds {source.schema!r}, not {_schema(kind)!r}: give the file of a {kind.__name__}, "

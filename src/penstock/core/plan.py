@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core import files
+from penstock.core.trace import Trace
 
 if TYPE_CHECKING:
     from penstock.core.hardware import Hardware
-    from penstock.core.trace import Trace
 
 
 CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
@@ -72,6 +72,8 @@ class Plan:
     predicted_s            iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
     lower_bound_s          no plan for this trace, budget and these liberties is faster: proven
+    trace                  the iteration the plan is for, so that a plan made anywhere can be run; None
+                           where it was made by hand. It is saved with the plan, and not compared
     """
 
     policy: str
@@ -85,6 +87,7 @@ class Plan:
     predicted_peak_bytes: int = 0
     lower_bound_s: float = 0.0
     reason: str = ""
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
     @property
     def gap(self) -> float | None:

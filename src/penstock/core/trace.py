@@ -21,7 +21,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
-EVICTABLE = ("saved", "all")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +54,10 @@ class Variant(NamedTuple):
 
 
 class InactivePeriod(NamedTuple):
-    """Kernels ``[begin, end)`` during which a live tensor is neither used nor held by the program.
+    """Kernels ``[begin, end)`` during which a live tensor is not used (G10 section 4.2).
 
-    G10 section 4.2. The tensor is used by the kernel before `begin` (or held until it) and
-    by kernel `end`. A persistent tensor's last period reaches into the next iteration: there,
-    kernel ``K + k`` is kernel k of the next iteration.
+    The tensor is used by the kernel before `begin` and by kernel `end`. A persistent tensor's last
+    period reaches into the next iteration: there, kernel ``K + k`` is kernel k of the next iteration.
 
     ready   index of the last kernel that must finish before the tensor can be copied: the last
             that writes it; -1 when it can be copied before the first kernel
@@ -78,31 +76,25 @@ class Trace:
     A tensor is a storage: views are uses of it. Indices of kernels are half-open: a tensor
     occupies device memory during kernels ``[birth, death)`` when nothing is evicted.
 
+    Captured traces number tensors in the order in which kernels first touch them: for each kernel, the
+    storages of its arguments in order, then those of its results. Tensors that no kernel touches come
+    last. A run that numbers storages as it meets them follows a plan by these numbers.
+
     Kernels
         kernel_name             [K] names
         kernel_time_s           [K] duration with every tensor resident
         kernel_workspace_bytes  [K] bytes that live during the kernel only
         kernel_phase            [K] index into PHASES
-        inputs, outputs         K lists of tensors. A tensor edited in place is in both. A tensor
-                                that autograd saved is an input of every kernel of the backward
-                                node that saved it, from its unpacking to its release.
+        inputs, outputs         K lists of tensors. A tensor edited in place is in both
     Tensors
         tensor_bytes       [T]
         tensor_kind        [T] index into KINDS
         tensor_persistent  [T] alive before the iteration and after it
         tensor_birth       [T] first kernel during which it occupies memory
         tensor_death       [T] first kernel during which it no longer does, K when alive at the end
-        tensor_held_until  [T] first kernel during which only autograd holds it: before that,
-                           evicting it frees nothing. Equals death when autograd never holds it alone.
-    Saved tensors (autograd's saves and loads are the clock by which the runtime carries out a plan)
-        save_tensor, save_kernel  [S] the n-th storage autograd saved (each storage and version
-                                  once), and the kernel that comes next
-        load_tensor, load_kernel  [L] unpackings in the order they happened, and the kernel next
-    What a planner may do beyond moving what autograd saved
-        evictable          "saved": nothing but what autograd saved can leave the device, and its copy
-                           stays until the tensor dies, as the runtime does it. "all": every tensor can
-                           leave whenever no kernel uses it, and its copy is given up when it is back
-                           for the last time, or when it is written
+        tensor_movable     [T] it can leave the device: False where it is too small to be worth it, or lies
+                           in memory that is not the run's; empty where all can
+    What a planner may do beyond moving tensors
         kernel_variants    K tuples of other algorithms, or empty where no kernel has any
         tensor_recompute   [T] kernel that can be run again to make the tensor anew, bit for bit, -1
                            where none can; empty where nothing can be recomputed
@@ -124,12 +116,7 @@ class Trace:
     tensor_persistent: BoolArray
     tensor_birth: IntArray
     tensor_death: IntArray
-    tensor_held_until: IntArray
-    save_tensor: IntArray
-    save_kernel: IntArray
-    load_tensor: IntArray
-    load_kernel: IntArray
-    evictable: str = "saved"
+    tensor_movable: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     kernel_variants: tuple[tuple[Variant, ...], ...] = ()
     tensor_recompute: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     tensor_density: FloatArray = field(default_factory=lambda: np.zeros(0))
@@ -213,23 +200,11 @@ class Trace:
 
     @cached_property
     def inactive_periods(self) -> tuple[InactivePeriod, ...]:
-        """Every period in which a tensor could be away from the device (G10 section 4.2)."""
-        periods = self._periods_of_all() if self.evictable == "all" else self._periods_of_saved()
-        return tuple(sorted(periods, key=lambda period: (period.begin, period.tensor)))
+        """Every period in which a movable tensor could be away from the device (G10 section 4.2)."""
+        return tuple(sorted(self._periods(), key=lambda period: (period.begin, period.tensor)))
 
-    def _periods_of_saved(self) -> Iterator[InactivePeriod]:
-        ready = dict(zip(self.save_tensor[::-1].tolist(), (self.save_kernel[::-1] - 1).tolist(), strict=True))
-        for tensor, ready_after in ready.items():
-            uses = self.uses[tensor]
-            held_until = int(self.tensor_held_until[tensor])
-            for before, after in zip(uses[:-1].tolist(), uses[1:].tolist(), strict=True):
-                begin = max(before + 1, held_until)
-                # Before it is saved, a tensor is the program's alone, and nobody can take it away.
-                if begin < after and ready_after < begin:
-                    yield InactivePeriod(tensor, begin, after, ready_after)
-
-    def _periods_of_all(self) -> Iterator[InactivePeriod]:
-        for tensor in range(self.tensors):
+    def _periods(self) -> Iterator[InactivePeriod]:
+        for tensor in np.flatnonzero(self.movable).tolist():
             uses = self.uses[tensor].tolist()
             if not uses:
                 continue
@@ -239,6 +214,23 @@ class Trace:
                 if before + 1 < after:
                     ready = max((kernel for kernel in writers if kernel <= before), default=-1)
                     yield InactivePeriod(tensor, before + 1, after, ready)
+
+    @property
+    def movable(self) -> BoolArray:
+        """[T] `tensor_movable`, also where that is empty."""
+        return self.tensor_movable if len(self.tensor_movable) else np.ones(self.tensors, dtype=np.bool_)
+
+    @cached_property
+    def _released(self) -> Trace:
+        uses = self.uses
+        last = np.full(self.tensors, -1, dtype=np.int64)
+        used = np.diff(uses.starts) > 0
+        last[used] = uses.values[uses.starts[1:][used] - 1]
+        goes = self.movable & (~self.tensor_persistent | ~used)
+        death = np.where(goes, np.where(used, last + 1, self.tensor_birth), self.tensor_death)
+        if np.array_equal(death, self.tensor_death):
+            return self
+        return replace(self, tensor_death=death, tensor_persistent=self.tensor_persistent & ~(goes & ~used))
 
     def compressed_bytes(self, tensor: int) -> int:
         """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, and
@@ -292,3 +284,20 @@ class Trace:
             if source.schema == published.TRACE_SCHEMA
             else files.value(cls, source, path)
         )
+
+
+def released_after_last_use(trace: Trace) -> Trace:
+    """The same iteration with tensors out of memory as soon as no kernel needs them any more.
+
+    Under a budget, what no kernel of the iteration reads again leaves first, such as a gradient between the
+    optimizer and `zero_grad`, and stays away until the program gives it up. So movable tensors that are not
+    persistent die right after their last use here, and those that no kernel uses take no memory at all,
+    persistent or not. Kernels and tensors keep their numbers.
+    """
+    return trace._released
+
+
+def within_budget(trace: Trace, budget_bytes: int) -> Trace:
+    """The iteration as a run with this device budget carries it out before any plan: as it is where all of
+    it fits, since then nothing moves; else with what is of no more use released."""
+    return trace if trace.peak_bytes <= budget_bytes else released_after_last_use(trace)

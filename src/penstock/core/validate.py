@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.core.repeat import harmful, sole_writers
-from penstock.core.trace import EVICTABLE, KINDS, PHASES, IntArray, Lists
+from penstock.core.trace import KINDS, PHASES, IntArray, Lists
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -34,13 +34,11 @@ def validate(trace: Trace) -> None:
 
 def _lengths(trace: Trace) -> None:
     kernels, tensors = trace.kernels, trace.tensors
-    optional = ("tensor_recompute", "tensor_density", "tensor_itemsize")
+    optional = ("tensor_movable", "tensor_recompute", "tensor_density", "tensor_itemsize")
     for length, names in (
         (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
         (tensors, ("tensor_kind", "tensor_persistent")),
-        (tensors, ("tensor_birth", "tensor_death", "tensor_held_until")),
-        (len(trace.save_tensor), ("save_kernel",)),
-        (len(trace.load_tensor), ("load_kernel",)),
+        (tensors, ("tensor_birth", "tensor_death")),
         (tensors, [name for name in optional if len(getattr(trace, name))]),
         (kernels, ["kernel_variants"] if trace.kernel_variants else []),
     ):
@@ -56,8 +54,6 @@ def _lengths(trace: Trace) -> None:
 
 def _numbers(trace: Trace) -> None:
     """Sizes are whole and times are finite; neither is negative or absurd."""
-    if trace.evictable not in EVICTABLE:
-        raise InvalidArgument(f"evictable is {trace.evictable!r}: choose {' or '.join(EVICTABLE)}")
     for name in ("tensor_bytes", "kernel_workspace_bytes"):
         _within(trace, name, "bytes", 0, MOST_BYTES, whole=True)
     _within(trace, "kernel_time_s", "s", 0.0, MOST_S)
@@ -94,15 +90,11 @@ def _within(trace: Trace, name: str, unit: str, least: float, most: float, whole
 
 
 def _indices(trace: Trace) -> None:
-    """Whatever is named is there, and autograd's saves and loads are in the order they happened."""
+    """Every tensor that a kernel names is there."""
     tensors = trace.tensors
-    for named in (trace.inputs.values, trace.outputs.values, trace.save_tensor, trace.load_tensor):
+    for named in (trace.inputs.values, trace.outputs.values):
         if len(named) and not 0 <= named.min() <= named.max() < tensors:
             raise InvalidArgument(f"a trace of {tensors} tensors names one that is not among them")
-    for name in ("save_kernel", "load_kernel"):
-        at: IntArray = getattr(trace, name)
-        if len(at) and (at.min() < 0 or at.max() > trace.kernels or bool((np.diff(at) < 0).any())):
-            raise InvalidArgument(f"{name} is not in the order of the {trace.kernels} kernels")
 
 
 def _lifetimes(trace: Trace) -> None:
@@ -118,13 +110,6 @@ def _lifetimes(trace: Trace) -> None:
         trace.tensor_persistent & ((birth != 0) | (death != count)),
         lambda tensor: (
             f"tensor {tensor} is persistent, but alive during kernels [{birth[tensor]}, {death[tensor]}) only"
-        ),
-    )
-    held = trace.tensor_held_until
-    _refuse(
-        (held < 0) | (held > death),
-        lambda tensor: (
-            f"tensor {tensor} is held until kernel {held[tensor]}, but dies before kernel {death[tensor]}"
         ),
     )
     uses = trace.uses

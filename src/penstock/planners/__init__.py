@@ -85,6 +85,7 @@ def plan(
         minimum_bytes=needed,
         lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),
         reason=_reason(trace, budget, decision.reason),
+        trace=trace,
     )
     timeline = simulate(trace, draft, hardware)
     predicted_s, bound_s = timeline.iteration_s, draft.lower_bound_s

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.capture.recorder import Meter
+from penstock.capture.tracer import Meter
 from penstock.runtime import arena
 from penstock.runtime.mover import Carrier, Done, Moved, Saved
 from penstock.storage.extents import ALIGNMENT_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from penstock.capture.recorder import Recorder
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.runtime.mover import Moved, Mover

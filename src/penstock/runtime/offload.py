@@ -18,7 +18,6 @@ import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 
 from penstock.capture.probe import probe
-from penstock.capture.recorder import Recorder, costs_of_recording
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan

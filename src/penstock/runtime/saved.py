@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from penstock.capture.recorder import Recorder
 from penstock.errors import SavedTensorModified
 from penstock.runtime.mover import Mover, Saved
 from penstock.runtime.schedule import Schedule

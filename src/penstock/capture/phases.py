@@ -1,0 +1,65 @@
+"""Which part of the iteration runs now, and what the optimizer says its tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from penstock.core.trace import KINDS, PHASES
+
+FORWARD, BACKWARD, OPTIMIZER = range(len(PHASES))
+WEIGHT, GRADIENT, OPTIMIZER_STATE, ACTIVATION, INPUT, WORKSPACE = range(len(KINDS))
+
+
+class Phases:
+    """Follows the optimizers that step between `enter` and `exit`, and asks autograd where it is.
+
+    on_kind   called with a tensor and WEIGHT, GRADIENT or OPTIMIZER_STATE: before an optimizer's step with
+              its parameters and their gradients, after it with its state
+    """
+
+    def __init__(self, on_kind: Callable[[torch.Tensor, int], None] | None = None) -> None:
+        self._on_kind = on_kind
+        self._in_optimizer = False
+        self._hooks: list[Any] = []
+
+    def enter(self) -> None:
+        self._in_optimizer = False
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+
+    def exit(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def current(self) -> int:
+        """FORWARD, BACKWARD or OPTIMIZER. Each thread asks for itself: autograd may run on another one."""
+        if self._in_optimizer:
+            return OPTIMIZER
+        return FORWARD if torch._C._current_autograd_node() is None else BACKWARD
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = True
+        if self._on_kind is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._on_kind(parameter, WEIGHT)
+                if parameter.grad is not None:
+                    self._on_kind(parameter.grad, GRADIENT)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = False
+        if self._on_kind is None:
+            return
+        for state in optimizer.state.values():
+            if isinstance(state, Mapping):
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        self._on_kind(value, OPTIMIZER_STATE)
