@@ -29,7 +29,7 @@ from penstock.errors import (
     SpillSpaceFull,
 )
 from penstock.planners import plan
-from penstock.runtime.offload import Offload, offload
+from penstock.runtime.run import Offload, offload
 from penstock.runtime.report import Report
 from penstock.simulator import simulate
 

@@ -17,7 +17,7 @@ from penstock.core.hardware import LINKS
 from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.runtime.offload import default_spill_dir
+from penstock.runtime.run import default_spill_dir
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
 

@@ -20,7 +20,7 @@ from penstock.cli.output import Answer, own_files, progress_console
 from penstock.core.hardware import Hardware
 from penstock.errors import InvalidArgument
 from penstock.report.record import Record
-from penstock.runtime.offload import Offload
+from penstock.runtime.run import Offload
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from penstock.cli.output import Answer, Table, own_files
-from penstock.runtime.offload import default_spill_dir
+from penstock.runtime.run import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.tables import Tables

@@ -12,7 +12,7 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
-from penstock.runtime.offload import Offload
+from penstock.runtime.run import Offload
 from penstock.runtime.report import Report
 from penstock.simulator import simulate
 

@@ -37,6 +37,7 @@ class Recording:
     def __init__(self) -> None:
         self.kernels: list[KernelRecord] = []
         self.tensors: list[TensorRecord] = []
+        self.in_memory_bytes: list[int] = []  # after each kernel
 
 
 class Clock(TorchDispatchMode):
@@ -59,7 +60,7 @@ class Clock(TorchDispatchMode):
         self._device = device
         self._engine = engine
         self._lock = engine.lock
-        self.storages = Storages(self._adopt, device.bury, smallest_bytes)
+        self.storages = Storages(device.adopt, self._bury, smallest_bytes)
         engine.victims = self._victims
         self._facts: dict[Any, Operator] = {}
         self.phases = Phases(self._on_kind)
@@ -128,6 +129,8 @@ class Clock(TorchDispatchMode):
             self._carried = {
                 managed.index: managed for managed in self._numbered if managed.storage() is not None
             }
+            if self._recording is not None:
+                self._finish(self._recording)
             self._recording = None
 
     def _follow(self, schedule: Schedule | None) -> None:
@@ -145,6 +148,17 @@ class Clock(TorchDispatchMode):
                 managed = self.storages.meet(storage)
                 managed.kind = kind
                 managed.lasts = kind in _LASTING
+
+    @property
+    def followed(self) -> Schedule | None:
+        """The schedule that the step has followed to its end; None where it did something else."""
+        schedule = self._schedule
+        return schedule if schedule is not None and self.kernels == schedule.kernels else None
+
+    @property
+    def touched_bytes(self) -> int:
+        """Of all storages that the step has touched."""
+        return sum(managed.size_bytes for managed in self._numbered)
 
     # -- every operator ------------------------------------------------------------------------
 
@@ -177,7 +191,7 @@ class Clock(TorchDispatchMode):
                 kind = type(value)
                 if kind in _PLAIN:
                     self._collect(value, used)
-                elif kind is list or kind is tuple:
+                elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
                     for tensor in tensors_in(value):
                         self._collect(tensor, used)
             kernel = self.kernels
@@ -359,8 +373,12 @@ class Clock(TorchDispatchMode):
 
     # -- recording -----------------------------------------------------------------------------
 
-    def _adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
-        return self._device.adopt(managed, storage, made)
+    def _bury(self, managed: ManagedStorage) -> None:
+        """The storage has died: its tensor in the recording ends with the kernel before."""
+        recording = self._recording
+        if recording is not None and managed.step == self._step and managed.index < len(recording.tensors):
+            recording.tensors[managed.index].death = self.kernels
+        self._device.bury(managed)
 
     def _record(
         self,
@@ -376,11 +394,14 @@ class Clock(TorchDispatchMode):
     ) -> None:
         """Note the kernel. Time since the last one is the program's own, and counts for this one."""
         kernel = self.kernels
-        inputs = {managed.index for managed in used}
+        inputs = tuple(managed.index for managed in used)
+        outputs = tuple(
+            dict.fromkeys(
+                [managed.index for managed in written]
+                + [managed.index for managed in made if managed.index not in inputs]
+            )
+        )
         fresh = {managed.index for managed in made if managed.birth == kernel and managed.index not in inputs}
-        outputs = {managed.index for managed in written} | {
-            managed.index for managed in made if managed.index not in inputs
-        }
         for managed in self._numbered[len(recording.tensors) :]:
             born = managed.index in fresh
             recording.tensors.append(
@@ -406,23 +427,17 @@ class Clock(TorchDispatchMode):
             KernelRecord(
                 facts.name,
                 ended_s - begun_s + max(entered_s - self._left_s, 0.0),
-                tuple(sorted(inputs)),
-                tuple(sorted(outputs)),
+                inputs,
+                outputs,
                 self._device.workspace_bytes(),
                 phase,
                 begun_s,
                 ended_s,
-                self._device.in_memory_bytes(),
             )
         )
+        recording.in_memory_bytes.append(self._device.in_memory_bytes())
 
-    def note_death(self, managed: ManagedStorage) -> None:
-        """The storage has died: its tensor in the recording ends with the kernel before."""
-        recording = self._recording
-        if recording is not None and managed.step == self._step and managed.index < len(recording.tensors):
-            recording.tensors[managed.index].death = self.kernels
-
-    def finish(self, recording: Recording) -> None:
+    def _finish(self, recording: Recording) -> None:
         """Kinds are known for sure at the end of the step."""
         for managed in self._numbered[: len(recording.tensors)]:
             if managed.kind >= 0:

@@ -19,8 +19,11 @@ class Report:
                             built (its weights counted in), measured; 0 where not known
     minimum_bytes           smallest device budget in which the steps so far could have run
     evicted_bytes, loaded_bytes   left the device, and came back, in one step
-    departures              steps that were not the one that was traced
-    profiled_steps          steps that ran with everything moved out, to learn the iteration
+    moved_bytes_by_kind     of the bytes that left in one step, by kind of tensor
+    unplanned_accesses      to bytes that were away, or being copied, by what is no PyTorch operator
+    clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
+    departures              steps that ran other operators than any that was traced
+    profiled_steps          steps that were recorded, to plan them
     moved_bytes_by_way      of the whole run, between memory and disk
     unavailable_transports  why ways to move tensors are missing, by transport
     """
@@ -47,6 +50,10 @@ class Report:
     steps: int
     profiled_steps: int
     departures: int
+    unplanned_accesses: int = 0
+    clock_s: float = 0.0
+    operators: int = 0
+    moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     moved_bytes_by_way: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
@@ -70,11 +77,17 @@ class Report:
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
             table,
             f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
-            f"  {self.steps} steps, {self.profiled_steps} of them profiled; "
-            f"{self.departures} departed from the trace",
+            f"  {self.steps} steps, {self.profiled_steps} of them recorded; "
+            f"{self.departures} ran other operators than those traced",
+            f"  the runtime itself: {format_seconds(self.clock_s)} a step, "
+            f"{format_seconds(self.clock_s / max(self.operators, 1))} a kernel; "
+            f"{self.unplanned_accesses} unplanned accesses",
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
             f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
         ]
+        if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
+            shown = ", ".join(f"{kind} {format_bytes(moved)}" for kind, moved in kinds.items())
+            lines.append(f"  evicted per step, by kind: {shown}")
         if total_bytes := sum(self.moved_bytes_by_way.values()):
             by_share = sorted(self.moved_bytes_by_way.items(), key=lambda item: -item[1])
             lines.append(

@@ -43,6 +43,8 @@ OnDone = Callable[[Transfer], None]
 # Of the transfers by the way in use, one in so many is measured, to see whether it is still the best.
 _MEASURED_EVERY = 64
 
+DEMAND, PREFETCH, EVICT = range(3)
+
 _CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -146,6 +148,11 @@ class SpillSpace:
         return None if self._gpu_way is None else self._gpu_way.name
 
     @property
+    def place_text(self) -> str:
+        """The directories, for messages."""
+        return ", ".join(str(file.directory) for file in self._regions["disk"].files)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the extents in use."""
         return sum(region.extents.used_bytes for region in self._regions.values())
@@ -183,31 +190,70 @@ class SpillSpace:
     def release(self, extent: Extent) -> None:
         """Take the space back. No transfer of the extent may be in flight."""
         with self._lock:
+            self._checksums.pop((extent.space, extent.offset), None)
             self._regions[extent.space].extents.release(extent)
             if (unused := self._chosen.pop(extent, None)) is not None:
                 self.choice.withdraw("write", extent.size_bytes, unused)
 
-    def write(self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone) -> None:
+    def write(
+        self,
+        extent: Extent,
+        address: int,
+        size_bytes: int,
+        keep: object,
+        on_done: OnDone,
+        *,
+        checksum: bool = False,
+        priority: int = EVICT,
+    ) -> None:
         """Copy memory to the extent; ``on_done`` is called once, on a thread of the engine.
 
-        address   of the memory; a multiple of 4096 spares a copy
-        keep      what keeps the memory alive: held until the transfer is over
+        address    of the memory; a multiple of 4096 spares a copy
+        keep       what keeps the memory alive: held until the transfer is over
+        checksum   checksum the bytes, and check them when they are read, also where the space does not
+                   verify everything
+        priority   DEMAND, PREFETCH or EVICT: which of those that wait for the disk goes first
         """
         self._check(extent, size_bytes)
         with self._lock:
             name = self._chosen.pop(extent, None)
             if name is None:  # it is written once more
                 name = self.choice.way_to_write(extent.size_bytes, (extent.space,))
-        if self._verify:
+        if self._verify or checksum:
             self._checksums[extent.space, extent.offset] = crc32c_at(address, size_bytes), size_bytes
+        else:
+            self._checksums.pop((extent.space, extent.offset), None)
         self._start("write", self.ways[name], extent, address, size_bytes, keep, on_done)
 
-    def read(self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone) -> None:
+    def read(
+        self,
+        extent: Extent,
+        address: int,
+        size_bytes: int,
+        keep: object,
+        on_done: OnDone,
+        *,
+        priority: int = DEMAND,
+    ) -> None:
         """Copy from the extent to memory; as `write`."""
         self._check(extent, size_bytes)
         with self._lock:
             name = self.choice.way_to_read(extent.size_bytes, extent.space)
         self._start("read", self.ways[name], extent, address, size_bytes, keep, on_done)
+
+    def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
+        """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
+        piece."""
+        region = self._regions[extent.space]
+        return [
+            (
+                region.files[segment.file].file.buffered,
+                segment.offset,
+                segment.begin,
+                segment.size_bytes,
+            )
+            for segment in region.stripes.segments(extent.offset, size_bytes)
+        ]
 
     def write_from_gpu(
         self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone
@@ -362,7 +408,7 @@ class SpillSpace:
             error: SpillError | None = None
             if outcome.failed is not None:
                 error = region.error(outcome.failed)
-            elif kind == "read" and self._verify:
+            elif kind == "read":
                 error = self._damage(extent, address, size_bytes)
             if outcome.failed is None:
                 held.clear()  # whoever is told that it is over can free the memory
@@ -387,8 +433,8 @@ class SpillSpace:
 
     def _damage(self, extent: Extent, address: int, size_bytes: int) -> SpillError | None:
         """What is wrong with the bytes that were read."""
-        written, written_bytes = self._checksums[extent.space, extent.offset]
-        if written_bytes != size_bytes or crc32c_at(address, size_bytes) == written:
+        written, written_bytes = self._checksums.get((extent.space, extent.offset), (None, 0))
+        if written is None or written_bytes != size_bytes or crc32c_at(address, size_bytes) == written:
             return None
         places = ", ".join(str(file.directory) for file in self._regions[extent.space].files)
         return SpillError(

@@ -19,6 +19,7 @@ class Device(copies.Device, Protocol):
     unplanned_accesses          that were served so far
     """
 
+    engine: copies.CopyEngine | None
     tier: str
     memory_manager: str
     evict_link: str
@@ -58,6 +59,10 @@ class Device(copies.Device, Protocol):
 
     def workspace_bytes(self) -> int:
         """Bytes that lived during the kernel only."""
+        ...
+
+    def settle(self, storages: list[ManagedStorage]) -> bool:
+        """The run is over: bring back what is away. False: some of it does not fit, and stays away."""
         ...
 
     def close(self) -> None: ...

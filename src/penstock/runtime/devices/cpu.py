@@ -244,9 +244,20 @@ class CpuDevice:
         peak_bytes = arena.stats().peak_in_memory_bytes - self._foreign_bytes + self._fixed_bytes
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
-    def close(self) -> None:
-        """Bring back what is away: the storages stay, and the disk space goes."""
+    def settle(self, storages: list[ManagedStorage]) -> bool:
+        """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
+        movable = [managed for managed in storages if managed.movable]
+        away = [managed for managed in movable if _native.arena_state(managed.place) == "out"]
+        if self.in_memory_bytes() + sum(managed.size_bytes for managed in away) > self._budget_bytes:
+            return False
+        for managed in away:
+            _native.arena_bring_in(managed.place)
+        for managed in movable:
+            _native.arena_forget_copy(managed.place)
+        return True
+
+    def close(self) -> None:
         self._lease.close()
 
 

@@ -1,0 +1,552 @@
+"""Train inside a byte budget: the user's entry."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
+
+from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
+from penstock.capture.probe import probe
+from penstock.capture.recorder import make_trace
+from penstock.core.check import check
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
+from penstock.core.pressure import minimum_bytes
+from penstock.core.timeline import Timeline
+from penstock.core.trace import Trace
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, InvalidArgument, InvalidPlan, PenstockError
+from penstock.planners import plan as make_plan
+from penstock.planners import require_policy
+from penstock.runtime import resident, timeline
+from penstock.runtime.clock import Clock, Recording
+from penstock.runtime.copies import CopyEngine, Moved
+from penstock.runtime.devices import Device
+from penstock.runtime.devices.cpu import CpuDevice
+from penstock.runtime.report import Report
+from penstock.runtime.schedule import Schedule, schedule, unplanned
+from penstock.runtime.storages import SMALLEST_BYTES
+from penstock.simulator import simulate
+from penstock.storage.rounds import ChoiceReport
+from penstock.storage.spill import Directories, SpillSpace, as_paths
+from penstock.storage.tables import Tables
+from penstock.units import format_bytes, parse_bytes
+
+# Planning takes no longer than so many steps of the trace, within these limits.
+PLANNING_STEPS = 5.0
+PLANNING_LIMITS_S = (0.5, 10.0)
+
+PROBE_S = 2.0
+
+# The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
+# anew after each of the next ones but the last, whose record is held against the prediction.
+RECORDINGS = 3
+
+# So many kinds of step are traced and planned; what else comes is carried by least recent use.
+MOST_KINDS = 8
+
+# A step whose tensors take so much more than those of its trace is traced again.
+GROWTH = 1.05
+
+logger = logging.getLogger("penstock")
+
+_lingering: list[Offload] = []  # closed, with tensors that are away
+
+
+def offload(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device_budget: int | str,
+    spill_dir: Directories | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    device: str | torch.device | None = None,
+    policy: str = "optimal",
+    plan: Plan | None = None,
+    hardware: Hardware | None = None,
+    page_cache_budget: int | str = 0,
+    ways: str | Sequence[str] | None = None,
+    way_tables: str | os.PathLike[str] | None = None,
+    reexplore: float = 0.005,
+    verify_spill: bool = False,
+    smallest_bytes: int | str = SMALLEST_BYTES,
+) -> Offload:
+    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
+
+    From now on until `close`, weights, gradients, optimizer state and activations leave the device when
+    the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
+    the first one is recorded, and from then on a plan says what moves when. The model, and how the loop is
+    written, do not change. Models larger than the budget are built inside::
+
+        with penstock.offload(device_budget="8GiB", spill_dir="/mnt/nvme") as run:
+            model = build()
+
+    model, optimizer   where they exist already; for their names in reports
+    device_budget   most bytes of tensors and workspace on the device: an integer, or text such as "600MiB".
+                    On a CPU, bytes of RAM.
+    spill_dir       a directory on the disk to use; one on NVMe is best. With several, on as many
+                    disks, every tensor is striped over all of them. None: the system's directory
+                    for temporary files. What is written there has no name, is readable by nobody
+                    else, and is gone with the process, however that ends.
+    host_budget     pinned host memory to use as a tier and for staging, on a GPU; None for an eighth of what
+                    is free
+    disk_budget     most bytes on disk; None for what is free there
+    device          "cpu", or a GPU such as "cuda:0"; None for the model's, or the CPU
+    policy          a key of penstock.planners.POLICIES
+    plan            a plan made before, by `penstock.plan`: it is carried out as it stands
+    hardware        rates of this machine's links, as `penstock.probe` measures them; None to
+                    measure them now, in about two seconds
+    page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other
+                    budgets; it serves small tensors faster. 0: none
+    ways            how tensors move between memory and disk. None: whatever proves fastest, size by
+                    size, in the first steps, and from then on while they run. A name such as
+                    "io_uring direct": that way only. Several: whichever of them. `run.ways` names
+                    those there are
+    way_tables      a file to begin with what other runs on disks of the same kind learned of the
+                    ways, and to leave there what this one learned
+    reexplore       share of the transfer time to spend on trying slower ways again, since machines
+                    change; 0 for none after the first steps
+    verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
+                    CPU seconds a gigabyte each. Without, this is done for what outlives a step
+    smallest_bytes  smaller tensors stay on the device
+
+    Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
+    """
+    return Offload(
+        model,
+        optimizer,
+        device_budget_bytes=parse_bytes(device_budget),
+        spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
+        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+        disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
+        device=device,
+        policy=policy,
+        plan=plan,
+        hardware=hardware,
+        page_cache_bytes=parse_bytes(page_cache_budget),
+        ways=[ways] if isinstance(ways, str) else ways,
+        way_tables=None if way_tables is None else Path(way_tables),
+        reexplore=reexplore,
+        verify_spill=verify_spill,
+        smallest_bytes=parse_bytes(smallest_bytes),
+    )
+
+
+def default_spill_dir() -> str:
+    """The system's directory for temporary files, or /var/tmp where that one is in RAM."""
+    directory = tempfile.gettempdir()
+    if resident.is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
+        return "/var/tmp"
+    return directory
+
+
+@dataclass
+class _Kind:
+    """One kind of step: the same operators in the same order.
+
+    trace            as last recorded
+    plan             in force; None where none could be made
+    schedule         what is carried out
+    recordings_left  steps still to be recorded
+    fixed            the plan is the user's own, and stays
+    """
+
+    trace: Trace
+    plan: Plan | None
+    schedule: Schedule
+    recordings_left: int
+    fixed: bool = False
+
+
+class Offload:
+    """PyTorch running inside a budget. Made by `offload`; a context manager.
+
+    trace      the iteration as last recorded, None before the first step
+    plan       in force, None before the first step
+    hardware   the machine the plan was made for
+    timeline   measured in the last recorded step that followed a plan, None before
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        device_budget_bytes: int,
+        spill_dirs: Sequence[Path],
+        host_budget_bytes: int | None,
+        disk_budget_bytes: int | None,
+        device: str | torch.device | None,
+        policy: str,
+        plan: Plan | None,
+        hardware: Hardware | None,
+        page_cache_bytes: int,
+        ways: Sequence[str] | None,
+        way_tables: Path | None,
+        reexplore: float,
+        verify_spill: bool,
+        smallest_bytes: int,
+    ) -> None:
+        require_policy(policy)
+        if device_budget_bytes <= 0:
+            raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
+        self._policy = policy
+        self._budget_bytes = device_budget_bytes
+        self._device_name = _device_of(model, device)
+        on_cpu = self._device_name.type == "cpu"
+        resident.release_free_memory()
+        self._resident_before_bytes = resident.resident_bytes() - (
+            _bytes_of(model, optimizer) if on_cpu else 0
+        )
+        self._spill = SpillSpace(
+            spill_dirs,
+            disk_budget_bytes,
+            page_cache_bytes=page_cache_bytes,
+            ways=ways,
+            tables_path=way_tables,
+            reexplore=reexplore,
+            verify=verify_spill,
+            gpu=not on_cpu,
+        )
+        self._device: Device
+        try:
+            machine = hardware or probe(spill_dirs, device=str(self._device_name), time_budget_s=PROBE_S)
+            host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
+            self._device, host_tier_bytes = _make_device(
+                self._device_name, self._spill, device_budget_bytes, 0 if on_cpu else host_bytes
+            )
+        except BaseException:
+            self._spill.close()
+            raise
+        try:
+            self.hardware = replace(
+                machine,
+                device_bytes=device_budget_bytes,
+                host_bytes=host_tier_bytes,
+                disk_bytes=machine.disk_bytes if disk_budget_bytes is None else disk_budget_bytes,
+            )
+            self._peak_resident_known = resident.reset_peak()
+            self._engine = CopyEngine(self._device, device_budget_bytes)
+            self._engine.tier = self._device.tier
+            self._device.engine = self._engine
+            self._clock = Clock(self._device, self._engine, smallest_bytes)
+            self.trace: Trace | None = None
+            self.plan: Plan | None = None
+            self.timeline: Timeline | None = None
+            self._kinds: dict[str | None, list[_Kind]] = {}
+            self._recording_wanted: set[str | None] = set()
+            self._in_step = False
+            self._closed = False
+            self._steps = 0
+            self._recorded_steps = 0
+            self._mismatches = 0
+            self._peak_bytes = 0
+            self._minimum_bytes = 0
+            self._operators = 0
+            self._clock_s: list[float] = []
+            self._step_times_s: list[float] = []
+            self._recorded_times_s: list[float] = []
+            self._last_moved: list[Moved] = []
+            self._stalls_s: list[float] = []
+            if plan is not None:
+                self._take(plan)
+            for tensor, kind in _known_tensors(model, optimizer):
+                self._clock.know(tensor, kind)
+        except BaseException:
+            self._device.close()
+            self._spill.close()
+            raise
+        self._clock.start()
+
+    def _take(self, plan: Plan) -> None:
+        """Carry out a plan of the user's."""
+        if plan.trace is None:
+            raise InvalidArgument(
+                "this plan does not say which step it is for: make it with `penstock plan`, or give "
+                "penstock.plan's own result"
+            )
+        if violations := check(plan.trace, plan, self.hardware):
+            raise InvalidPlan(violations)
+        known = _Kind(plan.trace, plan, schedule(plan.trace, plan), RECORDINGS, fixed=True)
+        self._kinds[None] = [known]
+        self.trace, self.plan = plan.trace, plan
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, kind: str | None = None) -> Iterator[None]:
+        """One iteration: forward, backward and the optimizer's step go inside.
+
+        kind   a name for this kind of step, such as "evaluation", where there are several: each has a
+               plan of its own. None: it is told by the operators that run
+
+        Raises BudgetTooSmall where a kernel's own tensors do not fit, and what the storage raises. After an
+        error the next step can be tried.
+        """
+        if self._closed:
+            raise InvalidArgument("this run is closed: call penstock.offload again to train on")
+        if self._in_step:
+            raise InvalidArgument("a step is already open: close it before the next begins")
+        known = self._kinds.get(kind, [])
+        recording = None
+        if not known or known[0].recordings_left or kind in self._recording_wanted:
+            recording = Recording()
+        self._engine.begin_step()
+        self._device.begin_step()
+        self._in_step = True
+        begun_s = time.perf_counter()
+        self._clock.begin_step([entry.schedule for entry in known], recording)
+        try:
+            yield
+            self._device.synchronize()
+        except BaseException:
+            self._clock.mismatch = True
+            raise
+        finally:
+            step_s = time.perf_counter() - begun_s
+            followed = self._clock.followed
+            self._clock.end_step()
+            self._in_step = False
+        self._finish_step(kind, followed, recording, begun_s, step_s)
+
+    def _finish_step(
+        self,
+        kind: str | None,
+        followed: Schedule | None,
+        recording: Recording | None,
+        begun_s: float,
+        step_s: float,
+    ) -> None:
+        clock, engine = self._clock, self._engine
+        self._steps += 1
+        self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
+        self._last_moved = engine.moved
+        self._operators = clock.operators
+        known = self._kinds.setdefault(kind, [])
+        entry = next((entry for entry in known if entry.schedule is followed), None)
+        if known and entry is None:
+            self._note_mismatch(kind, len(known))
+        if entry is not None:
+            known.remove(entry)
+            known.insert(0, entry)  # the likeliest next time
+            (self._recorded_times_s if recording else self._step_times_s).append(step_s)
+            self._stalls_s.append(engine.stall_s)
+            if clock.touched_bytes > GROWTH * sum(entry.schedule.tensor_bytes):
+                self._recording_wanted.add(kind)
+        if recording is None:
+            self._clock_s.append(clock.clock_s)
+            return
+        if not recording.kernels:
+            return
+        notes = {"device": str(self._device_name), "torch": str(torch.__version__)}
+        trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
+        self._recorded_steps += 1
+        if entry is None:
+            if len(known) < MOST_KINDS:
+                self._recording_wanted.discard(kind)
+                known.insert(0, self._planned(trace, None))
+            return
+        grown = int(trace.tensor_bytes.sum()) > GROWTH * int(entry.trace.tensor_bytes.sum())
+        entry.recordings_left = max(entry.recordings_left - 1, 0)
+        if grown:
+            self._recording_wanted.discard(kind)
+        if not grown:
+            self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
+        if entry.fixed:
+            return
+        if entry.recordings_left or grown:
+            known[0] = self._planned(trace, entry)
+        else:  # the first steps are over: others can use what they taught
+            self._spill.save_tables()
+
+    def _planned(self, trace: Trace, before: _Kind | None) -> _Kind:
+        """This kind of step with a plan for what was just recorded."""
+        self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
+        left = RECORDINGS if before is None else before.recordings_left
+        if before is not None and before.trace.kernel_name == trace.kernel_name:
+            # A kernel is as fast as it has been seen to be: what disturbed it will not come again there.
+            fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
+            trace = replace(trace, kernel_time_s=fastest_s)
+        try:
+            made = make_plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
+            made = replace(made, offsets=())  # storages stay where they are
+            violations = check(trace, made, self.hardware)
+            if violations:
+                raise InvalidPlan(violations)
+            entry = _Kind(trace, made, schedule(trace, made), left)
+        except PenstockError as error:
+            if before is not None and before.plan is not None:
+                logger.warning("no better plan could be made, and the one in force is kept: %s", error)
+                return replace(before, recordings_left=left)
+            logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
+            entry = _Kind(trace, None, unplanned(trace), 0)
+        self.trace, self.plan = trace, entry.plan
+        resident.release_free_memory()  # what the solver took
+        return entry
+
+    def _note_mismatch(self, kind: str | None, known: int) -> None:
+        self._mismatches += 1
+        if known < MOST_KINDS:
+            self._recording_wanted.add(kind)
+        if self._mismatches == 1:
+            logger.warning(
+                "the step ran other operators than the one that was traced: the rest of it was carried by least "
+                "recent use, and the next one like it is traced and planned too."
+            )
+
+    # -- what it says --------------------------------------------------------------------------
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways there are to move a tensor between memory and disk."""
+        return (*self._spill.ways, *filter(None, [self._spill.gpu_direct]))
+
+    def way_tables(self) -> Tables:
+        """What the ways cost, by size of tensor, as far as it is known."""
+        return self._spill.tables()
+
+    def way_report(self) -> ChoiceReport:
+        """How often each way was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
+        return self._spill.report()
+
+    def report(self) -> Report:
+        """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
+        if self.trace is None or not self._steps:
+            raise PenstockError("nothing to report yet: run at least one step to its end")
+        predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
+        times_s = self._step_times_s or self._recorded_times_s[-1:]
+        moved, device = self._last_moved, self._device
+        peak_resident_bytes = 0
+        if self._peak_resident_known:
+            peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
+        return Report(
+            device=str(self._device_name),
+            policy=self.plan.policy if self.plan is not None else "least recent use",
+            reason=self.plan.reason if self.plan is not None else "no plan could be made",
+            memory_manager=device.memory_manager,
+            direct_io=self._spill.direct,
+            device_budget_bytes=self._budget_bytes,
+            minimum_bytes=self._minimum_bytes,
+            peak_bytes=self._peak_bytes,
+            predicted_peak_bytes=predicted.peak_bytes if predicted is not None else 0,
+            peak_resident_bytes=peak_resident_bytes,
+            step_s=statistics.median(times_s) if times_s else 0.0,
+            predicted_step_s=predicted.iteration_s if predicted is not None else 0.0,
+            stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
+            predicted_stall_s=predicted.stall_s if predicted is not None else 0.0,
+            ideal_s=self.trace.ideal_s,
+            evicted_bytes=timeline.moved_bytes(moved, device.evict_link),
+            predicted_evicted_bytes=predicted.evicted_bytes if predicted is not None else 0,
+            loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link),
+            moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
+            unplanned_accesses=device.unplanned_accesses,
+            clock_s=statistics.median(self._clock_s) if self._clock_s else self._clock.clock_s,
+            operators=self._operators,
+            disk_bytes=self._spill.file_bytes,
+            moved_bytes_by_way={way: moved for way, moved in self._spill.moved_bytes_by_way.items() if moved},
+            unavailable_transports=self._spill.unavailable,
+            steps=self._steps,
+            profiled_steps=self._recorded_steps,
+            departures=self._mismatches,
+            rates_bytes_per_s=timeline.rates(moved),
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give memory and disk space back. Tensors stay as they are: what is away then comes back at once
+        where the budget has room, else when it is touched. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._clock.stop()
+        self._engine.drain()
+        with self._engine.lock:
+            self._clock.storages.bury()
+            if not self._device.settle(list(self._clock.storages)):
+                # More than the budget is away: the run's budget and disk space last as long as its tensors.
+                _lingering.append(self)
+                return
+        self._device.close()
+        self._spill.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._steps} steps"
+        return (
+            f"<penstock.Offload on {self._device_name}, budget {format_bytes(self._budget_bytes)}, {state}>"
+        )
+
+
+def _make_device(
+    name: torch.device, spill: SpillSpace, budget_bytes: int, host_bytes: int
+) -> tuple[Device, int]:
+    """The device, and bytes of the host tier below it."""
+    if name.type == "cpu":
+        return CpuDevice(spill, budget_bytes), 0
+    from penstock.runtime.devices.cuda import CudaDevice
+
+    device = CudaDevice(spill, name, budget_bytes, host_bytes)
+    return device, device.host_tier_bytes
+
+
+def _known_tensors(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[torch.Tensor, int]]:
+    if model is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            yield tensor, WEIGHT
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value, OPTIMIZER_STATE
+
+
+def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> int:
+    storages = {}
+    for tensor, _ in _known_tensors(model, optimizer):
+        if tensor.layout is torch.strided:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _planning_s(trace: Trace) -> float:
+    """How long planning this step may take."""
+    least_s, most_s = PLANNING_LIMITS_S
+    return min(max(PLANNING_STEPS * trace.ideal_s, least_s), most_s)
+
+
+def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:
+    found = {parameter.device for parameter in model.parameters()} if model is not None else set()
+    if device is not None:
+        found = {torch.device(device)}
+    if not found:
+        found = {torch.device("cpu")}
+    if len(found) != 1:
+        named = ", ".join(sorted(map(str, found)))
+        raise InvalidArgument(f"the model's parameters are on {named}: put all of them on one device")
+    (name,) = found
+    if name.type not in ("cpu", "cuda"):
+        raise DeviceUnavailable(f"the model is on {name}: penstock trains on cpu and cuda devices")
+    return name
