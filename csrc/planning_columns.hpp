@@ -38,7 +38,6 @@ inline planning::Trace trace_of(const nb::dict& trace) {
   using planning::Bytes, planning::Index;
   planning::Trace t;
   t.kernels = nb::cast<Index>(trace["kernels"]);
-  t.saved = nb::cast<bool>(trace["saved"]);
   t.bytes = copied(nb::cast<Column<Bytes>>(trace["bytes"]));
   t.compressed = copied(nb::cast<Column<Bytes>>(trace["compressed"]));
   t.birth = copied(nb::cast<Column<Index>>(trace["birth"]));

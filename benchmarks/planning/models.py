@@ -44,7 +44,7 @@ def capture(family: Family, device: str, batch: int | None = None) -> penstock.T
         model(*inputs).float().mean().backward()
         optimizer.step()
 
-    trace = penstock.trace(step, device=device, mode=mode, evictable="all")
+    trace = penstock.trace(step, device=device, mode=mode)
     return trace.with_density(DENSITY)
 
 

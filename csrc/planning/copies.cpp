@@ -20,15 +20,14 @@ void serve(const Trace& trace, const Absences& rows, Index tensor, const std::ve
            bool repeats, Copies& copies) {
   const auto K = trace.kernels;
   const auto head = list.front(), tail = list.back();
-  Index earlier = -1, least_after = rows.after[head];
+  Index earlier = -1;
   for (const auto row : list) {
     const bool clean = earlier >= 0 && !written_between(trace, tensor, rows.after[earlier], rows.begin[row]);
     copies.source[at(row)] = clean ? copies.source[at(earlier)] : row;
-    least_after = std::min(least_after, rows.after[row]);
     earlier = row;
   }
   const auto newest = copies.source[at(tail)];
-  const bool around = repeats && !trace.saved && trace.persistent[at(tensor)] != 0 &&
+  const bool around = repeats && trace.persistent[at(tensor)] != 0 &&
                       !written_between(trace, tensor, rows.after[tail], K) &&
                       !written_between(trace, tensor, -1, rows.begin[head]);
   const bool always = around && newest == head;  // nobody writes the tensor
@@ -36,13 +35,10 @@ void serve(const Trace& trace, const Absences& rows, Index tensor, const std::ve
     auto& source = copies.source[at(row)];
     const bool before = around && source == head;  // served by the copy of the iteration before
     if (before) source = always ? -1 : newest;
-    const auto slot = trace.saved || always ? head : source;
+    const auto slot = always ? head : source;
     copies.slot[at(row)] = slot;
     auto &since = copies.since[at(slot)], &until = copies.until[at(slot)];
-    if (trace.saved) {
-      since = least_after + 1;
-      until = trace.death[at(tensor)];
-    } else if (always) {
+    if (always) {
       until = K;
     } else {
       // The copy is still needed when kernel `end` waits for it.

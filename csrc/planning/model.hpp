@@ -27,7 +27,6 @@ enum Link : int { kHostOut, kHostBack, kDiskOut, kDiskBack, kLinks };
 
 struct Trace {
   Index kernels = 0, tensors = 0;
-  bool saved = true;                     // Trace.evictable
   std::vector<Bytes> bytes, compressed;  // [T]
   std::vector<Index> birth, death;       // [T] within [0, K]
   std::vector<std::uint8_t> persistent;  // [T]

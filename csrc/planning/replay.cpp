@@ -333,9 +333,6 @@ Bytes Replayer::die(Index kernel) {
     if (under_way) {
       held += trace_.bytes[at(*tensor)];
       ++freeing_;
-    } else if (trace_.saved) {
-      for (const auto* row = from; row != to; ++row)
-        if (is_moved(rows_.how[*row])) vacate(copies_.slot[at(*row)]);
     }
   }
   return held;

@@ -78,7 +78,7 @@ void Search::shrink(std::size_t period, Kernel pull) {
   const bool wraps = choices_.end[period] > kernels;
   for (const Kernel at : {pull, pull + kernels}) {
     if (at < begin || at >= end) continue;
-    const bool before = !choices_.whole_ends && at > begin && (!wraps || at > kernels);
+    const bool before = at > begin && (!wraps || at > kernels);
     const bool behind = at + 1 < end && (!wraps || at + 1 <= kernels);
     if (before && (!behind || at - begin >= end - at - 1)) {
       end = at;

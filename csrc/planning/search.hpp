@@ -51,7 +51,6 @@ class Objective {
 // bias                 [P * kHows] how much of the period goes each way in the relaxation, or zeros
 // order                [P] the periods so that what makes a tensor comes before what it is made into
 // parent_starts, parents   by period: the tensors that recomputing its tensor reads
-// whole_ends           a period ends where the trace says, never earlier (captured traces)
 struct Choices {
   Kernel kernels = 0;
   std::int64_t tensors = 0;
@@ -60,7 +59,6 @@ struct Choices {
   std::vector<double> cost_s, bias;
   std::vector<std::int64_t> order, parent_starts, parents;
   std::vector<double> kernel_time_s;
-  bool whole_ends = false;
   std::int64_t budget_bytes = 0, host_bytes = 0, disk_bytes = 0;
 
   std::size_t periods() const { return tensor.size(); }

@@ -122,7 +122,6 @@ void make(search::Search* self, const nb::dict& trace_columns, const nb::dict& m
   choices.order = table.column<std::int64_t>("order");
   choices.parent_starts = table.column<std::int64_t>("parent_starts");
   choices.parents = table.column<std::int64_t>("parents");
-  choices.whole_ends = trace.value<bool>("saved");
   choices.budget_bytes = machine.value<std::int64_t>("budget");
   choices.host_bytes = machine.value<std::int64_t>("host_bytes");
   choices.disk_bytes = machine.value<std::int64_t>("disk_bytes");

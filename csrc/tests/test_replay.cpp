@@ -115,7 +115,6 @@ TEST(random_plans_come_to_an_end) {
     Trace trace;
     trace.kernels = K;
     trace.tensors = T;
-    trace.saved = random(0, 1) == 0;
     std::vector<std::vector<Index>> outputs(at(K)), writers(at(T));
     for (Index t = 0; t < T; ++t) {
       const bool persistent = random(0, 2) == 0;

@@ -19,7 +19,7 @@ from penstock.core.pressure import (
     tier_bytes,
     written,
 )
-from penstock.core.trace import InactivePeriod, Trace
+from penstock.core.trace import InactivePeriod, Trace, within_budget
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_bytes_up
 
@@ -31,8 +31,10 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
 
     Memory is judged as if every copy took no time. A legal plan can then always run within its
     budget, however slow the links are: whoever waits for memory waits for a copy under way.
-    What is wrong in itself is left out of the sums.
+    Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
+    not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
     """
+    trace = within_budget(trace, plan.device_budget_bytes)
     periods: dict[int, list[InactivePeriod]] = {}
     for period in trace.inactive_periods:
         periods.setdefault(period.tensor, []).append(period)
@@ -131,11 +133,10 @@ def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePer
 
 
 def _period(trace: Trace, periods: Iterable[InactivePeriod], begin: int, end: int) -> InactivePeriod | None:
-    """The inactive period that kernels ``[begin, end)`` lie in. What autograd saved comes back at its
-    end, when it is loaded."""
+    """The inactive period that kernels ``[begin, end)`` lie in."""
     for period in periods:
         if period.begin <= begin < end <= period.end and begin <= trace.kernels:
-            return period if end == period.end or trace.evictable == "all" else None
+            return period
     return None
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.plan import Evict, Recompute
-from penstock.core.trace import BoolArray, IntArray, Lists, Trace
+from penstock.core.trace import BoolArray, IntArray, Lists, Trace, released_after_last_use
 
 NEVER, FIRST, EVERY = range(3)  # iterations in which an eviction writes a copy
 
@@ -57,7 +57,8 @@ def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
 
 def required_bytes(trace: Trace) -> IntArray:
     """[K] device bytes each kernel, as traced, cannot do without: its own tensors, those it does not use
-    but that cannot leave, and its workspace."""
+    but that cannot leave, and its workspace. What no kernel reads again has left."""
+    trace = released_after_last_use(trace)
     periods = np.array(trace.inactive_periods, dtype=np.int64).reshape(-1, 4)
     tensor, begin, end, _ = periods.T
     return trace.live_bytes - spread(trace.kernels, begin, end, trace.tensor_bytes[tensor])
@@ -138,21 +139,16 @@ def resident_bytes(
 def tier_bytes(trace: Trace, evictions: Iterable[Evict]) -> dict[str, IntArray]:
     """By tier: [K] bytes occupied during each kernel.
 
-    A copy occupies its tier from the first time it may start. Where autograd's saves are moved, it
-    stays until the tensor dies; otherwise until the kernel has run that is the last end of the evictions
-    that it serves: the copy back may take until it starts, and others may have come by then.
+    A copy occupies its tier from the first time it may start until the kernel has run that is the last
+    end of the evictions that it serves: the copy back may take until it starts, and others may have come by
+    then.
     """
     evictions = tuple(evictions)
     rows = rows_of(trace, evictions)
     start, until = rows.after + 1, rows.end + 1
-    if trace.evictable == "saved":
-        until = trace.tensor_death[rows.tensor]
-        order = np.lexsort((start, rows.kind, rows.tensor))
-        copies = order[_starts(rows, order)]
-    else:
-        sources, late = _sources(trace, rows)
-        np.maximum.at(until, sources, rows.end + 1 + trace.kernels * late)
-        copies = np.flatnonzero(sources == np.arange(len(evictions)))
+    sources, late = _sources(trace, rows)
+    np.maximum.at(until, sources, rows.end + 1 + trace.kernels * late)
+    copies = np.flatnonzero(sources == np.arange(len(evictions)))
     tiers = np.array([evict.tier for evict in evictions])[copies]
     occupied: dict[str, IntArray] = {}
     for tier in dict.fromkeys(tiers.tolist()):

@@ -124,7 +124,7 @@ Document = TypeVar("Document")
 def trace(path: str | Path) -> Trace:
     """The trace in a file of schema ``trace/1``, gzipped or not.
 
-    Every tensor may leave (``evictable="all"``), and only weights outlive the iteration; anything else
+    Every tensor may leave, and only weights outlive the iteration; anything else
     lives from the first kernel that uses it to the last. Workspaces are tensors of one kernel. The
     files carry no densities: `Trace.tensor_density` is empty. An activation can be recomputed where
     one forward kernel alone writes it, does not read it, draws no random numbers (dropout) and
@@ -219,7 +219,6 @@ def _trace(document: _Trace) -> Trace:
     death[persistent], birth[persistent] = count, 0
     phase = np.array([PHASES.index(_phase(name, k, document.loss_kernel)) for k, name in enumerate(names)])
     makers = _makers(names, kinds, phase, outputs)
-    nothing = np.zeros(0, dtype=np.int64)
     made = Trace(
         kernel_name=tuple(names),
         kernel_time_s=np.array(kernels.ns, dtype=np.float64) * _NS,
@@ -232,12 +231,6 @@ def _trace(document: _Trace) -> Trace:
         tensor_persistent=persistent,
         tensor_birth=birth,
         tensor_death=death,
-        tensor_held_until=death,
-        save_tensor=nothing,
-        save_kernel=nothing,
-        load_tensor=nothing,
-        load_kernel=nothing,
-        evictable="all",
         tensor_recompute=harmless_makers(makers, inputs, outputs, persistent),
         tensor_itemsize=np.full(total, ITEMSIZE, dtype=np.int64),
         measured=False,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.pressure import minimum_bytes, tightest_kernel
-from penstock.core.trace import Trace
+from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.evict_all import evict_all
 from penstock.planners.flashneuron import flashneuron
@@ -57,6 +57,9 @@ def plan(
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
     device_budget_bytes   all of the device's memory when not given
 
+    The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
+    again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
+
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
     """
@@ -73,8 +76,9 @@ def plan(
     needed = minimum_bytes(trace)
     if budget < needed:
         raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
-    _require_room(trace, policy, budget)
-    decision = POLICIES[policy](Problem(trace, hardware, budget, recompute, compress, time_limit_s))
+    asked = within_budget(trace, budget)
+    _require_room(asked, policy, budget)
+    decision = POLICIES[policy](Problem(asked, hardware, budget, recompute, compress, time_limit_s))
     draft = Plan(
         policy=policy,
         device_budget_bytes=budget,
@@ -114,6 +118,11 @@ def _reason(trace: Trace, budget: int, more: str) -> str:
     peak = format_bytes_up(trace.peak_bytes)
     if trace.peak_bytes <= budget:
         return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
+    released = released_after_last_use(trace)
+    if released.peak_bytes <= budget:
+        more = (
+            f"without what no kernel reads again {format_bytes_up(released.peak_bytes)} are left, which fit"
+        )
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
     return f"{why}; {more}" if more else why
 

@@ -207,13 +207,9 @@ def accumulating(trace: Trace) -> Trace:
     if not len(kept):
         return trace
     persistent, birth = trace.tensor_persistent.copy(), trace.tensor_birth.copy()
-    death, held = trace.tensor_death.copy(), trace.tensor_held_until.copy()
-    persistent[kept], birth[kept] = True, 0
-    held[kept] = np.where(held[kept] == death[kept], trace.kernels, held[kept])
-    death[kept] = trace.kernels
-    return replace(
-        trace, tensor_persistent=persistent, tensor_birth=birth, tensor_death=death, tensor_held_until=held
-    )
+    death = trace.tensor_death.copy()
+    persistent[kept], birth[kept], death[kept] = True, 0, trace.kernels
+    return replace(trace, tensor_persistent=persistent, tensor_birth=birth, tensor_death=death)
 
 
 def interpolated(traces: Mapping[int, Trace], size: int) -> Trace:
@@ -271,7 +267,7 @@ def _alike(low: Trace, high: Trace) -> bool:
         "tensor_persistent",
         "tensor_birth",
         "tensor_death",
-        "save_tensor",
+        "movable",
     )
     variants = [[len(entry) for entry in trace.kernel_variants] for trace in (low, high)]
     return (

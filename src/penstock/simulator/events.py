@@ -11,8 +11,8 @@ Assumptions, each of which costs some accuracy:
 - Prefetches get memory in the order they were issued: one that does not fit holds up those behind it.
 - Before a kernel the compute stream compresses what leaves compressed, waits for what is due, expands
   it, and makes again what was dropped, in this order.
-- A prefetch issued before its copy is complete cancels the eviction. Of an "all" trace the copy is then
-  abandoned, unless a later eviction needs it.
+- A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
+  later eviction needs it.
 - A write that has not started when its tensor dies is dropped. One under way holds the tensor's
   memory to its end. The iteration ends when the last kernel and the transfers under way have ended.
 - Where an eviction reaches into the next iteration, the second of two iterations is reported, from the
@@ -26,7 +26,7 @@ from typing import Any
 from penstock.core.hardware import LINKS, TIERS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Sample, Span, Stall, Timeline
-from penstock.core.trace import Trace
+from penstock.core.trace import Trace, within_budget
 from penstock.simulator.replay import CAUSES, Absences, Replay
 
 STREAMS = ("compute", *LINKS)
@@ -36,8 +36,10 @@ RUN, COMPRESS, EXPAND, RECOMPUTATION = range(4)  # what the compute stream does
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """What happens when ``plan`` runs: deterministic, and never corrected.
 
-    A plan that needs more than its budget is carried out all the same; the peak shows it.
+    A plan that needs more than its budget is carried out all the same; the peak shows it. Under a budget
+    that does not hold everything, what no kernel reads again leaves at once (see `released_after_last_use`).
     """
+    trace = within_budget(trace, plan.device_budget_bytes)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
         Absences.of_plan(plan), record=True, variants=plan.variants, stop_on_deadlock=False
     )

@@ -223,7 +223,6 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
     recompute, count = trace.tensor_recompute, trace.kernels
     return {
         "kernels": count,
-        "saved": trace.evictable == "saved",
         "bytes": _column(trace.tensor_bytes),
         "compressed": _compressed_bytes(trace),
         "birth": _column(np.clip(trace.tensor_birth, 0, count)),

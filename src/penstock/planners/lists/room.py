@@ -21,9 +21,9 @@ SPILL_TIERS = ("disk", "host")
 class Room:
     """Free bytes of each tier during each kernel, as copies are given their places.
 
-    A copy stays while a later eviction can use it again: until the tensor dies where only saved tensors
-    leave, else from the first of the tensor's evictions to the kernel that ends the last. That of a
-    persistent tensor that leaves more than once, or that nobody writes, is taken to stay throughout.
+    A copy stays while a later eviction can use it again: from the first of the tensor's evictions to the
+    kernel that ends the last. That of a persistent tensor that leaves more than once, or that nobody
+    writes, is taken to stay throughout.
     """
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
@@ -65,9 +65,7 @@ class Room:
         """The kernels during which the tensor's copy is there once ``evict`` is taken."""
         known = self.home.get((tier, evict.tensor))
         begin, end = evict.after + 1, evict.end + 1  # what returns is read until then
-        if self.trace.evictable == "saved":
-            end = int(self.trace.tensor_death[evict.tensor])
-        elif self.trace.tensor_persistent[evict.tensor]:
+        if self.trace.tensor_persistent[evict.tensor]:
             stays = known is not None or len(self.trace.writers[evict.tensor]) == 0
             return (0, self.trace.kernels) if stays else (begin, end)
         return (begin, end) if known is None else (min(begin, known[0]), max(end, known[1]))

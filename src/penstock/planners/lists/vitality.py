@@ -20,7 +20,7 @@ class Candidates:
 
     tensor, begin, end   [P] as in `InactivePeriod`; ends beyond K are in the next iteration
     ready                [P] kernel after which the copy out may start at the earliest: the last that
-                         writes the tensor, or before which it is saved
+                         writes the tensor
     idle                 [P] kernel after which the tensor is idle: the last that uses it, but no earlier
                          than `ready`
     size_bytes           [P]

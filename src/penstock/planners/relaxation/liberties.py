@@ -51,12 +51,10 @@ class Liberties:
     def of(cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool) -> Liberties:
         """``kernel_time_s``: [K] the least time each kernel can take."""
         table = np.array(trace.inactive_periods, dtype=np.int64).reshape(-1, 4)
-        tensor, begin, end, saved_after = table.T
+        tensor, begin, end, _ = table.T
         wraps = bool((end >= trace.kernels).any())
-        ready, lasting = _ready(trace, tensor, begin, saved_after, cyclic=wraps)
-        version, rank, opened = _versions(
-            tensor, begin, ready, trace.kernels, saved=trace.evictable == "saved"
-        )
+        ready, lasting = _ready(trace, tensor, begin, cyclic=wraps)
+        version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
         size = trace.tensor_bytes[tensor]
         packed = size.copy()
         if compress:
@@ -74,9 +72,7 @@ class Liberties:
         )  # fmt: skip
 
 
-def _ready(
-    trace: Trace, tensor: IntArray, begin: IntArray, saved_after: IntArray, *, cyclic: bool
-) -> tuple[IntArray, BoolArray]:
+def _ready(trace: Trace, tensor: IntArray, begin: IntArray, *, cyclic: bool) -> tuple[IntArray, BoolArray]:
     """[P] the last kernel that writes the tensor before each period, and whether nothing ever does."""
     kernels = max(trace.kernels, 1)
     starts, values = trace.writers.starts, trace.writers.values
@@ -94,28 +90,25 @@ def _ready(
     persistent = trace.tensor_persistent[tensor]
     carried = cyclic & persistent & (before < 0) & (last >= 0)
     ready = np.where(carried, last - trace.kernels, before)
-    if trace.evictable == "saved":
-        ready = np.maximum(ready, saved_after)
     return ready, np.asarray(cyclic & persistent & (last < 0))
 
 
 def _versions(
-    tensor: IntArray, begin: IntArray, ready: IntArray, kernels: int, *, saved: bool
+    tensor: IntArray, begin: IntArray, ready: IntArray, kernels: int
 ) -> tuple[IntArray, IntArray, IntArray]:
     """[P] the number of each period's version, its place in it, and the begin of the first one in it."""
     if len(tensor) == 0:
         return tensor.copy(), tensor.copy(), tensor.copy()
-    # What autograd saved has one version. The writer of the iteration before is the same kernel.
-    write = np.zeros_like(ready) if saved else ready % kernels
+    # The writer of the iteration before is the same kernel.
+    write = ready % kernels
     _, version = np.unique(np.stack([tensor, write]), axis=1, return_inverse=True)
     version = version.reshape(-1).astype(np.int64)
     # In the iteration after its writer's, a period comes later than those of the writer's own.
-    written = np.zeros_like(ready) if saved else ready
-    order = np.lexsort((begin - written, version))
+    order = np.lexsort((begin - ready, version))
     first = np.searchsorted(version[order], version[order])
     rank, opened = np.empty_like(version), np.empty_like(version)
     rank[order] = np.arange(len(version)) - first
-    opened[order] = (begin - written)[order[first]] + written[order]
+    opened[order] = (begin - ready)[order[first]] + ready[order]
     return version, rank, opened
 
 

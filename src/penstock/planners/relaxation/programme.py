@@ -79,15 +79,11 @@ def formulate(
     kernel_time_s: FloatArray,
     live_bytes: IntArray,
     budget_bytes: int,
-    copy_stays: bool,
 ) -> Programme:
     """kernel_time_s  [K] the least time of each kernel
     live_bytes     [K] the least bytes during each kernel with every tensor resident
-    copy_stays     a copy occupies its tier until the tensor dies, not only while the tensor is away
     """
-    return _Formulation(liberties, slots, hardware, kernel_time_s, live_bytes, budget_bytes).programme(
-        copy_stays
-    )
+    return _Formulation(liberties, slots, hardware, kernel_time_s, live_bytes, budget_bytes).programme()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,10 +130,10 @@ class _Formulation:
         self.charges: list[_Charge] = []
         self.traffic: dict[str, tuple[IntArray, IntArray]] = {}  # by tier: columns of writes, of reads
 
-    def programme(self, copy_stays: bool) -> Programme:
+    def programme(self) -> Programme:
         for tier, (raw, packed) in _TIERS.items():
             if self.hardware.capacity_bytes(tier) > 0:
-                self._tier(tier, raw, packed, copy_stays)
+                self._tier(tier, raw, packed)
         self._recompute()
         self._charge()
         self._share_tensors()
@@ -159,7 +155,7 @@ class _Formulation:
         self.choices.append(Choice(way, periods, columns))
         return Amounts(columns, np.ones(len(periods)), self.size[periods])
 
-    def _tier(self, tier: str, raw: int, packed: int, copy_stays: bool) -> None:
+    def _tier(self, tier: str, raw: int, packed: int) -> None:
         """What leaves for a tier, as it is or compressed."""
         liberties = self.liberties
         smaller = liberties.packed_bytes < liberties.size_bytes
@@ -193,7 +189,7 @@ class _Formulation:
             Amounts.joined([writes for _, _, writes in written]),
         )
         periods, amounts = joined([some for some, _ in gone]), Amounts.joined([some for _, some in gone])
-        incoming = self._away(tier, periods, amounts, pending, copy_stays)
+        incoming = self._away(tier, periods, amounts, pending)
         self.traffic[tier] = (outgoing, incoming)
 
     def _part(self, amounts: Amounts) -> Amounts:
@@ -257,9 +253,7 @@ class _Formulation:
         pending = self.flows.stock(joined(slots), Amounts.joined(amounts), after)
         return outgoing, pending[self.tight]
 
-    def _away(
-        self, tier: str, periods: IntArray, gone: Amounts, pending: IntArray, copy_stays: bool
-    ) -> IntArray:
+    def _away(self, tier: str, periods: IntArray, gone: Amounts, pending: IntArray) -> IntArray:
         """What is away on this tier at the end of every tight slot. Returns [S] columns: what is read."""
         build, tight, ends = self.build, self.tight, self.ends[periods]
         left = self.flows.level(self.starts[periods], ends, gone)[tight]
@@ -271,10 +265,6 @@ class _Formulation:
             build.add(rows, left, 1.0)
             build.add(rows, pending, -1.0)
             build.add(rows, ahead, -1.0)
-        if copy_stays:
-            rows = build.add_rows(len(tight), -np.inf, capacity)
-            build.add(rows, left, 1.0)
-            build.add(rows, pending, -1.0)
         return incoming
 
     def _recompute(self) -> None:

@@ -58,9 +58,7 @@ def relax(
     grid = cut(trace, liberties, fastest_s, slots, alone)
     if int(live_bytes.max(initial=0)) <= budget:
         return _kept(liberties, grid, fastest_s, began)
-    programme = formulate(
-        liberties, grid, problem.hardware, fastest_s, live_bytes, budget, trace.evictable == "saved"
-    )
+    programme = formulate(liberties, grid, problem.hardware, fastest_s, live_bytes, budget)
     solution = solve(programme.program, limit_s - (time.perf_counter() - began))
     return _read(programme, solution, liberties, grid, float(fastest_s.sum()), began)
 

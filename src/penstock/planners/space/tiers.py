@@ -13,8 +13,8 @@ from penstock.units import format_bytes, format_bytes_up
 class Tiers:
     """Room on the host and on the disk, and the transfers decided so far.
 
-    The host comes first. A copy is counted until its tensor dies where autograd's saves are moved, and
-    until the kernel that needs it has run otherwise; a persistent tensor's copy is counted all the time.
+    The host comes first. A copy is counted until the kernel that needs it has run; a persistent tensor's
+    copy is counted all the time.
     """
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
@@ -96,16 +96,11 @@ class Tiers:
         """The next copy is on the tier of the last: it is still true, or that room is kept anyway."""
         if tensor not in self._home:
             return False
-        return tensor in self._valid or self._lasts(tensor)
-
-    def _lasts(self, tensor: int) -> bool:
-        return self.trace.evictable == "saved" or bool(self.trace.tensor_persistent[tensor])
+        return tensor in self._valid or bool(self.trace.tensor_persistent[tensor])
 
     def _span(self, tensor: int, since: int, end: int) -> tuple[int, int]:
         """The kernels during which a copy takes room that it has not taken yet."""
-        if self.trace.evictable == "saved":
-            end = int(self.trace.tensor_death[tensor])
-        elif self.trace.tensor_persistent[tensor]:
+        if self.trace.tensor_persistent[tensor]:
             end = self.trace.kernels
             since = 0 if tensor not in self._home else end
         else:
