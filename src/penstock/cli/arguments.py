@@ -142,6 +142,15 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--verify-spill", action="store_true", help="checksum what leaves for the disk, and comes back"
     )
+    run.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="that `penstock plan` wrote: carried out from the first step on",
+    )
+    run.add_argument(
+        "--device", default="cpu", metavar="NAME", help="that the script trains on; default: %(default)s"
+    )
     _policy(run)
     _written(run, "penstock-run", "FOLDER")
 

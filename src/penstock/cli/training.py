@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 import penstock
 from penstock.cli import script
 from penstock.cli.output import Answer, own_files, progress_console
 from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
 from penstock.errors import InvalidArgument
 from penstock.report.record import Record
 from penstock.runtime.run import Offload
@@ -29,21 +31,20 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> Answer:
-    hardware = None
-    if options.hardware:
-        with own_files():
-            hardware = Hardware.load(options.hardware)
-    training = script.load(options.script)()
+    with own_files():
+        hardware = Hardware.load(options.hardware) if options.hardware else None
+        plan = Plan.load(options.plan) if options.plan else None
+    build = script.load(options.script)
     with _folder(options.output), contextlib.ExitStack() as stack:
         offload = stack.enter_context(
             penstock.offload(
-                training.model,
-                training.optimizer,
+                device=options.device,
                 device_budget=options.device_budget,
                 spill_dir=options.spill_dir,
                 host_budget=options.host_budget,
                 disk_budget=options.disk_budget,
                 policy=options.policy,
+                plan=plan,
                 hardware=hardware,
                 page_cache_budget=options.page_cache_budget,
                 ways=options.way,
@@ -51,6 +52,8 @@ def run(options: Namespace) -> Answer:
                 verify_spill=options.verify_spill,
             )
         )
+        training = build()  # inside: it may be larger than the budget
+        _check_device(training.model, options.device)
         progress = stack.enter_context(_progress())
         losses = list(_train(offload, training, options.steps, progress))
         if not losses:
@@ -69,12 +72,18 @@ def run(options: Namespace) -> Answer:
     )
 
 
+def _check_device(model: torch.nn.Module, wanted: str) -> None:
+    found = {parameter.device.type for parameter in model.parameters()}
+    if found - {torch.device(wanted).type}:
+        raise InvalidArgument(f"the model is on {', '.join(sorted(found))}: say so with --device")
+
+
 def _train(
     offload: Offload, training: script.Training, steps: int | None, progress: Progress
 ) -> Iterator[float]:
     """Train, and yield the loss of each step."""
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
-    bar = progress.add_task("profiling", total=total, loss="")
+    bar = progress.add_task("recording", total=total, loss="")
     state = progress.add_task("", total=None, visible=False, loss="")
     with _interrupts_noted() as interrupted:
         for batch in itertools.islice(training.batches, steps):

@@ -7,8 +7,8 @@ any other, and autograd's own checks stay on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from penstock.capture.slices import join, slices
 from penstock.core.trace import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
-from penstock.runtime.schedule import Evict, Prefetch, Release, Schedule
-from penstock.runtime.storages import NEVER, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.schedule import Evict, Release, Schedule
+from penstock.runtime.storages import LEAVING, NEVER, ManagedStorage, Storages
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
+_NOTHING: dict[str, Any] = {}
 _LIST_OPERATORS = ("_foreach_", "_fused_", "_amp_foreach")
 
 
@@ -65,6 +66,8 @@ class Clock(TorchDispatchMode):
         self._facts: dict[Any, Operator] = {}
         self.phases = Phases(self._on_kind)
         self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
+        # Where nothing is planned, so much more leaves, in the background, than room is needed for.
+        self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
         self._schedule: Schedule | None = None
         self._alternatives: tuple[Schedule, ...] = ()
         self._needs: list[int] = []
@@ -118,7 +121,7 @@ class Clock(TorchDispatchMode):
                     if (managed := self._tensor(tensor)) is not None:
                         self._engine.release(managed, tier)
         self.phases.enter()
-        self._left_s = time.perf_counter()
+        self._left_s = perf_counter()
 
     def end_step(self) -> None:
         """The step is over: what lasts keeps its number for the next one."""
@@ -169,31 +172,29 @@ class Clock(TorchDispatchMode):
         facts = self._facts.get(operator)
         if facts is None:
             facts = self._facts[operator] = describe(operator)
-        if not facts.is_kernel or not self.entered:
+        if not self.entered:
+            return operator(*args, **kwargs)
+        if not facts.is_kernel:
+            if self._device.views_need_bytes:
+                self._bring_back(args)
             return operator(*args, **kwargs)
         if types and any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor of another kind does it with operators on plain ones
-        if facts.name.startswith(_LIST_OPERATORS):
+        if facts.name[0] == "_" and facts.name.startswith(_LIST_OPERATORS):
             parts = slices(operator, args, kwargs)
             if parts is not None:
                 return join(operator, [self._run(operator, facts, *part) for part in parts])
         return self._run(operator, facts, args, kwargs)
 
     def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entered_s = time.perf_counter()
-        engine, meet = self._engine, self.storages.meet
-        stalls = len(engine.waits)
+        entered_s = perf_counter()
+        engine, device, storages = self._engine, self._device, self.storages
+        waits = len(engine.waits)
+        written: list[ManagedStorage] = []
         with self._lock:
-            if self.storages.has_dead:
-                self.storages.bury()
-            used: list[ManagedStorage] = []
-            for value in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(value)
-                if kind in _PLAIN:
-                    self._collect(value, used)
-                elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
-                    for tensor in tensors_in(value):
-                        self._collect(tensor, used)
+            if storages.dead:
+                storages.bury()
+            used = self._used(args, kwargs)
             kernel = self.kernels
             if self._in_step:
                 self._number(used)
@@ -202,77 +203,103 @@ class Clock(TorchDispatchMode):
             away = False
             for managed in used:
                 managed.pins += 1
-                if managed.state > 1:  # AWAY, COMING
+                if managed.state > LEAVING:
                     away = True
+            need_bytes = self._need_bytes(kernel, facts.name)
             try:
                 if away:
                     engine.demand(used)
-                written: list[ManagedStorage] = []
                 if facts.written:
-                    for tensor in written_tensors(facts, args, kwargs):
-                        for storage in _storages_of(tensor):
-                            managed = meet(storage)
-                            written.append(managed)
+                    written = self._used(tuple(written_tensors(facts, args, kwargs)), _NOTHING)
+                    for managed in written:
+                        if managed.clean or managed.guarded or managed.state:
                             engine.will_write(managed)
-                need_bytes = self._need_bytes(kernel, facts.name)
-                engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes())
-                self._device.begin_kernel(used)
+                if need_bytes or away:
+                    engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes)
+                device.begin_kernel(used)
             except BaseException:
                 self._unpin(used)
                 raise
         recording = self._recording
         if recording is not None:
-            self._device.begin_measuring()
-        begun_s = time.perf_counter()
+            device.begin_measuring()
+        begun_s = perf_counter()
         try:
             result = operator(*args, **kwargs)
         except BaseException as error:
             with self._lock:
                 self._unpin(used)
-            self._device.kernel_failed(error, need_bytes)
+            device.kernel_failed(error, need_bytes)
             raise
-        ended_s = time.perf_counter()
+        ended_s = perf_counter()
         with self._lock:
-            if self.storages.has_dead:
-                self.storages.bury()
+            if storages.dead:
+                storages.bury()
             made: list[ManagedStorage] = []
             taken_bytes = 0
-            for tensor in tensors_in(result):
+            for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
                 for storage in _storages_of(tensor):
-                    managed = self.storages.find(storage)
-                    if managed is None:
-                        managed = meet(storage, True)
-                        managed.birth = self.kernels
-                        managed.kind = _ACTIVATION
-                        taken_bytes += managed.size_bytes
-                    made.append(managed)
+                    found = storages.find(storage)
+                    if found is None:
+                        found = storages.meet(storage, True)
+                        found.birth = kernel
+                        found.kind = _ACTIVATION
+                        taken_bytes += found.size_bytes
+                    made.append(found)
             self._unpin(used)
             if self._in_step:
                 self._number(made)
-                self._check_known(kernel)
+                schedule = self._schedule
+                if schedule is not None and schedule.known[kernel] != len(self._numbered):
+                    self._mismatch()  # its numbers mean other tensors
                 if recording is not None:
                     self._record(recording, facts, result, used, written, made, entered_s, begun_s, ended_s)
                     taken_bytes += recording.kernels[-1].workspace_bytes
-                self.kernels += 1
+                self.kernels = kernel + 1
                 self._seen.append(facts.name)
             self._needs_bytes[facts.name] = taken_bytes
-        self.operators += 1
-        left_s = time.perf_counter()
-        waited_s = sum(wait.finished_s - wait.started_s for wait in engine.waits[stalls:])
-        self.clock_s += begun_s - entered_s + left_s - ended_s - waited_s
-        self._left_s = left_s
+            self.operators += 1
+            self._left_s = left_s = perf_counter()
+            self.clock_s += begun_s - entered_s + left_s - ended_s
+            if len(engine.waits) > waits:
+                self.clock_s -= sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
         return result
 
+    def _used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedStorage]:
+        """The storages of the arguments, each once, in order."""
+        used: list[ManagedStorage] = []
+        by_key = self.storages.by_key
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind in _PLAIN:
+                try:
+                    storage = value.untyped_storage()
+                except (NotImplementedError, RuntimeError):  # it is sparse, or opaque
+                    self._collect(value, used)
+                    continue
+                managed = by_key.get(storage._cdata) or self.storages.meet(storage)
+                if managed not in used:
+                    used.append(managed)
+            elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
+                for tensor in tensors_in(value):
+                    self._collect(tensor, used)
+        return used
+
+    def _bring_back(self, args: tuple[Any, ...]) -> None:
+        """A view is about to be made, of a storage that must have its size."""
+        with self._lock:
+            used: list[ManagedStorage] = []
+            for tensor in tensors_in(args):
+                self._collect(tensor, used)
+            if any(managed.state > LEAVING for managed in used):
+                for managed in used:
+                    managed.pins += 1
+                try:
+                    self._engine.demand(used)
+                finally:
+                    self._unpin(used)
+
     def _collect(self, tensor: torch.Tensor, used: list[ManagedStorage]) -> None:
-        if tensor.layout is torch.strided:
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # a tensor without one
-                return
-            managed = self.storages.meet(storage)
-            if managed not in used:
-                used.append(managed)
-            return
         for storage in _storages_of(tensor):
             managed = self.storages.meet(storage)
             if managed not in used:
@@ -322,12 +349,6 @@ class Clock(TorchDispatchMode):
             else:
                 self._engine.prefetch(managed)
 
-    def _check_known(self, kernel: int) -> None:
-        """Whether as many tensors are known as in the trace: else its numbers mean others."""
-        schedule = self._schedule
-        if schedule is not None and schedule.known[kernel] != len(self._numbered):
-            self._mismatch()
-
     def _change(self, name: str) -> Schedule | None:
         """Another schedule that agrees with the step so far; None where there is none."""
         seen = (*self._seen, name)
@@ -344,13 +365,9 @@ class Clock(TorchDispatchMode):
 
     def _need_bytes(self, kernel: int, name: str) -> int:
         """What the kernel will take beyond what is there, as far as is known."""
-        expected = self._needs_bytes.get(name, 0)
-        if self._schedule is not None and kernel < len(self._needs):
+        if self._schedule is not None:
             return self._needs[kernel]
-        return min(expected, self._engine.budget_bytes // 4)
-
-    def _ahead_bytes(self) -> int:
-        return min(64 << 20, self._engine.budget_bytes // 10)
+        return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
 
     def _victims(self) -> Iterator[ManagedStorage]:
         """What should leave first: what is used furthest in the future where that is known, else what was

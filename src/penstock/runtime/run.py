@@ -26,7 +26,7 @@ from penstock.core.plan import Plan
 from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, InvalidArgument, InvalidPlan, PenstockError
+from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidPlan, PenstockError
 from penstock.planners import plan as make_plan
 from penstock.planners import require_policy
 from penstock.runtime import resident, timeline

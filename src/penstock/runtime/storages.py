@@ -132,20 +132,20 @@ class Storages:
         self._adopt = adopt
         self._buried = buried
         self._smallest_bytes = smallest_bytes
-        self._by_key: dict[int, ManagedStorage] = {}
-        self._dead: deque[ManagedStorage] = deque()
+        self.by_key: dict[int, ManagedStorage] = {}
+        self.dead: deque[ManagedStorage] = deque()
         # Movable ones, the least recently used first. Those that are not resident are among them.
         self.by_use: OrderedDict[int, ManagedStorage] = OrderedDict()
 
     def __iter__(self) -> Iterator[ManagedStorage]:
-        return iter(list(self._by_key.values()))
+        return iter(list(self.by_key.values()))
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self.by_key)
 
     def find(self, storage: torch.UntypedStorage) -> ManagedStorage | None:
         """The managed storage, None where it was not met before."""
-        return self._by_key.get(storage._cdata)
+        return self.by_key.get(storage._cdata)
 
     def meet(self, storage: torch.UntypedStorage, made: bool = False) -> ManagedStorage:
         """The managed storage; from now on it is one.
@@ -153,11 +153,11 @@ class Storages:
         made   a kernel has just made it
         """
         key = storage._cdata
-        managed = self._by_key.get(key)
+        managed = self.by_key.get(key)
         if managed is None:
             size_bytes = storage.nbytes()
             managed = ManagedStorage(storage, size_bytes, self._died)
-            self._by_key[key] = managed
+            self.by_key[key] = managed
             if size_bytes >= self._smallest_bytes and self._adopt(managed, storage, made):
                 managed.movable = True
                 self.by_use[key] = managed
@@ -165,17 +165,13 @@ class Storages:
 
     def bury(self) -> None:
         """Forget those that have died. Call it before storages are looked up."""
-        while self._dead:
-            managed = self._dead.popleft()
-            if self._by_key.get(managed.key) is managed:
-                del self._by_key[managed.key]
+        while self.dead:
+            managed = self.dead.popleft()
+            if self.by_key.get(managed.key) is managed:
+                del self.by_key[managed.key]
                 self.by_use.pop(managed.key, None)
             self._buried(managed)
 
-    @property
-    def has_dead(self) -> bool:
-        return bool(self._dead)
-
     def _died(self, reference: _Reference) -> None:
         # Anywhere, on any thread: nothing more may happen here.
-        self._dead.append(reference.managed)
+        self.dead.append(reference.managed)

@@ -17,6 +17,7 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
+    views_need_bytes            of a storage that is away no view can be made
     """
 
     engine: copies.CopyEngine | None
@@ -24,6 +25,7 @@ class Device(copies.Device, Protocol):
     memory_manager: str
     evict_link: str
     prefetch_link: str
+    views_need_bytes: bool
 
     @property
     def unplanned_accesses(self) -> int: ...
