@@ -365,7 +365,7 @@ class Clock(TorchDispatchMode):
 
     def _need_bytes(self, kernel: int, name: str) -> int:
         """What the kernel will take beyond what is there, as far as is known."""
-        if self._schedule is not None:
+        if self._in_step and self._schedule is not None:
             return self._needs[kernel]
         return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
 
