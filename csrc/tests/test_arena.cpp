@@ -6,7 +6,7 @@
 #include <tuple>
 #include <utility>
 
-#include "arena.hpp"
+#include "arena/arena.hpp"
 #include "check.hpp"
 
 using namespace penstock;

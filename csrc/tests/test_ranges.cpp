@@ -1,6 +1,6 @@
 // Free ranges against a map of every unit: disjoint, joined, and the same in both orders.
 #include "check.hpp"
-#include "ranges.hpp"
+#include "arena/ranges.hpp"
 
 using penstock::Ranges;
 using penstock::test::Random;

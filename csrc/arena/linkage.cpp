@@ -1,4 +1,4 @@
-#include "linkage.hpp"
+#include "arena/linkage.hpp"
 
 #include <elf.h>
 #include <link.h>

@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "arena.hpp"
+#include "arena/arena.hpp"
 
 namespace penstock {
 

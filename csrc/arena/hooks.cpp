@@ -1,4 +1,4 @@
-#include "hooks.hpp"
+#include "arena/hooks.hpp"
 
 #include <pthread.h>
 #include <sys/resource.h>
@@ -13,7 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "linkage.hpp"
+#include "arena/faults.hpp"
+#include "arena/linkage.hpp"
 
 namespace penstock {
 
@@ -44,14 +45,15 @@ void hooked_free(void* address) {
   }
 }
 
-// Addresses cost nothing, and spare ones let blocks be placed well; but leave the program its own
-// where they are limited.
+// Addresses cost nothing, and blocks that are out keep theirs; but leave the program its own where they
+// are limited.
 std::size_t reserve_bytes() {
   const auto physical =
       static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   rlimit addresses{};
-  if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) return 4 * physical;
-  return std::min<std::size_t>(4 * physical, addresses.rlim_cur / 2);
+  const auto wanted = std::min<std::size_t>(64 * physical, std::size_t{4} << 40);
+  if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) return wanted;
+  return std::min<std::size_t>(wanted, addresses.rlim_cur / 2);
 }
 
 }  // namespace
@@ -69,7 +71,10 @@ bool install_hooks(std::string_view library_suffix) {
     if (!arena->usable()) return false;
     installed.store(arena.release(), std::memory_order_release);  // outlives every block: never destroyed
     pthread_atfork([] { installed_arena()->lock(); }, [] { installed_arena()->unlock(); },
-                   [] { installed_arena()->unlock(); });
+                   [] {
+                     serve_faults_in_child();
+                     installed_arena()->unlock_in_child();
+                   });
   }
   // All of free before any of posix_memalign: the first block must find its way back.
   const auto point = [](const std::vector<Slot>& slots, void* hook) {

@@ -1,0 +1,222 @@
+#include "arena/arena.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace penstock {
+
+Arena::Arena(std::size_t reserve_bytes)
+    : paging_problem_(penstock::paging_problem()),
+      frames_(reserve_bytes, paging_problem_.empty()),
+      large_begin_(frames_.size_bytes() / 8 / kChunkBytes * kChunkBytes),
+      small_pages_(large_begin_ / kPageBytes),
+      large_chunks_(frames_.size_bytes() / kChunkBytes) {
+  if (!usable()) return;
+  // One chunk between the regions is never used, so that no run of free frames is part of both.
+  if (large_begin_ > kChunkBytes) small_.give(0, large_begin_ - kChunkBytes);
+  large_.give(large_begin_, frames_.size_bytes() - large_begin_);
+}
+
+Block* Arena::find(const void* address) const {
+  if (!contains(address)) return nullptr;
+  const auto offset = static_cast<std::size_t>(static_cast<const char*>(address) - frames_.base());
+  return offset < large_begin_ ? small_pages_[offset / kPageBytes] : large_chunks_[offset / kChunkBytes];
+}
+
+Block* Arena::start(const void* address) const {
+  auto* block = find(address);
+  return block != nullptr && address_of(*block) == address ? block : nullptr;
+}
+
+Block* Arena::again(std::size_t offset, std::uint64_t serial) const {
+  auto* block = find(frames_.base() + offset);
+  return block != nullptr && block->serial == serial ? block : nullptr;
+}
+
+void Arena::enter(Block& block, Block* value) {
+  auto& table = block.large() ? large_chunks_ : small_pages_;
+  const auto unit = block.large() ? kChunkBytes : kPageBytes;
+  for (auto i = block.offset / unit; i < (block.offset + block.owned_bytes) / unit; ++i) table[i] = value;
+}
+
+std::optional<std::size_t> Arena::place(std::size_t owned_bytes) const {
+  if (owned_bytes % kChunkBytes == 0) return place_large(owned_bytes);
+  const auto best = small_.by_size().lower_bound({owned_bytes, 0});
+  if (best == small_.by_size().end()) return std::nullopt;
+  return best->second;
+}
+
+// Where all of it has free frames, in the smallest such run; else around the longest run; else in the
+// smallest free range.
+std::optional<std::size_t> Arena::place_large(std::size_t owned_bytes) const {
+  const auto& runs = frames_.free().by_size();
+  for (auto run = runs.lower_bound({owned_bytes, 0}); run != runs.end(); ++run)
+    if (run->second >= large_begin_) return run->second;
+  if (!runs.empty() && runs.rbegin()->second >= large_begin_) {
+    const auto begin = runs.rbegin()->second;
+    const auto around = std::prev(large_.by_offset().upper_bound(begin));
+    if (around->second >= owned_bytes) return std::min(begin, around->first + around->second - owned_bytes);
+  }
+  const auto best = large_.by_size().lower_bound({owned_bytes, 0});
+  if (best == large_.by_size().end()) return std::nullopt;
+  return best->second;
+}
+
+// Free addresses without frames, at the lowest place of the largest range: runs of free frames grow there.
+std::optional<std::size_t> Arena::room_without_frames(std::size_t size_bytes) const {
+  if (large_.by_size().empty()) return std::nullopt;
+  const auto [range_bytes, begin] = *large_.by_size().rbegin();
+  auto at = begin;
+  const auto& runs = frames_.free().by_offset();
+  for (auto run = runs.lower_bound(begin); run != runs.end() && run->first < begin + range_bytes; ++run) {
+    if (run->first - at >= size_bytes) return at;
+    at = run->first + run->second;
+  }
+  if (begin + range_bytes - at >= size_bytes) return at;
+  return std::nullopt;
+}
+
+// Addresses with memory. Nothing if there are none; errno says whether memory is what lacks (ENOMEM).
+std::optional<std::size_t> Arena::occupy(std::size_t owned_bytes, bool* no_addresses) {
+  const auto offset = place(owned_bytes);
+  *no_addresses = !offset;
+  if (!offset) return std::nullopt;
+  region(*offset).take(*offset, owned_bytes);
+  const auto wanted = frames_.frame_bytes() + frames_.growth_bytes(*offset, owned_bytes);
+  if (wanted > frames_.frame_bytes() && wanted > stats_.limit_bytes)
+    stats_.purged_bytes += frames_.purge(wanted - stats_.limit_bytes);
+  if (frames_.occupy(*offset, owned_bytes)) return offset;
+  stats_.purged_bytes += frames_.purge(frames_.free_bytes());
+  if (frames_.occupy(*offset, owned_bytes)) return offset;
+  region(*offset).give(*offset, owned_bytes);
+  return std::nullopt;
+}
+
+Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
+  if (size_bytes > frames_.size_bytes()) return Outcome::kNoAddresses;
+  const auto capacity = round_up(std::max<std::size_t>(size_bytes, 1), kPageBytes);
+  const auto owned = capacity < kLargeBytes ? capacity : round_up(capacity, kChunkBytes);
+  Lock lock(mutex_);
+  const auto refuse = [&] {
+    stats_.refused_bytes = size_bytes;
+    return Outcome::kNoMemory;
+  };
+  if (!make_room(lock, size_bytes, owned < kLargeBytes ? 0 : owned, Need::kBlock)) return refuse();
+  bool no_addresses = false;
+  const auto offset = occupy(owned, &no_addresses);
+  // Memory from elsewhere would be outside of the budget.
+  if (!offset && pages()) return refuse();
+  if (!offset) return no_addresses ? Outcome::kNoAddresses : Outcome::kNoMemory;
+  auto created = std::make_unique<Block>();
+  auto& block = *created;
+  block.offset = *offset;
+  block.requested_bytes = size_bytes;
+  block.capacity_bytes = capacity;
+  block.owned_bytes = owned;
+  block.serial = ++stats_.serial;
+  block.pinned_tick = tick_;
+  blocks_.emplace(block.serial, std::move(created));
+  enter(block, &block);
+  use_.add(block);
+  stats_.in_use_bytes += size_bytes;
+  count_in(size_bytes);
+  *address = frames_.base() + *offset;
+  return Outcome::kDone;
+}
+
+bool Arena::release(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return false;
+  const auto offset = block->offset, owned = block->owned_bytes;
+  stats_.in_use_bytes -= block->requested_bytes;
+  bool reusable = true;
+  drop_staging(*block);
+  if (block->in_memory) {
+    use_.remove(*block);
+    stats_.in_memory_bytes -= block->requested_bytes;
+    if (block->guarded && !protect(frames_.base() + offset, owned, PROT_READ | PROT_WRITE)) {
+      if (block->large())
+        frames_.discard(offset, owned);
+      else
+        reusable = false;
+    }
+  } else {
+    stats_.out_bytes -= block->requested_bytes;
+    if (!block->large()) reusable = frames_.renew_pages(offset, owned);
+  }
+  if (block->event != Block::Event::kNone) --events_pending_;
+  enter(*block, nullptr);
+  blocks_.erase(block->serial);
+  // Where the system refuses to make them writable again, these few addresses are not used any more.
+  if (reusable) {
+    frames_.vacate(offset, owned);
+    region(offset).give(offset, owned);
+  }
+  changed_.notify();
+  return true;
+}
+
+void Arena::note_peaks() {
+  stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
+  stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, stats_.in_memory_bytes);
+  if (stats_.peak_in_memory_bytes > stats_.budget_bytes)
+    stats_.over_budget_bytes =
+        std::max(stats_.over_budget_bytes, stats_.peak_in_memory_bytes - stats_.budget_bytes);
+  const std::uint64_t resident = frames_.held_bytes() + scratch_bytes_;
+  stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, resident);
+  if (resident > stats_.limit_bytes)
+    stats_.over_limit_bytes = std::max(stats_.over_limit_bytes, resident - stats_.limit_bytes);
+}
+
+void Arena::count_in(std::size_t requested_bytes) {
+  stats_.in_memory_bytes += requested_bytes;
+  note_peaks();
+}
+
+void Arena::set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes) {
+  const Lock lock(mutex_);
+  stats_.limit_bytes = std::min(limit_bytes, kUnlimited);
+  stats_.budget_bytes = in_child_ ? kUnlimited : std::min(budget_bytes, kUnlimited);
+  if (frames_.frame_bytes() > stats_.limit_bytes)
+    stats_.purged_bytes += frames_.purge(frames_.frame_bytes() - stats_.limit_bytes);
+}
+
+bool Arena::set_swap_file(int direct, int buffered, std::size_t capacity_bytes) {
+  const Lock lock(mutex_);
+  return swap_.set(direct, buffered, capacity_bytes);
+}
+
+void Arena::trim() {
+  const Lock lock(mutex_);
+  stats_.purged_bytes += frames_.purge(frames_.free_bytes());
+}
+
+void Arena::reset_peak() {
+  const Lock lock(mutex_);
+  stats_.peak_in_use_bytes = stats_.in_use_bytes;
+  stats_.peak_in_memory_bytes = stats_.in_memory_bytes;
+  stats_.peak_resident_bytes = frames_.held_bytes() + scratch_bytes_;
+  stats_.over_limit_bytes = stats_.over_budget_bytes = stats_.refused_bytes = 0;
+}
+
+ArenaStats Arena::stats() const {
+  const Lock lock(mutex_);
+  auto stats = stats_;
+  stats.resident_bytes = frames_.held_bytes() + scratch_bytes_;
+  stats.swap_used_bytes = swap_.used_bytes();
+  return stats;
+}
+
+std::optional<ArenaBlock> Arena::block(const void* address) const {
+  const Lock lock(mutex_);
+  const auto* found = find(address);
+  if (found == nullptr) return std::nullopt;
+  const auto begin = reinterpret_cast<std::uintptr_t>(address_of(*found));
+  if (reinterpret_cast<std::uintptr_t>(address) >= begin + found->capacity_bytes) return std::nullopt;
+  return ArenaBlock{begin, found->capacity_bytes, found->serial};
+}
+
+}  // namespace penstock

@@ -1,0 +1,188 @@
+// Memory for torch's CPU tensors inside a byte budget: blocks leave memory and come back at the address
+// they had.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "arena/block.hpp"
+#include "arena/event.hpp"
+#include "arena/frames.hpp"
+#include "arena/swap.hpp"
+
+namespace penstock {
+
+// Blocks of this size and more have chunks of their own. Smaller ones share chunks, in a region of
+// their own, so that long-lived ones do not pin big chunks.
+inline constexpr std::size_t kLargeBytes = std::size_t{1} << 20;
+inline constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
+
+struct ArenaStats {
+  std::uint64_t in_use_bytes = 0;          // as requested, of the blocks alive
+  std::uint64_t peak_in_use_bytes = 0;     // since reset_peak
+  std::uint64_t resident_bytes = 0;        // of the frames held
+  std::uint64_t peak_resident_bytes = 0;   // since reset_peak
+  std::uint64_t limit_bytes = kUnlimited;  // what resident_bytes is kept below, where blocks allow it
+  std::uint64_t serial = 0;                // of the newest block; the first has 1
+  std::uint64_t purged_bytes = 0;          // returned to the system so far
+  std::uint64_t over_limit_bytes = 0;      // by which peak_resident_bytes exceeded the limit
+  std::uint64_t budget_bytes = kUnlimited;  // what in_memory_bytes is kept within
+  std::uint64_t in_memory_bytes = 0;       // as requested, of blocks in memory and of staging areas
+  std::uint64_t peak_in_memory_bytes = 0;  // since reset_peak
+  std::uint64_t out_bytes = 0;             // as requested, of the blocks that are out
+  std::uint64_t swap_used_bytes = 0;
+  std::uint64_t faults = 0;  // accesses served that nobody planned
+  std::uint64_t swapped_out_bytes = 0;  // written to the swap file
+  std::uint64_t swapped_in_bytes = 0;   // read back by the arena itself
+  std::uint64_t refused_bytes = 0;      // of the last allocation that the budget refused
+  std::uint64_t over_budget_bytes = 0;  // by which peak_in_memory_bytes exceeded the budget
+};
+
+struct ArenaBlock {
+  std::uintptr_t start = 0;
+  std::size_t capacity_bytes = 0;
+  std::uint64_t serial = 0;
+};
+
+// Blocks start at a multiple of 4096 bytes and hold a multiple of 4096 bytes, so that direct I/O can
+// read and write them in place. Thread safe; no call needs another thread to make progress in Python.
+//
+// The limit on physical memory is soft: it decides what is kept for reuse and, where a budget is set,
+// what leaves. The budget is hard: an allocation first writes blocks to the swap file, the least
+// recently used first, and is refused where that does not make enough room.
+//
+// A block is in memory and writable, or in memory and guarded (write-protected: a copy exists, or is
+// being written), or out (neither readable nor writable; its copy says where it is).
+class Arena {
+ public:
+  explicit Arena(std::size_t reserve_bytes);
+
+  bool usable() const { return frames_.base() != nullptr; }
+  // Empty if blocks can leave on this system.
+  const std::string& paging_problem() const { return paging_problem_; }
+  bool contains(const void* address) const {
+    return reinterpret_cast<std::uintptr_t>(address) - reinterpret_cast<std::uintptr_t>(frames_.base()) <
+           frames_.size_bytes();
+  }
+
+  enum class Outcome { kDone, kNoAddresses, kNoMemory };
+  Outcome allocate(std::size_t size_bytes, void** address);
+  // False if no block starts at `address`.
+  bool release(void* address);
+
+  void set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes);
+  // False if the present file is in use. See SwapFile.
+  bool set_swap_file(int direct, int buffered, std::size_t capacity_bytes);
+  void trim();
+  void reset_peak();
+  ArenaStats stats() const;
+  std::optional<ArenaBlock> block(const void* address) const;
+
+  // Of the calls below, those on a block give kUnknown where none starts at the address.
+  enum class Answer { kYes, kNo, kUnknown, kError };
+
+  // A kernel begins: pins the blocks that hold these addresses until the next call. Gives the number
+  // of events pending. With `blocks_out`, counts those that the arena has moved out: bring_in_pinned.
+  std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
+  // Brings in those of the blocks that the arena moved out. 0 or an errno.
+  int bring_in_moved(std::span<const std::uintptr_t> addresses);
+
+  Answer guard(void* address);
+  // Brings it in first if it is out.
+  Answer unguard(void* address, int* error);
+  Answer written(void* address) const;
+  // kNo if it was written since guard; kError if the system refuses or the segments do not hold it.
+  Answer leave(void* address, std::vector<Segment> segments, int* error);
+  // Null if there is no room, or the block is not out.
+  Answer stage(void* address, char** staging);
+  // kNo if the block is out afterwards: what was read is not what it holds now. kError with EINVAL if
+  // it was not staged.
+  Answer arrive(void* address, int* error);
+  Answer unstage(void* address);
+  Answer bring_in(void* address, int* error);
+  enum class State { kIn, kGuarded, kOut, kStaged };
+  Answer state(void* address, State* state) const;
+  // kNo if it is out.
+  Answer forget_copy(void* address, int* error);
+  std::size_t events_pending() const;
+  std::vector<std::pair<std::uintptr_t, Block::Event>> events();
+
+  // An access to `address` failed. kYes if it can be repeated after what was done, kNo if nothing was
+  // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why.
+  Answer serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes);
+
+  // Around fork(), so that the child finds the arena whole. In the child no block leaves.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+  void unlock_in_child();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  enum class Need { kBlock, kAccess, kFault };
+
+  // Blocks by address.
+  Block* find(const void* address) const;   // that holds it
+  Block* start(const void* address) const;  // that starts there
+  Block* again(std::size_t offset, std::uint64_t serial) const;
+  void enter(Block& block, Block* value);
+  char* address_of(const Block& block) const { return frames_.base() + block.offset; }
+
+  // Addresses.
+  Ranges& region(std::size_t offset) { return offset < large_begin_ ? small_ : large_; }
+  std::optional<std::size_t> place(std::size_t owned_bytes) const;
+  std::optional<std::size_t> place_large(std::size_t owned_bytes) const;
+  std::optional<std::size_t> room_without_frames(std::size_t size_bytes) const;
+  std::optional<std::size_t> occupy(std::size_t owned_bytes, bool* no_addresses);
+
+  // What is in memory.
+  void count_in(std::size_t requested_bytes);
+  void note_peaks();
+  bool pages() const { return stats_.budget_bytes != kUnlimited && paging_problem_.empty() && !in_child_; }
+  bool fits(std::size_t requested_bytes, std::size_t frame_bytes) const;
+  bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t frame_bytes, Need need);
+  Block* victim(Need need, bool frames_wanted, const std::vector<std::uint64_t>& tried) const;
+  bool evict(Lock& lock, Block& block);
+  std::shared_ptr<const Copy> hold_extent(std::size_t offset, std::size_t size_bytes);
+  bool put_out(Block& block, bool natively);
+  bool make_writable(Block& block);
+  void note_event(Block& block, Block::Event event);
+
+  // The way back.
+  bool take_landing(const Block& block, Landing* landing);
+  void drop_landing(Landing& landing);
+  void drop_staging(Block& block);
+  int land(Block& block, Landing& landing);
+  int bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need need, char* problem,
+               std::size_t problem_bytes);
+
+  const std::string paging_problem_;
+  mutable std::mutex mutex_;
+  Event changed_;  // a read or write of a block ended, or room was made
+  Frames frames_;
+  std::size_t large_begin_ = 0;  // offsets below it hold blocks under kLargeBytes
+  Ranges small_, large_;         // free addresses
+  SparseTable<Block*> small_pages_, large_chunks_;  // whose they are
+  std::unordered_map<std::uint64_t, std::unique_ptr<Block>> blocks_;  // by serial
+  UseOrder use_;
+  SwapFile swap_;
+  std::uint64_t tick_ = 1;
+  std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial
+  std::size_t events_pending_ = 0;
+  std::size_t writes_ = 0;  // to the swap file, under way
+  std::size_t reads_ = 0;   // into landings, under way
+  std::size_t scratch_bytes_ = 0;  // of landings outside of the arena's addresses
+  bool in_child_ = false;
+  ArenaStats stats_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,242 @@
+// What Python sees of the arena.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cerrno>
+#include <stdexcept>
+#include <tuple>
+
+#include "arena/arena.hpp"
+#include "bindings.hpp"
+#include "arena/faults.hpp"
+#include "arena/hooks.hpp"
+
+namespace nb = nanobind;
+
+namespace penstock {
+
+namespace {
+
+using Answer = Arena::Answer;
+
+Arena& arena() {
+  auto* arena = installed_arena();
+  if (arena == nullptr) throw std::runtime_error("the arena is not installed: call arena_install first");
+  return *arena;
+}
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+nb::object find_block(std::uintptr_t address) {
+  const auto block = arena().block(reinterpret_cast<const void*>(address));
+  if (!block) return nb::none();
+  return nb::make_tuple(block->start, block->capacity_bytes, block->serial);
+}
+
+[[noreturn]] void raise_os_error(int error) {
+  errno = error;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
+// True for kYes and false for kNo.
+bool check(Answer answer, std::uintptr_t address, int error = ENOMEM) {
+  if (answer == Answer::kUnknown)
+    throw std::invalid_argument("no block of the arena starts at address " + std::to_string(address));
+  if (answer == Answer::kError) raise_os_error(error);
+  return answer == Answer::kYes;
+}
+
+std::uint64_t budget(std::optional<std::uint64_t> budget_bytes) { return budget_bytes.value_or(kUnlimited); }
+
+void activate(std::uint64_t limit_bytes, std::optional<std::uint64_t> budget_bytes) {
+  auto& current = arena();
+  const nb::gil_scoped_release release;
+  current.set_limits(limit_bytes, budget(budget_bytes));
+  if (current.paging_problem().empty()) serve_faults(current);
+  set_active(true);
+}
+
+void deactivate() {
+  auto& current = arena();
+  const nb::gil_scoped_release release;
+  set_active(false);
+  current.set_limits(kUnlimited, kUnlimited);
+  current.trim();
+}
+
+nb::object paging_unavailable() {
+  const auto& problem = arena().paging_problem();
+  if (problem.empty()) return nb::none();
+  return nb::str(problem.c_str());
+}
+
+void set_swap_file(int direct, std::optional<int> buffered, std::size_t capacity_bytes) {
+  if (!arena().set_swap_file(direct, buffered.value_or(-1), capacity_bytes))
+    throw std::runtime_error("the swap file holds blocks: bring them in or free them first");
+}
+
+std::size_t touch(nb::list addresses) {
+  constexpr std::size_t kFew = 64;
+  const std::size_t count = addresses.size();
+  std::array<std::uintptr_t, kFew> few;
+  std::vector<std::uintptr_t> many;
+  if (count > kFew) many.resize(count);
+  auto* all = count > kFew ? many.data() : few.data();
+  for (std::size_t i = 0; i < count; ++i) all[i] = nb::cast<std::uintptr_t>(addresses[i]);
+  auto& current = arena();
+  std::size_t blocks_out = 0;
+  const auto events = current.touch({all, count}, &blocks_out);
+  if (blocks_out == 0) return events;
+  int error = 0;
+  {
+    const nb::gil_scoped_release release;
+    error = current.bring_in_moved({all, count});
+  }
+  if (error != 0) raise_os_error(error);
+  return current.events_pending();
+}
+
+bool leave(std::uintptr_t address,
+           const std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>& segments) {
+  std::vector<Segment> parts;
+  parts.reserve(segments.size());
+  for (const auto& [file, file_offset, begin, size_bytes] : segments)
+    parts.push_back({file, file_offset, begin, size_bytes});
+  int error = 0;
+  const auto answer = arena().leave(pointer(address), std::move(parts), &error);
+  if (answer == Answer::kError && error == EINVAL)
+    throw std::invalid_argument("the segments do not hold all bytes of the block, or lie outside of it");
+  return check(answer, address, error);
+}
+
+std::uintptr_t stage(std::uintptr_t address) {
+  char* staging = nullptr;
+  check(arena().stage(pointer(address), &staging), address);
+  return reinterpret_cast<std::uintptr_t>(staging);
+}
+
+bool arrive(std::uintptr_t address) {
+  int error = 0;
+  const auto answer = arena().arrive(pointer(address), &error);
+  if (answer == Answer::kError && error == EINVAL)
+    throw std::runtime_error("the block at address " + std::to_string(address) +
+                             " is not staged: call arena_stage first");
+  return check(answer, address, error);
+}
+
+// For calls that may read or write files.
+bool without_gil(Answer (Arena::*call)(void*, int*), std::uintptr_t address) {
+  auto& current = arena();
+  int error = 0;
+  Answer answer;
+  {
+    const nb::gil_scoped_release release;
+    answer = (current.*call)(pointer(address), &error);
+  }
+  return check(answer, address, error);
+}
+
+const char* state(std::uintptr_t address) {
+  Arena::State state{};
+  check(arena().state(pointer(address), &state), address);
+  switch (state) {
+    case Arena::State::kIn: return "in";
+    case Arena::State::kGuarded: return "guarded";
+    case Arena::State::kStaged: return "staged";
+    case Arena::State::kOut: break;
+  }
+  return "out";
+}
+
+void forget_copy(std::uintptr_t address) {
+  int error = 0;
+  if (!check(arena().forget_copy(pointer(address), &error), address, error))
+    throw std::runtime_error("the block at address " + std::to_string(address) +
+                             " is out, and its copy is all there is: bring it in first");
+}
+
+nb::list events() {
+  nb::list found;
+  for (const auto& [address, event] : arena().events())
+    found.append(nb::make_tuple(address, event == Block::Event::kOut ? "out" : "in"));
+  return found;
+}
+
+}  // namespace
+
+void bind_arena(nb::module_& module) {
+  nb::class_<ArenaStats>(module, "ArenaStats", "Bytes an arena holds, and held at most since the last reset.")
+      .def_ro("in_use_bytes", &ArenaStats::in_use_bytes)
+      .def_ro("peak_in_use_bytes", &ArenaStats::peak_in_use_bytes)
+      .def_ro("resident_bytes", &ArenaStats::resident_bytes)
+      .def_ro("peak_resident_bytes", &ArenaStats::peak_resident_bytes)
+      .def_ro("limit_bytes", &ArenaStats::limit_bytes)
+      .def_ro("serial", &ArenaStats::serial)
+      .def_ro("purged_bytes", &ArenaStats::purged_bytes)
+      .def_ro("over_limit_bytes", &ArenaStats::over_limit_bytes)
+      .def_prop_ro("budget_bytes",
+                   [](const ArenaStats& stats) -> std::optional<std::uint64_t> {
+                     if (stats.budget_bytes == kUnlimited) return std::nullopt;
+                     return stats.budget_bytes;
+                   })
+      .def_ro("in_memory_bytes", &ArenaStats::in_memory_bytes)
+      .def_ro("peak_in_memory_bytes", &ArenaStats::peak_in_memory_bytes)
+      .def_ro("out_bytes", &ArenaStats::out_bytes)
+      .def_ro("swap_used_bytes", &ArenaStats::swap_used_bytes)
+      .def_ro("faults", &ArenaStats::faults)
+      .def_ro("swapped_out_bytes", &ArenaStats::swapped_out_bytes)
+      .def_ro("swapped_in_bytes", &ArenaStats::swapped_in_bytes)
+      .def_ro("refused_bytes", &ArenaStats::refused_bytes)
+      .def_ro("over_budget_bytes", &ArenaStats::over_budget_bytes);
+
+  module.def("arena_install", [](const std::string& suffix) { return install_hooks(suffix); },
+             nb::arg("library_suffix"), nb::sig("def arena_install(library_suffix: str) -> bool"));
+  module.def("arena_paging_unavailable", &paging_unavailable,
+             nb::sig("def arena_paging_unavailable() -> str | None"));
+  module.def("arena_activate", &activate, nb::arg("limit_bytes"), nb::arg("budget_bytes") = nb::none());
+  module.def("arena_deactivate", &deactivate);
+  module.def(
+      "arena_set_limit",
+      [](std::uint64_t limit_bytes, std::optional<std::uint64_t> budget_bytes) {
+        arena().set_limits(limit_bytes, budget(budget_bytes));
+      },
+      nb::arg("limit_bytes"), nb::arg("budget_bytes") = nb::none());
+  module.def("arena_trim", [] { arena().trim(); }, nb::call_guard<nb::gil_scoped_release>());
+  module.def("arena_reset_peak", [] { arena().reset_peak(); });
+  module.def("arena_stats", [] { return arena().stats(); });
+  module.def("arena_block", &find_block, nb::arg("address"),
+             nb::sig("def arena_block(address: int) -> tuple[int, int, int] | None"));
+  module.def("arena_swap_file", &set_swap_file, nb::arg("fd_direct"), nb::arg("fd_buffered").none(),
+             nb::arg("capacity_bytes"));
+  module.def("arena_touch", &touch, nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
+  module.def(
+      "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
+      nb::arg("address"));
+  module.def(
+      "arena_unguard", [](std::uintptr_t address) { without_gil(&Arena::unguard, address); }, nb::arg("address"));
+  module.def(
+      "arena_written",
+      [](std::uintptr_t address) { return check(arena().written(pointer(address)), address); },
+      nb::arg("address"));
+  module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"));
+  module.def("arena_stage", &stage, nb::arg("address"));
+  module.def("arena_arrive", &arrive, nb::arg("address"));
+  module.def(
+      "arena_unstage", [](std::uintptr_t address) { check(arena().unstage(pointer(address)), address); },
+      nb::arg("address"));
+  module.def(
+      "arena_bring_in", [](std::uintptr_t address) { without_gil(&Arena::bring_in, address); },
+      nb::arg("address"));
+  module.def("arena_state", &state, nb::arg("address"));
+  module.def("arena_forget_copy", &forget_copy, nb::arg("address"));
+  module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
+  module.def("arena_own_faults", &own_faults);
+  module.def("arena_set_fault_timeout", &set_fault_timeout, nb::arg("seconds"));
+}
+
+}  // namespace penstock

@@ -1,0 +1,85 @@
+// A block of an arena: what torch asked for, where its bytes are, and when it was used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace penstock {
+
+// Part of a block as it lies in a file.
+struct Segment {
+  int file = -1;
+  std::uint64_t file_offset = 0;
+  std::size_t begin = 0;  // in the block
+  std::size_t size_bytes = 0;
+};
+
+// A copy of a block outside of memory. Immutable: a block's copies are told apart by their address.
+struct Copy {
+  std::vector<Segment> segments;
+  bool in_swap_file = false;  // its one segment is the arena's own
+};
+
+// Memory at other addresses that a block's bytes are read into, until they move to the block's.
+struct Landing {
+  char* address = nullptr;
+  std::size_t size_bytes = 0;
+  bool in_arena = false;  // of whole chunks; else a mapping of its own
+};
+
+struct Block {
+  std::size_t offset = 0;
+  std::size_t requested_bytes = 0;
+  std::size_t capacity_bytes = 0;  // in whole pages
+  std::size_t owned_bytes = 0;     // of addresses: in whole chunks if it has chunks of its own
+  std::uint64_t serial = 0;
+
+  bool in_memory = true;
+  bool guarded = false;   // in memory and write-protected
+  bool written = true;    // or writable, since arena_guard was called
+  bool moved_natively = false;  // out, and nobody but the arena asked for it
+  bool reading = false;   // the arena reads it back
+  bool writing = false;   // the arena writes it to the swap file
+  bool dirtied = false;   // became writable since that began
+  std::shared_ptr<const Copy> copy;  // valid: what it holds is what the block holds
+
+  Landing staging;  // for a read that Python drives
+  std::shared_ptr<const Copy> staged_copy;
+
+  std::uint64_t pinned_tick = 0;  // pinned while this is the arena's tick
+  std::int64_t faulted_ns = 0;    // when a fault brought it in
+  enum class Event : std::uint8_t { kNone, kOut, kIn } event = Event::kNone;
+
+  Block *older = nullptr, *newer = nullptr;  // of the blocks in memory, by use
+
+  bool large() const { return owned_bytes % (std::size_t{2} << 20) == 0; }
+};
+
+// The blocks in memory, the least recently used first.
+class UseOrder {
+ public:
+  Block* oldest() const { return oldest_; }
+  void add(Block& block) {
+    block.older = newest_;
+    block.newer = nullptr;
+    (newest_ != nullptr ? newest_->newer : oldest_) = &block;
+    newest_ = &block;
+  }
+  void remove(Block& block) {
+    (block.older != nullptr ? block.older->newer : oldest_) = block.newer;
+    (block.newer != nullptr ? block.newer->older : newest_) = block.older;
+    block.older = block.newer = nullptr;
+  }
+  void renew(Block& block) {
+    if (&block == newest_) return;
+    remove(block);
+    add(block);
+  }
+
+ private:
+  Block *oldest_ = nullptr, *newest_ = nullptr;
+};
+
+}  // namespace penstock

@@ -1,0 +1,50 @@
+// Waiting for something that another thread changes. Unlike a condition variable it holds no state of
+// its waiters, so that a forked child can use it on.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <mutex>
+
+namespace penstock {
+
+// Returns when `word` is no longer `value`, somebody wakes it, a signal comes or `timeout_ns` are over.
+inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t timeout_ns) {
+  timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, timeout_ns < 0 ? nullptr : &timeout, nullptr, 0);
+}
+
+inline void futex_wake(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+inline std::int64_t now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+class Event {
+ public:
+  void wait(std::unique_lock<std::mutex>& lock) {
+    const auto seen = changes_.load();
+    lock.unlock();
+    futex_wait(changes_, seen, -1);
+    lock.lock();
+  }
+  void notify() {
+    changes_.fetch_add(1);
+    futex_wake(changes_);
+  }
+
+ private:
+  std::atomic<std::uint32_t> changes_{0};
+};
+
+}  // namespace penstock

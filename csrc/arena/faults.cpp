@@ -1,0 +1,225 @@
+#include "arena/faults.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <ucontext.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+namespace penstock {
+
+namespace {
+
+constexpr std::size_t kProblemBytes = 512;
+constexpr int kPlainRepeats = 1000;  // of one access to what is plainly there, before it is not ours
+
+// What a thread that waits and the thread that serves share. Its state is what both wait for.
+struct Request {
+  enum State : std::uint32_t { kFree, kTaken, kPosted, kServing, kAnswered, kGivenUp };
+  std::atomic<std::uint32_t> state{kFree};
+  const void* address = nullptr;
+  bool is_write = false;
+  Arena::Answer answer = Arena::Answer::kNo;
+  char problem[kProblemBytes] = {};
+};
+
+std::array<Request, 64> requests;
+std::atomic<std::uint32_t> posted{0};
+std::atomic<Arena*> served{nullptr};
+std::atomic<bool> in_child{false};
+std::atomic<std::int64_t> timeout_ns{120'000'000'000};
+struct sigaction next_action = {};
+
+// Of a kind that needs no memory at its first use in a thread.
+#define PENSTOCK_STATIC_TLS __attribute__((tls_model("initial-exec")))
+PENSTOCK_STATIC_TLS thread_local bool is_server = false;
+PENSTOCK_STATIC_TLS thread_local bool handing_over = false;
+PENSTOCK_STATIC_TLS thread_local const void* plain_address = nullptr;
+PENSTOCK_STATIC_TLS thread_local int plain_count = 0;
+
+bool is_write_access(const void* context) {
+  const auto* machine = &static_cast<const ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return (machine->gregs[REG_ERR] & 2) != 0;
+#elif defined(__aarch64__)
+  // Records of (magic, size), of which one may hold the syndrome register.
+  const auto* record = reinterpret_cast<const char*>(machine->__reserved);
+  const auto* end = record + sizeof(machine->__reserved);
+  while (record + 16 <= end) {
+    std::uint32_t magic = 0, size = 0;
+    std::memcpy(&magic, record, 4);
+    std::memcpy(&size, record + 4, 4);
+    if (magic == 0 || size == 0) break;
+    if (magic == 0x45535201) {
+      std::uint64_t syndrome = 0;
+      std::memcpy(&syndrome, record + 8, 8);
+      return (syndrome >> 6 & 1) != 0;
+    }
+    record += size;
+  }
+  return true;
+#else
+  (void)machine;
+  return true;
+#endif
+}
+
+void say(const char* text) {
+  // What cannot be said is not said.
+  if (write(2, text, std::strlen(text)) < 0) return;
+}
+
+void hand_over(int signal_number, siginfo_t* info, void* context) {
+  const auto action = next_action;
+  // A handler that ends here again knows no other: the system's own is left.
+  if (handing_over || (!(action.sa_flags & SA_SIGINFO) && action.sa_handler == SIG_DFL)) {
+    signal(signal_number, SIG_DFL);
+    // An access that failed fails again; what was sent must be sent again.
+    if (info->si_code <= 0) raise(signal_number);
+    return;
+  }
+  if (!(action.sa_flags & SA_SIGINFO) && action.sa_handler == SIG_IGN) return;
+  handing_over = true;
+  if (action.sa_flags & SA_SIGINFO)
+    action.sa_sigaction(signal_number, info, context);
+  else
+    action.sa_handler(signal_number);
+  handing_over = false;
+}
+
+// Posts a request and waits for its answer.
+Arena::Answer ask(const void* address, bool is_write) {
+  const auto deadline = now_ns() + timeout_ns.load();
+  Request* request = nullptr;
+  while (request == nullptr) {
+    for (auto& candidate : requests) {
+      std::uint32_t free = Request::kFree;
+      if (!candidate.state.compare_exchange_strong(free, Request::kTaken)) continue;
+      request = &candidate;
+      break;
+    }
+    if (request == nullptr) sched_yield();
+  }
+  request->address = address;
+  request->is_write = is_write;
+  request->state.store(Request::kPosted);
+  posted.fetch_add(1);
+  futex_wake(posted);
+  for (;;) {
+    auto state = request->state.load();
+    if (state == Request::kAnswered) break;
+    const auto left = deadline - now_ns();
+    if (left <= 0) {
+      if (!request->state.compare_exchange_strong(state, Request::kGivenUp)) continue;
+      say("penstock: an access to memory that is out got no answer in time: its disk hangs\n");
+      return Arena::Answer::kError;
+    }
+    futex_wait(request->state, state, left);
+  }
+  const auto answer = request->answer;
+  if (answer == Arena::Answer::kError) {
+    say("penstock: ");
+    say(request->problem);
+    say("\n");
+  }
+  request->state.store(Request::kFree);
+  return answer;
+}
+
+Arena::Answer serve_here(Arena& arena, const void* address, bool is_write) {
+  char problem[kProblemBytes] = {};
+  const auto answer = arena.serve_fault(address, is_write, problem, sizeof(problem));
+  if (answer != Arena::Answer::kError) return answer;
+  say("penstock: ");
+  say(problem);
+  say("\n");
+  return answer;
+}
+
+void on_fault(int signal_number, siginfo_t* info, void* context) {
+  const int error = errno;
+  auto* arena = served.load();
+  if (info->si_code > 0 && !is_server && arena->contains(info->si_addr)) {
+    const bool is_write = is_write_access(context);
+    const auto answer =
+        in_child.load() ? serve_here(*arena, info->si_addr, is_write) : ask(info->si_addr, is_write);
+    if (answer != Arena::Answer::kNo || plain_address != info->si_addr) plain_count = 0;
+    plain_address = info->si_addr;
+    // Nothing to do: it came back, or became writable, while this was on its way.
+    if (answer == Arena::Answer::kYes || (answer == Arena::Answer::kNo && ++plain_count < kPlainRepeats)) {
+      errno = error;
+      return;
+    }
+  }
+  errno = error;
+  hand_over(signal_number, info, context);
+}
+
+void* serve(void*) {
+  is_server = true;
+  for (;;) {
+    const auto seen = posted.load();
+    for (auto& request : requests) {
+      std::uint32_t state = Request::kPosted;
+      if (request.state.load() == Request::kGivenUp) request.state.store(Request::kFree);
+      if (!request.state.compare_exchange_strong(state, Request::kServing)) continue;
+      request.answer =
+          served.load()->serve_fault(request.address, request.is_write, request.problem, kProblemBytes);
+      state = Request::kServing;
+      if (request.state.compare_exchange_strong(state, Request::kAnswered))
+        futex_wake(request.state);
+      else
+        request.state.store(Request::kFree);  // given up meanwhile
+    }
+    futex_wait(posted, seen, -1);
+  }
+  return nullptr;
+}
+
+bool install() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  sigemptyset(&action.sa_mask);
+  struct sigaction before = {};
+  if (sigaction(SIGSEGV, nullptr, &before) != 0) return false;
+  if ((before.sa_flags & SA_SIGINFO) && before.sa_sigaction == on_fault) return false;
+  next_action = before;
+  return sigaction(SIGSEGV, &action, nullptr) == 0;
+}
+
+bool start_thread() {
+  sigset_t all, before;
+  sigfillset(&all);
+  sigdelset(&all, SIGSEGV);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  const bool started = pthread_create(&thread, nullptr, serve, nullptr) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (started) pthread_detach(thread);
+  return started;
+}
+
+}  // namespace
+
+bool serve_faults(Arena& arena) {
+  static std::mutex once;
+  static bool done = false;
+  const std::lock_guard guard(once);
+  if (done && served.load() != &arena) return false;
+  if (done) return true;
+  served.store(&arena);
+  done = start_thread() && install();
+  return done;
+}
+
+bool own_faults() { return served.load() != nullptr && install(); }
+
+void set_fault_timeout(double seconds) { timeout_ns.store(static_cast<std::int64_t>(seconds * 1e9)); }
+
+void serve_faults_in_child() { in_child.store(true); }
+
+}  // namespace penstock

@@ -1,0 +1,203 @@
+// The budget: what leaves so that something else fits.
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "arena/arena.hpp"
+
+namespace penstock {
+
+namespace {
+
+constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
+
+}  // namespace
+
+bool Arena::fits(std::size_t requested_bytes, std::size_t frame_bytes) const {
+  const auto used = frames_.frame_bytes() - frames_.free_bytes();
+  return stats_.in_memory_bytes + requested_bytes <= stats_.budget_bytes && used + frame_bytes <= stats_.limit_bytes;
+}
+
+// The least recently used block of the cheapest kind: what has a copy, what must be written, what
+// somebody else is writing just now.
+Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint64_t>& tried) const {
+  Block* best = nullptr;
+  int lowest = 0;
+  const auto now = now_ns();
+  for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
+    if (block->pinned_tick == tick_ || block->writing || (frames_wanted && !block->large())) continue;
+    int rank = block->copy ? 0 : block->guarded ? 2 : 1;
+    if (rank > 0 && !swap_.usable()) continue;
+    if (now - block->faulted_ns < kFaultedLatelyNs) {
+      if (need == Need::kFault) continue;
+      rank += 3;
+    }
+    if (best != nullptr && rank >= lowest) continue;
+    if (std::ranges::find(tried, block->serial) != tried.end()) continue;
+    best = block, lowest = rank;
+    if (rank == 0) break;
+  }
+  return best;
+}
+
+// May release the lock meanwhile. False if the budget does not allow it; the limit on frames is met as
+// far as blocks can leave.
+bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t frame_bytes, Need need) {
+  std::vector<std::uint64_t> tried;
+  bool possible = need == Need::kFault;
+  while (pages() && !fits(requested_bytes, frame_bytes)) {
+    const bool over = stats_.in_memory_bytes + requested_bytes > stats_.budget_bytes;
+    if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
+      std::uint64_t may_leave = 0;
+      for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
+        if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
+      if (stats_.in_memory_bytes - may_leave + requested_bytes > stats_.budget_bytes) return false;
+      possible = true;
+    }
+    auto* found = victim(need, !over, tried);
+    if (found != nullptr) {
+      const auto serial = found->serial;
+      if (!evict(lock, *found)) tried.push_back(serial);
+    } else if (over && writes_ + reads_ > 0) {
+      changed_.wait(lock);  // what others move may leave afterwards, or make the room
+    } else {
+      return !over;
+    }
+  }
+  return true;
+}
+
+std::shared_ptr<const Copy> Arena::hold_extent(std::size_t offset, std::size_t size_bytes) {
+  auto copy = std::make_unique<Copy>();
+  copy->segments.push_back({swap_.buffered(), offset, 0, size_bytes});
+  copy->in_swap_file = true;
+  // Whoever lets go of the last reference holds the lock.
+  return {copy.release(), [this](const Copy* held) {
+            swap_.give(held->segments[0].file_offset, held->segments[0].size_bytes);
+            delete held;
+          }};
+}
+
+// Releases the lock while it writes. False if the block stayed for a reason that may last.
+bool Arena::evict(Lock& lock, Block& block) {
+  const auto offset = block.offset, capacity = block.capacity_bytes;
+  const auto serial = block.serial;
+  if (block.copy) return put_out(block, true);
+  const auto extent = swap_.take(capacity);
+  if (!extent) return false;
+  auto copy = hold_extent(*extent, capacity);
+  if (!block.guarded && !protect(address_of(block), block.owned_bytes, PROT_READ)) return false;
+  block.guarded = block.writing = true;
+  block.dirtied = false;
+  ++writes_;
+  const int direct = swap_.direct(), buffered = swap_.buffered();
+  lock.unlock();
+  const int error = write_fully(direct, buffered, frames_.base() + offset, capacity, *extent);
+  lock.lock();
+  --writes_;
+  changed_.notify();
+  auto* found = again(offset, serial);
+  if (found == nullptr) return true;  // released meanwhile: there is its room
+  found->writing = false;
+  if (!found->in_memory) return true;
+  if (error != 0) {
+    // Whoever called guard relies on it; nobody else does.
+    if (found->written && found->guarded && !found->copy) make_writable(*found);
+    return false;
+  }
+  stats_.swapped_out_bytes += found->requested_bytes;
+  if (found->dirtied) return false;
+  if (!found->copy) found->copy = std::move(copy);
+  return found->pinned_tick != tick_ && put_out(*found, true);
+}
+
+// The block has a valid copy. False if the system refuses; then nothing has changed.
+bool Arena::put_out(Block& block, bool natively) {
+  if (block.large()) {
+    if (!protect(address_of(block), block.owned_bytes, PROT_NONE)) {
+      protect(address_of(block), block.owned_bytes, block.guarded ? PROT_READ : PROT_READ | PROT_WRITE);
+      return false;
+    }
+    if (const auto to = room_without_frames(block.owned_bytes))
+      frames_.withdraw(block.offset, block.owned_bytes, *to);
+    else
+      frames_.discard(block.offset, block.owned_bytes);
+  } else if (!frames_.drop_pages(block.offset, block.owned_bytes)) {
+    return false;
+  }
+  use_.remove(block);
+  block.in_memory = block.guarded = false;
+  block.moved_natively = natively;
+  stats_.in_memory_bytes -= block.requested_bytes;
+  stats_.out_bytes += block.requested_bytes;
+  if (natively) note_event(block, Block::Event::kOut);
+  return true;
+}
+
+void Arena::note_event(Block& block, Block::Event event) {
+  if (block.event == Block::Event::kNone) {
+    if (events_.size() > 2 * events_pending_ + 1024)  // most are of blocks that were released
+      std::erase_if(events_, [this](const auto& entry) { return again(entry.first, entry.second) == nullptr; });
+    events_.emplace_back(block.offset, block.serial);
+    ++events_pending_;
+  }
+  block.event = event;
+}
+
+std::size_t Arena::events_pending() const {
+  const Lock lock(mutex_);
+  return events_pending_;
+}
+
+std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
+  const Lock lock(mutex_);
+  std::vector<std::pair<std::uintptr_t, Block::Event>> found;
+  for (const auto& [offset, serial] : events_) {
+    auto* block = again(offset, serial);
+    if (block == nullptr || block->event == Block::Event::kNone) continue;
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(address_of(*block)), block->event);
+    block->event = Block::Event::kNone;
+  }
+  events_.clear();
+  events_pending_ = 0;
+  return found;
+}
+
+std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
+  const Lock lock(mutex_);
+  ++tick_;
+  *blocks_out = 0;
+  for (const auto address : addresses) {
+    auto* block = find(reinterpret_cast<const void*>(address));
+    if (block == nullptr) continue;
+    block->pinned_tick = tick_;
+    if (block->in_memory)
+      use_.renew(*block);
+    else
+      *blocks_out += block->moved_natively;
+  }
+  return events_pending_;
+}
+
+int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {
+  Lock lock(mutex_);
+  for (const auto address : addresses) {
+    auto* block = find(reinterpret_cast<const void*>(address));
+    if (block == nullptr || block->in_memory || !block->moved_natively) continue;
+    const auto offset = block->offset;
+    const auto serial = block->serial;
+    if (const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0)) return error;
+    if (auto* found = again(offset, serial)) note_event(*found, Block::Event::kIn);
+  }
+  return 0;
+}
+
+void Arena::unlock_in_child() {
+  in_child_ = true;
+  stats_.budget_bytes = kUnlimited;
+  reads_ = writes_ = 0;
+  for (auto& [serial, block] : blocks_) block->reading = block->writing = false;
+  mutex_.unlock();
+}
+
+}  // namespace penstock

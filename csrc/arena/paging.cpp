@@ -1,0 +1,331 @@
+// Blocks that leave memory and come back to their address.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "arena/arena.hpp"
+
+namespace penstock {
+
+namespace {
+
+// Whether the segments lie inside the block and hold all that was asked for.
+bool cover(std::vector<Segment> segments, const Block& block) {
+  std::ranges::sort(segments, {}, &Segment::begin);
+  std::size_t held = 0;
+  for (const auto& segment : segments) {
+    if (segment.begin > block.capacity_bytes || segment.size_bytes > block.capacity_bytes - segment.begin)
+      return false;
+    if (segment.begin > held) return false;
+    held = std::max(held, segment.begin + segment.size_bytes);
+  }
+  return held >= block.requested_bytes;
+}
+
+void describe(const Block& block, const char* address, const Segment& segment, int error, char* text,
+              std::size_t text_bytes) {
+  char path[256];
+  const auto link = "/proc/self/fd/" + std::to_string(segment.file);
+  const auto length = readlink(link.c_str(), path, sizeof(path) - 1);
+  path[std::max<ssize_t>(length, 0)] = 0;
+  std::snprintf(text, text_bytes, "%zu bytes at %p cannot be read back from offset %llu of %s: %s",
+                block.requested_bytes, static_cast<const void*>(address),
+                static_cast<unsigned long long>(segment.file_offset), length > 0 ? path : "a file that is closed",
+                std::strerror(error));
+}
+
+}  // namespace
+
+bool Arena::make_writable(Block& block) {
+  if (!protect(address_of(block), block.owned_bytes, PROT_READ | PROT_WRITE)) return false;
+  block.guarded = false;
+  block.written = block.dirtied = true;
+  block.copy.reset();
+  return true;
+}
+
+Arena::Answer Arena::guard(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (block->in_memory && !block->guarded && !protect(address_of(*block), block->owned_bytes, PROT_READ))
+    return Answer::kError;
+  block->guarded = block->in_memory;
+  block->written = false;
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::unguard(void* address, int* error) {
+  Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  const auto offset = block->offset;
+  const auto serial = block->serial;
+  while (!block->in_memory) {
+    if ((*error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0)) != 0) return Answer::kError;
+    if ((block = again(offset, serial)) == nullptr) return Answer::kUnknown;
+  }
+  block->written = true;
+  if (!block->guarded || make_writable(*block)) return Answer::kYes;
+  *error = errno;
+  return Answer::kError;
+}
+
+Arena::Answer Arena::written(void* address) const {
+  const Lock lock(mutex_);
+  const auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  return block->written ? Answer::kYes : Answer::kNo;
+}
+
+Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* error) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (!cover(segments, *block)) {
+    *error = EINVAL;
+    return Answer::kError;
+  }
+  if (!paging_problem_.empty()) {
+    *error = ENOSYS;
+    return Answer::kError;
+  }
+  if (block->written || in_child_) return Answer::kNo;
+  auto copy = std::make_shared<const Copy>(Copy{std::move(segments), false});
+  std::swap(block->copy, copy);
+  if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
+    block->moved_natively = false;
+    return Answer::kYes;
+  }
+  if (put_out(*block, false)) return Answer::kYes;
+  *error = errno;
+  std::swap(block->copy, copy);
+  return Answer::kError;
+}
+
+bool Arena::take_landing(const Block& block, Landing* landing) {
+  landing->size_bytes = block.owned_bytes;
+  landing->in_arena = block.large();
+  if (!block.large()) {
+    landing->address = map_scratch(block.owned_bytes);
+    if (landing->address == nullptr) return false;
+    scratch_bytes_ += block.owned_bytes;
+    return true;
+  }
+  bool no_addresses = false;
+  const auto offset = occupy(block.owned_bytes, &no_addresses);
+  if (offset) landing->address = frames_.base() + *offset;
+  return offset.has_value();
+}
+
+void Arena::drop_landing(Landing& landing) {
+  if (landing.in_arena) {
+    const auto offset = static_cast<std::size_t>(landing.address - frames_.base());
+    frames_.vacate(offset, landing.size_bytes);
+    region(offset).give(offset, landing.size_bytes);
+  } else {
+    munmap(landing.address, landing.size_bytes);
+    scratch_bytes_ -= landing.size_bytes;
+  }
+  landing = {};
+}
+
+void Arena::drop_staging(Block& block) {
+  if (block.staging.address == nullptr) return;
+  drop_landing(block.staging);
+  block.staged_copy.reset();
+  stats_.in_memory_bytes -= block.requested_bytes;
+  changed_.notify();
+}
+
+// The bytes appear at the block's address, all at once for each run of frames, and right from the first.
+// 0, or an errno; then the block is still out.
+int Arena::land(Block& block, Landing& landing) {
+  if (!protect(landing.address, landing.size_bytes, PROT_READ)) return errno;
+  if (landing.in_arena) {
+    const auto from = static_cast<std::size_t>(landing.address - frames_.base());
+    if (!frames_.transfer(from, block.offset, block.owned_bytes)) {
+      const int error = errno;
+      if (!protect(landing.address, landing.size_bytes, PROT_READ | PROT_WRITE))
+        frames_.discard(from, landing.size_bytes);
+      return error;
+    }
+    drop_landing(landing);
+  } else {
+    if (!frames_.take_pages(block.offset, block.owned_bytes, landing.address)) return errno;
+    scratch_bytes_ -= landing.size_bytes;
+    landing = {};
+  }
+  block.in_memory = block.guarded = true;
+  block.moved_natively = false;
+  use_.add(block);
+  stats_.out_bytes -= block.requested_bytes;
+  return 0;
+}
+
+// Releases the lock while it reads. 0 if the block is in memory then, or was released; else an errno.
+int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need need, char* problem,
+                    std::size_t problem_bytes) {
+  for (;;) {
+    auto* block = again(offset, serial);
+    if (block == nullptr || block->in_memory) return 0;
+    if (block->reading) {
+      changed_.wait(lock);
+      continue;
+    }
+    block->reading = true;
+    const auto requested = block->requested_bytes;
+    const bool room = make_room(lock, requested, block->large() ? block->owned_bytes : 0, need);
+    block = again(offset, serial);
+    if (block == nullptr) return 0;
+    const auto stop = [&](int error) {
+      block->reading = false;
+      changed_.notify();
+      return error;
+    };
+    if (block->in_memory) return stop(0);
+    Landing landing;
+    if ((!room && need != Need::kFault) || !take_landing(*block, &landing)) {
+      stats_.refused_bytes = requested;
+      if (problem != nullptr)
+        std::snprintf(problem, problem_bytes, "there is no memory for %zu bytes at %p", requested,
+                      static_cast<void*>(address_of(*block)));
+      return stop(ENOMEM);
+    }
+    count_in(requested);
+    ++reads_;
+    const auto copy = block->copy;
+    const int direct = copy->in_swap_file ? swap_.direct() : -1, buffered = swap_.buffered();
+    lock.unlock();
+    const Segment* failed = nullptr;
+    int error = read_segments(copy->segments, direct, buffered, landing.address, &failed);
+    lock.lock();
+    --reads_;
+    block = again(offset, serial);
+    const bool wanted = block != nullptr && !block->in_memory && block->copy == copy;
+    if (wanted && error == 0) error = land(*block, landing);
+    if (landing.address != nullptr) {
+      drop_landing(landing);
+      stats_.in_memory_bytes -= requested;
+    } else {
+      stats_.swapped_in_bytes += requested;
+    }
+    if (block == nullptr) {
+      changed_.notify();
+      return 0;
+    }
+    if (wanted && error != 0) {
+      if (problem != nullptr && failed != nullptr)
+        describe(*block, address_of(*block), *failed, error, problem, problem_bytes);
+      else if (problem != nullptr)
+        std::snprintf(problem, problem_bytes, "%zu bytes at %p cannot be mapped: %s", requested,
+                      static_cast<void*>(address_of(*block)), std::strerror(error));
+      return stop(error);
+    }
+    stop(0);  // in memory, or its copy is another one now
+  }
+}
+
+Arena::Answer Arena::bring_in(void* address, int* error) {
+  Lock lock(mutex_);
+  const auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  *error = bring_in(lock, block->offset, block->serial, Need::kAccess, nullptr, 0);
+  return *error == 0 ? Answer::kYes : Answer::kError;
+}
+
+Arena::Answer Arena::stage(void* address, char** staging) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  *staging = nullptr;
+  if (block == nullptr) return Answer::kUnknown;
+  if (block->in_memory) return Answer::kNo;
+  if (block->staging.address == nullptr) {
+    if (pages() && !fits(block->requested_bytes, block->large() ? block->owned_bytes : 0)) return Answer::kNo;
+    if (!take_landing(*block, &block->staging)) {
+      block->staging = {};
+      return Answer::kNo;
+    }
+    block->staged_copy = block->copy;
+    count_in(block->requested_bytes);
+  }
+  *staging = block->staging.address;
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::arrive(void* address, int* error) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  *error = block->staging.address == nullptr ? EINVAL : 0;
+  if (*error == 0 && !block->in_memory && block->copy == block->staged_copy) {
+    *error = land(*block, block->staging);
+    if (*error == 0) block->staged_copy.reset();
+  }
+  drop_staging(*block);
+  if (*error != 0) return Answer::kError;
+  return block->in_memory ? Answer::kYes : Answer::kNo;
+}
+
+Arena::Answer Arena::unstage(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  drop_staging(*block);
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::state(void* address, State* state) const {
+  const Lock lock(mutex_);
+  const auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (block->in_memory)
+    *state = block->guarded ? State::kGuarded : State::kIn;
+  else
+    *state = block->staging.address != nullptr ? State::kStaged : State::kOut;
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::forget_copy(void* address, int* error) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (!block->in_memory) return Answer::kNo;
+  if (make_writable(*block)) return Answer::kYes;
+  *error = errno;
+  return Answer::kError;
+}
+
+Arena::Answer Arena::serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes) {
+  Lock lock(mutex_);
+  auto* block = find(address);
+  if (block == nullptr) return Answer::kUnknown;
+  const auto offset = block->offset;
+  const auto serial = block->serial;
+  bool served = false;
+  if (!block->in_memory) {
+    if (bring_in(lock, offset, serial, Need::kFault, problem, problem_bytes) != 0) return Answer::kError;
+    block = again(offset, serial);
+    if (block == nullptr) return Answer::kNo;
+    block->faulted_ns = now_ns();
+    if (block->in_memory) note_event(*block, Block::Event::kIn);
+    served = true;
+  }
+  if (is_write && block->in_memory && block->guarded) {
+    if (!make_writable(*block)) {
+      std::snprintf(problem, problem_bytes, "%zu bytes at %p cannot be made writable: %s", block->requested_bytes,
+                    static_cast<void*>(address_of(*block)), std::strerror(errno));
+      return Answer::kError;
+    }
+    served = true;
+  }
+  stats_.faults += served;
+  return served ? Answer::kYes : Answer::kNo;
+}
+
+}  // namespace penstock

@@ -1,0 +1,124 @@
+#include "arena/swap.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "arena/pages.hpp"
+
+namespace penstock {
+
+bool SwapFile::set(int direct, int buffered, std::size_t capacity_bytes) {
+  if (used_bytes_ > 0) return false;
+  direct_ = buffered < 0 ? -1 : direct;
+  buffered_ = buffered;
+  free_ = {};
+  const auto whole = capacity_bytes / kPageBytes * kPageBytes;
+  if (usable() && whole > 0) free_.give(0, whole);
+  return true;
+}
+
+std::optional<std::size_t> SwapFile::take(std::size_t size_bytes) {
+  if (!usable()) return std::nullopt;
+  for (const auto& [offset, size] : free_.by_offset()) {
+    if (size < size_bytes) continue;
+    const auto found = offset;
+    free_.take(found, size_bytes);
+    used_bytes_ += size_bytes;
+    return found;
+  }
+  return std::nullopt;
+}
+
+void SwapFile::give(std::size_t offset, std::size_t size_bytes) {
+  free_.give(offset, size_bytes);
+  used_bytes_ -= size_bytes;
+}
+
+int write_fully(int direct, int buffered, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+  int file = direct >= 0 ? direct : buffered;
+  while (size_bytes > 0) {
+    const auto count = pwrite(file, data, size_bytes, static_cast<off_t>(offset));
+    if (count < 0) {
+      if (errno == EINTR || errno == EAGAIN) continue;
+      if (file == buffered || errno != EINVAL) return errno;
+      file = buffered;
+      continue;
+    }
+    if (count == 0) return EIO;
+    // What is left of a short direct write need not be aligned.
+    if (static_cast<std::size_t>(count) < size_bytes) file = buffered;
+    data += count;
+    offset += static_cast<std::uint64_t>(count);
+    size_bytes -= static_cast<std::size_t>(count);
+  }
+  return 0;
+}
+
+namespace {
+
+constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
+
+// In pieces that start and end at a page of the file, through a buffer that does in memory.
+int read_unaligned(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+  char* bounce = map_scratch(kBounceBytes);
+  if (bounce == nullptr) return errno;
+  int error = 0;
+  while (size_bytes > 0 && error == 0) {
+    const auto skipped = static_cast<std::size_t>(offset % kPageBytes);
+    const auto wanted = std::min(size_bytes, kBounceBytes - skipped);
+    const auto count =
+        pread(file, bounce, round_up(skipped + wanted, kPageBytes), static_cast<off_t>(offset - skipped));
+    if (count < 0) {
+      if (errno != EINTR && errno != EAGAIN) error = errno;
+      continue;
+    }
+    const auto got = static_cast<std::size_t>(count);
+    if (got <= skipped) {
+      error = EIO;  // the file ends before the segment does
+      continue;
+    }
+    const auto used = std::min(got - skipped, wanted);
+    std::memcpy(data, bounce + skipped, used);
+    data += used;
+    offset += used;
+    size_bytes -= used;
+  }
+  munmap(bounce, kBounceBytes);
+  return error;
+}
+
+int read_fully(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+  while (size_bytes > 0) {
+    const auto count = pread(file, data, size_bytes, static_cast<off_t>(offset));
+    if (count < 0) {
+      if (errno == EINTR || errno == EAGAIN) continue;
+      if (errno == EINVAL) return read_unaligned(file, data, size_bytes, offset);
+      return errno;
+    }
+    if (count == 0) return EIO;  // the file ends before the segment does
+    data += count;
+    offset += static_cast<std::uint64_t>(count);
+    size_bytes -= static_cast<std::size_t>(count);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int read_segments(const std::vector<Segment>& segments, int direct, int buffered, char* destination,
+                  const Segment** failed) {
+  for (const auto& segment : segments) {
+    const int file = direct >= 0 && segment.file == buffered ? direct : segment.file;
+    const int error = read_fully(file, destination + segment.begin, segment.size_bytes, segment.file_offset);
+    if (error == 0) continue;
+    if (failed != nullptr) *failed = &segment;
+    return error;
+  }
+  return 0;
+}
+
+}  // namespace penstock
