@@ -1,31 +1,29 @@
-"""Memory for torch's CPU tensors that goes back to the system as soon as it is free.
+"""Memory for torch's CPU tensors inside a byte budget: bytes leave and come back, addresses never change.
 
-On a CPU the system's allocator decides how much memory the process holds: glibc keeps and fragments
-what a training step frees. penstock therefore owns an arena for torch's CPU tensors, as torch owns
-one on a GPU: `activate` sends every tensor of 4096 bytes or more there, whoever allocates it, until
-the last lease is closed. Blocks allocated meanwhile live on for as long as their tensors do.
+penstock owns an arena for torch's CPU tensors, as torch owns one on a GPU: `activate` sends every tensor of
+4096 bytes or more there, whoever allocates it, until the last lease is closed. Blocks allocated meanwhile
+live on for as long as their tensors do.
 
-The arena takes the place of ``posix_memalign`` and ``free`` in torch's libc10 alone, for the life of
-the process. Where that cannot be done (another system, another build of torch, ``PENSTOCK_ARENA=0``)
-the C library is asked to give large blocks back to the system instead: slower, and less exact.
+Below Python the arena keeps the budget by itself: an allocation that would exceed it first writes blocks to
+its swap file, the least recently used first; and an access to what is away waits until it is back, on
+whichever thread, with or without the GIL. The runtime plans so that neither happens.
+
+The arena takes the place of ``posix_memalign`` and ``free`` in torch's libc10 alone, for the life of the
+process.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
 import sys
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.errors import InvalidArgument
-
 try:
     from penstock import _native
 
     _missing = ""
-except ImportError as _error:  # not built: see `available`
+except ImportError as _error:  # not built: see `unavailable`
     _missing = str(_error)
 
 if TYPE_CHECKING:
@@ -33,52 +31,50 @@ if TYPE_CHECKING:
 
     from penstock._native import ArenaStats
 
-logger = logging.getLogger("penstock")
-
-ARENA = "arena"
-MMAP_THRESHOLD = "mmap threshold"
-SYSTEM = "system"
-
 _LIBRARY = "/libc10.so"
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_THRESHOLD_BYTES = 1 << 20
+
+# Physical memory beside the budget: what rounding to huge pages takes, and free pages kept for reuse.
+_SPARE_FRACTION = 0.05
+_SPARE_BYTES = 32 << 20
 
 _lock = threading.Lock()
-_limits: dict[Lease, int] = {}
-_manager: str | None = None
+_budgets: dict[Lease, int] = {}
+_asked = False
 _reason: str | None = None
 
 
 class Lease:
-    """The arena in use with a limit, until `close`. A context manager.
+    """The arena in use with a budget, until `close`. A context manager.
 
-    Leases add up: the arena is kept below the sum of the limits of all that are open.
+    Leases add up: the arena is kept inside the sum of the budgets of all that are open.
+
+    swap   (descriptor for direct I/O or -1, descriptor, most bytes) of the file for what the arena evicts
+           by itself; it belongs to the caller, and is used while the first lease that gave one is open
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        _check(limit_bytes)
+    def __init__(self, budget_bytes: int, swap: tuple[int, int, int] | None = None) -> None:
         with _lock:
-            _limits[self] = limit_bytes
+            self.gives_swap = swap is not None and not any(lease.gives_swap for lease in _budgets)
+            if swap is not None and self.gives_swap:
+                _native.arena_swap_file(*swap)
+            _budgets[self] = budget_bytes
             _apply()
 
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes this lease adds to the arena's limit, 0 once it is closed."""
-        return _limits.get(self, 0)
-
-    def set_limit(self, limit_bytes: int) -> None:
-        """Change the limit: what is free above it goes back to the system at once. No-op once closed."""
-        _check(limit_bytes)
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget. No-op once closed."""
         with _lock:
-            if self in _limits:
-                _limits[self] = limit_bytes
+            if self in _budgets:
+                _budgets[self] = budget_bytes
                 _apply()
 
     def close(self) -> None:
         """End the lease. After the last one, new tensors come from the C library again. Idempotent."""
         with _lock:
-            if _limits.pop(self, None) is not None:
-                _apply()
+            if _budgets.pop(self, None) is None:
+                return
+            _apply()
+            if self.gives_swap:
+                _native.arena_swap_file(-1, -1, 0)
 
     def __enter__(self) -> Lease:
         return self
@@ -92,97 +88,45 @@ class Lease:
         self.close()
 
 
-def activate(limit_bytes: int) -> Lease:
-    """Keep the memory of torch's CPU tensors in the arena, resident below ``limit_bytes``.
+def activate(budget_bytes: int, swap: tuple[int, int, int] | None = None) -> Lease:
+    """Keep torch's CPU tensors in the arena, those in memory within ``budget_bytes``.
 
-    The limit is soft: an allocation never fails because of it, it only decides how much free memory
-    is kept for reuse. A first-touch of memory that went back costs about 0.1 ms for 2 MiB. Where the
-    arena cannot be used this logs the reason once and returns a lease that limits nothing:
-    see `memory_manager`.
+    An allocation that cannot fit fails as if the machine had no memory left. `unavailable` must be None.
     """
-    _install()
-    return Lease(limit_bytes)
+    return Lease(budget_bytes, swap)
 
 
-def available() -> str | None:
-    """None where the arena works, else why it does not. Installs it, without activating it."""
-    _install()
+def unavailable() -> str | None:
+    """Why the arena cannot work here; None where it can. Installs it, without activating it."""
+    global _asked, _reason
+    with _lock:
+        if not _asked:
+            _reason = _install()
+            _asked = True
     return _reason
 
 
-def memory_manager() -> str:
-    """Who gives free tensor memory back to the system: "arena", "mmap threshold" or "system".
-
-    "system" before the first `activate`, and where neither of the others can be had.
-    """
-    return _manager or SYSTEM
-
-
-def stats() -> ArenaStats | None:
-    """The arena's counters, or None where there is no arena. Takes less than a microsecond."""
-    if _manager != ARENA:
-        return None
+def stats() -> ArenaStats:
+    """The arena's counters. Takes about a microsecond."""
     return _native.arena_stats()
 
 
-def reset_peak() -> None:
-    """Start the peaks anew, from what is in use and resident now."""
-    if _manager == ARENA:
-        _native.arena_reset_peak()
-
-
-def trim() -> None:
-    """Give every free chunk of the arena back to the system."""
-    if _manager == ARENA:
-        _native.arena_trim()
-
-
-def block(address: int) -> tuple[int, int, int] | None:
-    """(start, capacity in bytes, serial number) of the arena's block that holds ``address``, if any."""
-    if _manager != ARENA:
-        return None
-    return _native.arena_block(address)
-
-
-def _check(limit_bytes: int) -> None:
-    if limit_bytes < 0:
-        raise InvalidArgument(f"a limit of {limit_bytes} bytes is negative: give zero or more")
-
-
 def _apply() -> None:
-    """Tell the arena the sum of the limits. Called with the lock held."""
-    if _manager != ARENA:
-        return
-    if _limits:
-        _native.arena_activate(sum(_limits.values()))
+    """Tell the arena the sum of the budgets. Called with the lock held."""
+    if _budgets:
+        budget_bytes = sum(_budgets.values())
+        spare_bytes = int(budget_bytes * _SPARE_FRACTION) + _SPARE_BYTES
+        _native.arena_activate(budget_bytes + spare_bytes, budget_bytes)
     else:
         _native.arena_deactivate()
 
 
-def _install() -> None:
-    global _manager, _reason
-    with _lock:
-        if _manager is not None:
-            return
-        _reason = _install_arena()
-        if _reason is None:
-            _manager = ARENA
-            return
-        _manager = MMAP_THRESHOLD if _set_mmap_threshold() else SYSTEM
-    logger.warning(
-        "penstock's arena is not in use: %s. Tensor memory is managed by %s instead: expect slower "
-        "steps and more resident memory.",
-        _reason,
-        f"the C library with a {MMAP_THRESHOLD} of 1 MiB" if _manager == MMAP_THRESHOLD else "the C library",
-    )
-
-
-def _install_arena() -> str | None:
+def _install() -> str | None:
     """None once torch allocates through the arena, else why it cannot."""
     if os.environ.get("PENSTOCK_ARENA", "1") == "0":
         return "PENSTOCK_ARENA=0 is set"
     if not sys.platform.startswith("linux"):
-        return "it is Linux's"
+        return "it needs Linux"
     if _missing:
         return (
             f"penstock._native cannot be imported ({_missing}): install penstock again, with a C++ compiler"
@@ -191,13 +135,4 @@ def _install_arena() -> str | None:
 
     if not _native.arena_install(_LIBRARY):
         return f"this build of torch does not allocate through a shared {_LIBRARY[1:]}"
-    return None
-
-
-def _set_mmap_threshold() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES))
-    except AttributeError:  # musl has no mallopt
-        return False
+    return _native.arena_paging_unavailable()

@@ -255,6 +255,10 @@ class SpillSpace:
             for segment in region.stripes.segments(extent.offset, size_bytes)
         ]
 
+    def swap_file(self) -> SwapFile:
+        """A file of its own for what the arena evicts by itself."""
+        return SwapFile(self._regions["disk"].files[0].directory)
+
     def write_from_gpu(
         self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone
     ) -> None:
@@ -464,6 +468,17 @@ class SpillSpace:
             else:
                 self.read_bytes += size_bytes
             self.moved_bytes_by_way[way.name] += size_bytes
+
+
+class SwapFile:
+    """A file without a name that grows as it is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = SpillFile(directory)
+        self.descriptors = (self._file.file.direct, self._file.file.buffered, self._file.free_bytes())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _Region:

@@ -36,7 +36,7 @@ class CpuDevice:
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
-        if (reason := arena.available()) is not None:
+        if (reason := arena.unavailable()) is not None:
             raise DeviceUnavailable(
                 f"a budget of RAM needs penstock's arena, which cannot work here: {reason}. "
                 "Train without penstock.offload, or on a GPU."
@@ -45,9 +45,13 @@ class CpuDevice:
         self.place_text = f"the disk of {spill.place_text}"
         self._budget_bytes = budget_bytes
         self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
-        self._lease = arena.activate(budget_bytes, spill.swap_file())
-        self._foreign_bytes = arena.stats().in_memory_bytes
-        self._faults_before = arena.stats().faults
+        before = arena.stats()
+        self._foreign_bytes = before.in_memory_bytes  # of tensors that this run has not met
+        self._foreign_in_use_bytes = before.in_use_bytes
+        self._first_serial = before.serial + 1
+        self._faults_before = before.faults
+        self._swap = spill.swap_file()
+        self._lease = arena.activate(budget_bytes + self._foreign_bytes, self._swap.descriptors)
         self._by_place: dict[int, ManagedStorage] = {}
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
         self._gone: set[int] = set()  # keys of what the arena took by itself
@@ -61,30 +65,35 @@ class CpuDevice:
     def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
         if storage.device.type != "cpu":
             return False
-        if not self._is_in_arena(storage):
+        serial = self._serial(storage)
+        if 0 < serial < self._first_serial:  # of an earlier run, and now of this one
+            self._foreign_bytes -= managed.size_bytes
+            self._set_budget()
+        elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
-                self._add_fixed(managed.size_bytes)
+                self._fixed_bytes += managed.size_bytes
+                self._set_budget()
                 managed.place = -1
                 return False
             if self.engine is not None:
                 self.engine.make_room(managed.size_bytes)
             storage.resize_(managed.size_bytes)  # allocates anew, and copies
-            if not self._is_in_arena(storage):
+            if not self._serial(storage):
                 return False
         managed.place = storage.data_ptr()
         self._by_place[managed.place] = managed
         return True
 
     @staticmethod
-    def _is_in_arena(storage: torch.UntypedStorage) -> bool:
+    def _serial(storage: torch.UntypedStorage) -> int:
+        """Number of the arena's block that the storage is; 0 where it is none."""
         address = storage.data_ptr()
         block = _native.arena_block(address)
-        return block is not None and block[0] == address
+        return block[2] if block is not None and block[0] == address else 0
 
-    def _add_fixed(self, size_bytes: int) -> None:
-        self._fixed_bytes += size_bytes
-        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
+    def _set_budget(self) -> None:
+        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0) + self._foreign_bytes)
 
     def bury(self, managed: ManagedStorage) -> None:
         if managed.movable:
@@ -95,12 +104,13 @@ class CpuDevice:
                 self.forget(managed, managed.slot)
                 managed.slot = None
         elif managed.place == -1:
-            self._add_fixed(-managed.size_bytes)
+            self._fixed_bytes -= managed.size_bytes
+            self._set_budget()
 
     # -- copies --------------------------------------------------------------------------------
 
     def in_memory_bytes(self) -> int:
-        return _native.arena_in_memory_bytes() - self._foreign_bytes + self._fixed_bytes
+        return _native.arena_stats().in_memory_bytes - self._foreign_bytes + self._fixed_bytes
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
         return self._spill.allocate(managed.size_bytes)
@@ -223,16 +233,16 @@ class CpuDevice:
     def begin_step(self) -> None:
         self._peak_bytes = 0
         _native.arena_own_faults()
-        arena.reset_peak()
+        _native.arena_reset_peak()
 
     def begin_measuring(self) -> None:
         self._note_peak()
-        arena.reset_peak()
-        self._before_bytes = arena.stats().in_memory_bytes
+        _native.arena_reset_peak()
+        self._before_bytes = arena.stats().in_use_bytes
 
     def workspace_bytes(self) -> int:
         stats = arena.stats()
-        return max(0, stats.peak_in_memory_bytes - max(stats.in_memory_bytes, self._before_bytes))
+        return max(0, stats.peak_in_use_bytes - max(stats.in_use_bytes, self._before_bytes))
 
     def synchronize(self) -> None:
         pass
@@ -260,6 +270,7 @@ class CpuDevice:
 
     def close(self) -> None:
         self._lease.close()
+        self._swap.close()
 
 
 def _transfer_bytes(managed: ManagedStorage) -> int:
