@@ -15,6 +15,7 @@ void Trace::prepare() {
   dying.starts.assign(count + 2, 0);
   for (std::size_t t = 0; t < bytes.size(); ++t) {
     const auto born = at(birth[t]), dead = at(death[t]);
+    if (born >= dead) continue;  // it takes no memory
     change[born] += bytes[t];
     change[dead] -= bytes[t];
     if (initially_alive(static_cast<Index>(t))) {
@@ -31,6 +32,7 @@ void Trace::prepare() {
   auto next = dying.starts;
   for (std::size_t t = 0; t < bytes.size(); ++t) {
     const auto dead = at(death[t]);
+    if (at(birth[t]) >= dead) continue;
     if (dead == count && initially_alive(static_cast<Index>(t))) continue;
     dying.values[at(next[dead]++)] = static_cast<Index>(t);
   }

@@ -36,7 +36,9 @@ def test_the_kinds_are_never_more_than_what_is_in_use(
     total = by_kind.sum(axis=1)
     weights = KINDS.index("weight")
     inside = (times_s >= 0) & (times_s < timeline.iteration_s)
-    assert (by_kind[inside, weights] == trace.persistent_bytes).all()
+    assert (by_kind[inside, weights] <= trace.persistent_bytes).all()
+    if fraction == 1.0:
+        assert (by_kind[inside, weights] == trace.persistent_bytes).all()
     assert total.max() == timeline.peak_bytes <= budget
 
     samples = timeline.memory["device"]

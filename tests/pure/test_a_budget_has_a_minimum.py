@@ -3,37 +3,95 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.core.check import check
 from penstock.core.plan import Evict
 from penstock.core.pressure import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
-from penstock.core.trace import Trace
+from penstock.core.trace import KINDS, Trace, released_after_last_use
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidPlan
 from penstock.planners import POLICIES, plan
+from penstock.simulator import simulate
 
-from .traces import Step, five_kernels, gpt, machine, traces
+from .traces import Step, five_kernels, gpt, machine, traces, whole_traces
 
 
 def test_every_kernel_needs_what_it_uses() -> None:
     assert required_bytes(five_kernels()).tolist() == [100, 100, 100, 100, 100]
 
 
-def test_what_the_program_holds_and_workspace_count() -> None:
+def test_what_cannot_move_and_workspace_count() -> None:
     step = Step()
     held, free = step.tensor(100), step.tensor(10)
     step.kernel("make", 1.0, outputs=[held, free])
-    step.save(held, held_until=2)
-    step.save(free)
     step.kernel("big", 1.0, workspace_bytes=7)
     step.kernel("other", 1.0)
     step.kernel("use", 1.0, inputs=[held, free])
-    trace = step.trace()
-    assert required_bytes(trace).tolist() == [110, 107, 0, 110]
+    trace = replace(step.trace(), tensor_movable=np.array([False, True]))
+    assert {period.tensor for period in trace.inactive_periods} == {free}
+    assert required_bytes(trace).tolist() == [110, 107, 100, 110]
     assert minimum_bytes(trace) == 110
     assert tightest_kernel(trace) == 0
+
+
+def lingering() -> Trace:
+    """As `five_kernels`, with tensors that nobody uses any more: 0 lives on to the end, 2 for one kernel
+    more; 3, 50 bytes, is there from before the iteration, 4, 7 bytes, from before it and after it."""
+    trace = five_kernels()
+    return replace(
+        trace,
+        tensor_bytes=np.array([100, 100, 100, 50, 7]),
+        tensor_kind=np.append(trace.tensor_kind, [KINDS.index("gradient"), KINDS.index("input")]),
+        tensor_persistent=np.array([False, False, False, False, True]),
+        tensor_birth=np.array([0, 1, 2, 0, 0]),
+        tensor_death=np.array([5, 4, 4, 2, 5]),
+    )
+
+
+def test_what_nobody_reads_again_leaves_first() -> None:
+    trace = lingering()
+    assert trace.live_bytes.tolist() == [157, 257, 307, 307, 107]
+    released = released_after_last_use(trace)
+    assert released.live_bytes.tolist() == five_kernels().live_bytes.tolist()
+    assert released.inactive_periods == trace.inactive_periods
+    assert released_after_last_use(released) is released
+    stays = replace(trace, tensor_movable=np.array([True, True, False, True, False]))
+    assert released_after_last_use(stays).live_bytes.tolist() == [107, 207, 307, 307, 107]
+
+
+def test_it_is_no_part_of_the_minimum_and_of_no_plan() -> None:
+    trace = lingering()
+    made = plan(trace, machine(), device_budget_bytes=306)
+    assert made.minimum_bytes == minimum_bytes(trace) == 100
+    assert made.evictions == () and made.predicted_peak_bytes == 300
+    assert "the 300 B that kernels still read fit" in made.reason
+    assert check(trace, made, machine()) == []
+    assert plan(trace, machine(), device_budget_bytes=307).predicted_peak_bytes == 307
+    tight = plan(trace, machine(), device_budget_bytes=200)
+    assert {evict.tensor for evict in tight.evictions} == {0}
+    assert check(trace, tight, machine()) == [] and tight.predicted_peak_bytes == 200
+
+
+@given(data=st.data(), trace=whole_traces(), fraction=st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_every_policy_relies_on_it(data: st.DataObject, trace: Trace, fraction: float) -> None:
+    """Tensors that live on after their last use, by any number of kernels."""
+    death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
+    trace = replace(trace, tensor_death=np.array(death))
+    least = minimum_bytes(trace)
+    assert least == minimum_bytes(released_after_last_use(trace))
+    budget = least + int(fraction * (trace.peak_bytes - least))
+    for policy in ("evict_all", "vdnn_all", "modnn", "g10", "optimal"):
+        hardware = machine(1e6)
+        made = plan(trace, hardware, policy, time_limit_s=1.0, device_budget_bytes=budget)
+        assert check(trace, made, hardware) == []
+        assert made.predicted_peak_bytes == simulate(trace, made, hardware).peak_bytes <= budget
 
 
 def test_an_evicted_tensor_is_away_until_its_prefetch() -> None:

@@ -63,19 +63,15 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a tensor is unknown": (lists("inputs", 3, [7]), "3 tensors names one that is not among them"),
     "born after its first use": (entry("tensor_birth", 1, 2), "kernel 1 `b` uses tensor 1 before its birth"),
     "dead before its last use": (
-        lambda trace: {**entry("tensor_death", 1, 3)(trace), **entry("tensor_held_until", 1, 2)(trace)},
+        entry("tensor_death", 1, 3),
         "kernel 3 `y` uses tensor 1 after its death at kernel 3",
     ),
     "dead before it is born": (entry("tensor_death", 0, -1), r"during kernels \[0, -1\)"),
     "alive after the end": (entry("tensor_death", 0, 6), r"during kernels \[0, 6\) of a trace of 5 kernels"),
-    "held after its death": (entry("tensor_held_until", 0, 6), "held until kernel 6, but dies before"),
     "persistent for a while": (entry("tensor_persistent", 1, True), "tensor 1 is persistent, but alive"),
     "read before it is made": (lists("inputs", 1, [2]), "kernel 1 `b` uses tensor 2 before its birth"),
     "read and never made": (lists("outputs", 1, []), "kernel 3 `y` reads tensor 1, which no kernel makes"),
-    "a saved tensor is unknown": (entry("save_tensor", 0, 5), "names one that is not among them"),
-    "saved in no order": (lambda _: {"save_kernel": np.array([2, 1])}, "save_kernel is not in the order"),
-    "loaded after the end": (entry("load_kernel", 1, 9), "load_kernel is not in the order of the 5 kernels"),
-    "nothing may leave": (lambda _: {"evictable": "none"}, "evictable is 'none': choose saved or all"),
+    "only some may leave": (lambda _: {"tensor_movable": np.array([True])}, "tensor_movable has 1 entries"),
     "a density is above one": (lambda _: {"tensor_density": np.array([1.0, 1.1, 0])}, "density of tensor 1"),
     "a density is no number": (lambda _: {"tensor_density": np.full(3, np.nan)}, "density of tensor 0"),
     "elements have no size": (lambda _: {"tensor_itemsize": np.array([4, 0, 4])}, "itemsize of tensor 1"),
@@ -182,7 +178,7 @@ def text(change: Callable[[dict[str, Any]], None], folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda document: document.update(schema="penstock.trace/2"), "holds 'penstock.trace/2'"),
+        (lambda document: document.update(schema="penstock.trace/3"), "holds 'penstock.trace/3'"),
         (lambda document: document["value"].pop("tensor_kind"), "tensor_kind"),
         (lambda document: document["value"]["kernel_time_s"].__setitem__(0, None), "float"),
         (lambda document: document["value"]["kernel_time_s"].__setitem__(0, "1"), "float"),
@@ -216,9 +212,15 @@ def test_a_cut_file(tmp_path: Path) -> None:
 
 def test_old_files_lack_what_came_later(tmp_path: Path) -> None:
     def forget(document: dict[str, Any]) -> None:
-        for name in ("evictable", "kernel_variants", "tensor_recompute", "tensor_density", "tensor_itemsize"):
+        for name in (
+            "tensor_movable",
+            "kernel_variants",
+            "tensor_recompute",
+            "tensor_density",
+            "tensor_itemsize",
+        ):
             del document["value"][name]
 
     trace = Trace.load(text(forget, tmp_path))
-    assert (trace.evictable, len(trace.tensor_recompute)) == ("saved", 0)
+    assert (trace.movable.all(), len(trace.tensor_recompute)) == (True, 0)
     assert KINDS[int(trace.tensor_kind[0])] == "weight"

@@ -156,7 +156,7 @@ def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
     step.kernel("update", 1.0, [made[3], weight], [weight], phase="optimizer")
     step.kernel("e", 1.0, [made[3]], [made[4], step.tensor(100)], phase="optimizer")
     step.kernel("f", 1.0, [made[4], other], [made[5]], phase="optimizer")
-    trace = replace(step.trace(), evictable="all")
+    trace = step.trace()
     slow = replace(machine(), disk_write_bytes_per_s=5.0)
     evictions = (Evict(weight, 4, 5, 8, 8, "disk"), Evict(weight, 1, 2, 3, 3, "disk"))
     plan = Plan(policy="", device_budget_bytes=130, evictions=evictions)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Timeline
@@ -83,6 +84,31 @@ def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:
     assert again == decided
 
 
+def test_a_plan_carries_its_trace(tmp_path: Path) -> None:
+    trace, hardware, decided, _ = made()
+    decided.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert decided.trace is trace and again.trace is not None
+    assert again.trace.inactive_periods == trace.inactive_periods
+    assert again.trace.live_bytes.tolist() == trace.live_bytes.tolist()
+    assert check(again.trace, again, hardware) == []
+    without = dataclasses.replace(decided, trace=None)
+    assert without == again and "trace" not in repr(again)
+    without.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").trace is None
+
+
+@pytest.mark.parametrize("kind", [Trace, Plan])
+def test_a_file_of_an_earlier_version_says_how_to_make_it_anew(tmp_path: Path, kind: type) -> None:
+    trace, _, decided, _ = made()
+    value = trace if kind is Trace else decided
+    path = tmp_path / "old.json"
+    value.save(path)
+    path.write_text(path.read_text().replace("/2", "/1", 1))
+    with pytest.raises(InvalidFile, match=r"old\.json was made by an earlier version.*`penstock trace`"):
+        kind.load(path)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -91,15 +117,15 @@ def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:
         b"[]",
         b"3",
         b"{}",
-        b'{"schema": "penstock.plan/1"}',
-        b'{"schema": "penstock.plan/1", "value": 3}',
-        b'{"schema": "penstock.plan/1", "value": {"policy": 3, "device_budget_bytes": 1}}',
-        b'{"schema": "penstock.plan/2", "value": {"policy": "x", "device_budget_bytes": 1}}',
-        b'{"schema": "penstock.trace/1", "value": {}}',
+        b'{"schema": "penstock.plan/2"}',
+        b'{"schema": "penstock.plan/2", "value": 3}',
+        b'{"schema": "penstock.plan/2", "value": {"policy": 3, "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.plan/3", "value": {"policy": "x", "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.trace/2", "value": {}}',
         gzip.compress(b"x" * 1000, mtime=0)[:20],
         gzip.compress(b"x" * 1000, mtime=0)[:-8] + b"damaged!",
         b"\xff\xfe",
-        b'{"sch\xe5ma": "penstock.plan/1", "value": {}}',
+        b'{"sch\xe5ma": "penstock.plan/2", "value": {}}',
     ],
 )
 def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path, data: bytes) -> None:

@@ -34,7 +34,7 @@ def chain(density: list[float] | None = None, size: int = 4000) -> Trace:
         step.kernel(
             f"backward{index}", 1.0, [weight, tensor], [step.tensor(40, "gradient")], phase="backward"
         )
-    trace = replace(step.trace(), evictable="all")
+    trace = step.trace()
     if density is None:
         return trace
     full = np.ones(trace.tensors)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +40,7 @@ def pyramid(sizes: list[int], kernel_s: float = 1.0) -> Trace:
         step.kernel(f"forward{index}", kernel_s, made[-2:-1], made[-1:])
     for index, tensor in enumerate(reversed(made)):
         step.kernel(f"backward{index}", kernel_s, [tensor], [step.tensor(1, "gradient")], phase="backward")
-    return replace(step.trace(), evictable="all")
+    return step.trace()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

@@ -59,12 +59,6 @@ def test_results_of_one_kernel_are_made_again_in_the_room_of_both() -> None:
         tensor_persistent=np.arange(11) < 2,
         tensor_birth=np.array([0, 0, 0, 0, 0, 1, 2, 3, 5, 6, 7]),
         tensor_death=np.array([9, 9, 7, 6, 5, 4, 8, 5, 6, 7, 8]),
-        tensor_held_until=np.array([9, 9, 7, 6, 5, 4, 8, 5, 6, 7, 8]),
-        save_tensor=np.empty(0, np.int64),
-        save_kernel=np.empty(0, np.int64),
-        load_tensor=np.empty(0, np.int64),
-        load_kernel=np.empty(0, np.int64),
-        evictable="all",
         tensor_recompute=np.array([-1, -1, -1, 0, 0, -1, -1, -1, -1, -1, -1]),
     )
     hardware = Hardware(

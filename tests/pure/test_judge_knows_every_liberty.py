@@ -43,7 +43,6 @@ def chain() -> Trace:
     made = step.trace()
     return replace(
         made,
-        evictable="all",
         tensor_recompute=recompute_links(made),
         tensor_density=np.where(np.arange(made.tensors) == 3, 0.1, 1.0),
         kernel_variants=((Variant("small", 2.0, 0),), *((),) * 9),
@@ -97,19 +96,6 @@ class TestPartsOfPeriods:
     def test_two_parts_of_one_period(self) -> None:
         assert judge(Evict(A, 0, 2, 4, 4), Evict(A, 0, 5, 7, 7)) == []
         named(judge(Evict(A, 0, 2, 4, 4), Evict(A, 0, 3, 7, 7)), "begins before the one during")
-
-    def test_what_autograd_saved_comes_back_when_it_is_loaded(self) -> None:
-        saved = replace(
-            chain(),
-            evictable="saved",
-            tensor_held_until=np.array([10, 10, 9, 2, 3, 6, 10]),
-            save_tensor=np.array([3]),
-            save_kernel=np.array([2]),
-            load_tensor=np.array([3]),
-            load_kernel=np.array([7]),
-        )
-        assert judge(Evict(A, 1, 3, 7, 5), trace=saved) == []
-        named(judge(Evict(A, 1, 3, 5, 5), trace=saved), "outside the tensor's inactive periods: \\[2, 7\\)")
 
 
 class TestWrapping:
@@ -167,7 +153,6 @@ class TestRecomputation:
             trace,
             inputs=replace(trace.inputs, starts=starts, values=values),
             tensor_death=death,
-            tensor_held_until=np.minimum(trace.tensor_held_until, death),
         )
         named(judge(Recompute(B, 3, 6), trace=early), "its input, tensor 3, is not alive then")
 
@@ -219,7 +204,7 @@ class TestRecomputationOverTheEnd:
         step.kernel("update", 1.0, [master, gradient], [master], phase="optimizer")
         step.kernel("cast", 1.0, [master], [half], phase="optimizer")
         step.kernel("rest5", 1.0)
-        return replace(step.trace(), evictable="all", tensor_recompute=np.array([-1, 4, -1]))
+        return replace(step.trace(), tensor_recompute=np.array([-1, 4, -1]))
 
     def test_it_is_made_anew_in_the_next_iteration(self) -> None:
         trace = self.trace()
@@ -239,7 +224,7 @@ class TestRecomputationOverTheEnd:
         rows = [trace.inputs[kernel].tolist() for kernel in range(6)]
         rows[4] = [0, 2]  # it casts the gradient, too
         death = np.array([6, 6, 5])
-        longer = replace(trace, inputs=Lists.of(rows), tensor_death=death, tensor_held_until=death)
+        longer = replace(trace, inputs=Lists.of(rows), tensor_death=death)
         named(judge(Recompute(1, 5, 7), trace=longer), "its input, tensor 2, is not alive then")
 
 

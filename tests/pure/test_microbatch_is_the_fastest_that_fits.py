@@ -47,7 +47,7 @@ def step(batch: int, fixed_s: float = 0.0, name: str = "conv") -> Trace:
             phase="backward",
         )
     made.kernel("optimizer", 1.0, [gradient, weight], [weight], phase="optimizer")
-    return replace(made.trace(), evictable="all")
+    return made.trace()
 
 
 def kept(trace: Trace) -> Plan:

@@ -75,7 +75,7 @@ def test_nothing_leaves_when_everything_fits() -> None:
 
 
 def test_weights_stay_while_activations_can_leave() -> None:
-    trace = replace(gpt(layers=4), evictable="all")
+    trace = gpt(layers=4)
     decision = modnn(Problem(trace, machine(host_bytes=2**40), trace.peak_bytes * 6 // 10))
     assert decision.evictions
     assert not any(trace.tensor_persistent[evict.tensor] for evict in decision.evictions)
@@ -94,7 +94,6 @@ def test_copies_come_back_ahead_of_their_kernel_but_no_sooner_than_needed() -> N
     step = Step()
     away = step.tensor(30 * PAGE)
     step.kernel("make", 1.0, outputs=[away])
-    step.save(away)
     step.kernel("read", 1.0, inputs=[away])
     large = step.tensor(90 * PAGE)
     step.kernel("large", 4.0, outputs=[large])
@@ -112,9 +111,7 @@ def variant_step(workspace_pages: int) -> Trace:
     step = Step()
     first, second = step.tensor(40 * PAGE), step.tensor(10 * PAGE)
     step.kernel("make", 1.0, outputs=[first])
-    step.save(first)
     step.kernel("read", 1.0, inputs=[first], outputs=[second])
-    step.save(second)
     step.kernel("convolution", 4.0, inputs=[second], outputs=[step.tensor(10 * PAGE)])
     step.kernel("back", 1.0, inputs=[second], phase="backward")
     step.kernel("use", 1.0, inputs=[first], phase="backward")
@@ -227,7 +224,7 @@ def test_a_copy_keeps_its_place_until_the_kernel_that_needs_it_has_run() -> None
         step.kernel("backward", 0.0, [read], [made], phase="backward")
     for weight in weights:
         step.kernel("norm", 0.0, [weight], phase="optimizer")
-    trace = replace(step.trace(), evictable="all")
+    trace = step.trace()
     hardware = machine(host_bytes=500 * PAGE)
     budget = minimum_bytes(trace)
     decision = modnn(Problem(trace, hardware, budget))

@@ -122,7 +122,7 @@ def test_an_input_that_is_written_later_is_there_when_its_reader_runs_again() ->
         step.kernel(f"between{index}", 1.0, outputs=[step.tensor(100 * (1 + index % 2))])
     step.kernel("use", 1.0, [made], phase="backward")
     step.kernel("write", 1.0, [given], [given], phase="backward")
-    trace = replace(step.trace(), evictable="all", tensor_recompute=np.array([-1, 0, -1, -1, -1, -1]))
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 0, -1, -1, -1, -1]))
     for slack in range(0, 300, 50):
         hardware = machine(10.0, device_bytes=minimum_bytes(trace) + slack)
         sound(trace, hardware, plan(trace, hardware, "optimal", recompute=True))

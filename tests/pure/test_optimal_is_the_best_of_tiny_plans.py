@@ -32,7 +32,6 @@ def saved(random: Random) -> tuple[Trace, Hardware]:
     for index in range(3):
         made.append(step.tensor(int(random.lognormvariate(5, 1)) + 1))
         step.kernel(f"forward{index}", random.lognormvariate(0, 1), made[-2:-1], made[-1:])
-        step.save(made[-1], held_until=min(index + 2, 3))
     order = [*reversed(made)]
     order.insert(random.randrange(1, 4), random.choice(made))
     for index, tensor in enumerate(order):
@@ -54,7 +53,7 @@ def free(random: Random) -> tuple[Trace, Hardware]:
         step.kernel(f"backward{index}", random.lognormvariate(0.7, 1), [tensor], [grad])
     producer = np.full(len(step.sizes), -1)
     producer[made] = np.arange(len(made))
-    trace = replace(step.trace(), evictable="all", tensor_recompute=producer)
+    trace = replace(step.trace(), tensor_recompute=producer)
     rate = trace.tensor_bytes.sum() / trace.ideal_s * random.choice([0.2, 0.5, 1])
     return trace, machine(rate, host_bytes=int(trace.tensor_bytes.max()))
 

@@ -101,7 +101,11 @@ def test_a_gap_of_exactly_the_size_is_taken_first() -> None:
 
 def test_what_leaves_lies_above_what_stays() -> None:
     trace = gpt(layers=3)
-    chosen = [period for period in trace.inactive_periods if period.end - period.begin > 10]
+    chosen = [
+        period
+        for period in trace.inactive_periods
+        if period.end - period.begin > 10 and not trace.tensor_persistent[period.tensor]
+    ]
     evictions = tuple(
         Evict(period.tensor, period.begin - 1, period.begin, period.end, period.end) for period in chosen
     )
@@ -131,9 +135,7 @@ def test_a_sibling_that_is_made_again_needs_room_too() -> None:
     step.kernel("middle", 1.0, inputs=[kept, twin], outputs=[step.tensor(PAGE)])
     step.kernel("pause", 1.0, inputs=[source])
     step.kernel("end", 1.0, inputs=[kept, source], phase="backward")
-    trace = replace(
-        step.trace(), evictable="all", tensor_recompute=replace_all(step.trace(), {kept: 0, twin: 0})
-    )
+    trace = replace(step.trace(), tensor_recompute=replace_all(step.trace(), {kept: 0, twin: 0}))
     plan = Plan(policy="some", device_budget_bytes=2**30, recomputations=(Recompute(kept, 2, 3),))
     blocks = occupancy(trace, plan)
     assert blocks.in_use.tolist() == [10 * PAGE, 11 * PAGE, PAGE, 10 * PAGE, 2 * PAGE]

@@ -80,7 +80,7 @@ def test_a_small_one(tmp_path: Path, name: str) -> None:
     assert trace.tensor_birth.tolist() == [0, 0, 1, 1, 2, 3, 4, 5]
     assert trace.tensor_death.tolist() == [7, 2, 6, 2, 6, 5, 6, 7]
     assert trace.tensor_recompute.tolist() == [-1, -1, 1, -1, 2, -1, -1, -1]
-    assert trace.evictable == "all"
+    assert trace.movable.all()
     assert (trace.notes["model"], trace.notes["batch"]) == ("tiny", "4")
     assert not len(trace.tensor_density)
     assert {(p.tensor, p.begin, p.end, p.ready) for p in trace.inactive_periods} == {

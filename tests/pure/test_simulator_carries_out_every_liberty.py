@@ -50,7 +50,7 @@ def weight_step(update: bool = True) -> Trace:
     step.kernel("long", 8.0)
     step.kernel("update", 1.0, [weight], [weight] if update else [], phase="optimizer")
     step.kernel("last", 4.0, phase="optimizer")
-    return replace(step.trace(), evictable="all")
+    return step.trace()
 
 
 def test_the_second_of_two_iterations_is_reported() -> None:
@@ -97,7 +97,7 @@ def test_a_period_may_begin_with_the_next_iteration() -> None:
     step.kernel("first", 3.0)
     step.kernel("second", 3.0)
     step.kernel("update", 1.0, [weight], [weight])
-    trace = replace(step.trace(), evictable="all")
+    trace = step.trace()
     timeline = replay(trace, Evict(0, 2, 3, 5, prefetch_at=4))
     assert on(timeline, "disk_write") == [(0, 0, 2)]
     assert on(timeline, "disk_read") == [(0, 3, 5)]
@@ -105,7 +105,7 @@ def test_a_period_may_begin_with_the_next_iteration() -> None:
 
 
 def test_a_cancelled_copy_that_nobody_needs_is_abandoned() -> None:
-    trace = replace(five_kernels(), evictable="all")
+    trace = five_kernels()
     timeline = replay(trace, Evict(0, 0, 1, 4, prefetch_at=2), budget=300)
     assert Span("disk_write", 1, 2, "tensor 0", 0, 50) in timeline.spans
     assert timeline.memory["disk"] == (Sample(0, 0), Sample(1, 100), Sample(2, 0))
@@ -120,7 +120,7 @@ def test_recomputation_runs_the_kernel_again() -> None:
     step.kernel("other", 1.0, [second])
     step.kernel("wait", 5.0)
     step.kernel("use", 1.0, [first])
-    trace = replace(step.trace(), evictable="all", tensor_recompute=np.array([0, -1]))
+    trace = replace(step.trace(), tensor_recompute=np.array([0, -1]))
     timeline = replay(trace, recomputations=[Recompute(first, 1, 3)])
     assert timeline.iteration_s == 9
     assert Span("compute", 7, 8, "recompute make", 0, 100) in timeline.spans
@@ -136,7 +136,7 @@ def test_what_is_recomputed_first_can_be_the_input_of_the_next() -> None:
     step.kernel("result", 3.0, [middle], [result])
     step.kernel("wait", 5.0)
     step.kernel("use", 1.0, [source, middle, result])
-    trace = replace(step.trace(), evictable="all", tensor_recompute=np.array([-1, 1, 2]))
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 1, 2]))
     timeline = replay(
         trace,
         Evict(source, 0, 3, 4, prefetch_at=4),
@@ -154,7 +154,6 @@ def compressible() -> Trace:
     step = Step()
     made = step.tensor(800)
     step.kernel("make", 1.0, outputs=[made])
-    step.save(made)
     step.kernel("wait", 5.0)
     step.kernel("use", 1.0, [made])
     return replace(step.trace(), tensor_density=np.array([0.0]))
@@ -214,9 +213,9 @@ def test_latency_passes_before_the_bytes_flow() -> None:
 
 
 def test_measured_rates_take_the_place_of_rate_and_latency() -> None:
-    known = replace(machine(50.0, latency_s=0.5), measured_rates={"disk_write": ((100, 25.0),)})
+    known = replace(machine(50.0, latency_s=0.5), measured_rates={"disk_write": ((100, 50.0),)})
     timeline = replay(five_kernels(), Evict(0, 0, 1, 4, prefetch_at=4), hardware=known)
-    assert on(timeline, "disk_write") == [(0, 1, 5)]
+    assert on(timeline, "disk_write") == [(0, 1, 3)]
 
 
 def test_rates_change_while_copies_run() -> None:
@@ -224,8 +223,6 @@ def test_rates_change_while_copies_run() -> None:
     step = Step()
     first, second = step.tensor(100), step.tensor(100)
     step.kernel("make", 1.0, outputs=[first, second])
-    step.save(first)
-    step.save(second)
     step.kernel("short", 0.5)
     step.kernel("wait", 9.0)
     step.kernel("use", 1.0, [first, second])
@@ -272,8 +269,6 @@ def test_prefetches_are_placed_at_the_latest_moment_in_time() -> None:
     step = Step()
     first, second = step.tensor(100), step.tensor(100)
     step.kernel("make", 1.0, outputs=[first, second])
-    step.save(first)
-    step.save(second)
     for index in range(11):
         step.kernel(f"wait{index}", 1.0)
     step.kernel("use", 1.0, [first])

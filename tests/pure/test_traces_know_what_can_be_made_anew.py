@@ -8,6 +8,7 @@ import torch
 import penstock
 from penstock.capture import datasheets
 from penstock.capture.roofline import DATA_SHEETS
+from penstock.core.trace import KINDS
 from penstock.errors import InvalidArgument
 
 
@@ -69,14 +70,13 @@ def test_a_density_can_be_assumed() -> None:
         captured(density=True)
 
 
-def test_all_tensors_can_be_made_evictable_for_a_study() -> None:
-    saved, everything = captured(), captured(evictable="all")
-    assert everything.evictable == "all"
-    weights = {period.tensor for period in everything.inactive_periods if period.end >= everything.kernels}
-    assert weights and all(everything.tensor_persistent[list(weights)])
-    assert not any(saved.tensor_persistent[period.tensor] for period in saved.inactive_periods)
-    with pytest.raises(InvalidArgument, match="evictable is 'none'"):
-        captured(evictable="none")
+def test_weights_may_leave_over_the_end_of_the_iteration() -> None:
+    trace = captured()
+    wrapping = {period.tensor for period in trace.inactive_periods if period.end >= trace.kernels}
+    assert {"weight"} <= {KINDS[trace.tensor_kind[tensor]] for tensor in wrapping}
+    assert all(trace.tensor_persistent[list(wrapping)])
+    assert all(trace.tensor_movable[period.tensor] for period in trace.inactive_periods)
+    assert (trace.tensor_bytes[~trace.tensor_movable] < 4096).all() and not trace.tensor_movable.all()
 
 
 def test_data_sheets_make_hardware() -> None:

@@ -43,7 +43,7 @@ def network() -> Trace:
         made = step.tensor(100, "gradient")
         step.kernel(f"backward{index}", 1.0, [tensor, gradient], [made], phase="backward")
         gradient = made
-    return replace(step.trace(), evictable="all")
+    return step.trace()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

@@ -39,8 +39,6 @@ class Step:
     sizes: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     persistent: list[bool] = field(default_factory=list)
-    saved: dict[int, int] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
 
     def tensor(self, size_bytes: int, kind: str = "activation", persistent: bool = False) -> int:
         self.sizes.append(size_bytes)
@@ -65,12 +63,6 @@ class Step:
         self.outputs.append(list(outputs))
         return len(self.names) - 1
 
-    def save(self, tensor: int, held_until: int | None = None) -> None:
-        """Autograd saves ``tensor`` now, before the next kernel, and alone holds it from
-        ``held_until`` on: the next kernel when not given."""
-        self.saved[tensor] = len(self.names)
-        self.held[tensor] = len(self.names) if held_until is None else held_until
-
     def trace(self) -> Trace:
         uses: list[list[int]] = [[] for _ in self.sizes]
         for kernel, lists in enumerate(zip(self.inputs, self.outputs, strict=True)):
@@ -79,12 +71,6 @@ class Step:
         count = len(self.names)
         birth = [0 if keep else used[0] for used, keep in zip(uses, self.persistent, strict=True)]
         death = [count if keep else used[-1] + 1 for used, keep in zip(uses, self.persistent, strict=True)]
-        loads = sorted(
-            (kernel, tensor)
-            for tensor, saved_at in self.saved.items()
-            for kernel in uses[tensor]
-            if kernel >= max(saved_at, self.held[tensor])
-        )
         return Trace(
             kernel_name=tuple(self.names),
             kernel_time_s=np.array(self.times_s, dtype=np.float64),
@@ -97,13 +83,6 @@ class Step:
             tensor_persistent=np.array(self.persistent, dtype=np.bool_),
             tensor_birth=np.array(birth, dtype=np.int64),
             tensor_death=np.array(death, dtype=np.int64),
-            tensor_held_until=np.array(
-                [self.held.get(tensor, end) for tensor, end in enumerate(death)], dtype=np.int64
-            ),
-            save_tensor=np.array(list(self.saved), dtype=np.int64),
-            save_kernel=np.array(list(self.saved.values()), dtype=np.int64),
-            load_tensor=np.array([tensor for _, tensor in loads], dtype=np.int64),
-            load_kernel=np.array([kernel for kernel, _ in loads], dtype=np.int64),
         )
 
 
@@ -132,16 +111,14 @@ def machine(
 
 
 def five_kernels() -> Trace:
-    """a, b, c each make 100 bytes, of which the first two are saved; y needs b and z needs a.
+    """a, b, c each make 100 bytes; y needs those of b and z those of a.
 
     Every kernel takes 1 s. Live bytes: 100, 200, 300, 200, 100.
     """
     step = Step()
     first, second, third = (step.tensor(100) for _ in range(3))
     step.kernel("a", 1.0, outputs=[first])
-    step.save(first)
     step.kernel("b", 1.0, outputs=[second])
-    step.save(second)
     step.kernel("c", 1.0, outputs=[third])
     step.kernel("y", 1.0, inputs=[second], phase="backward")
     step.kernel("z", 1.0, inputs=[first], phase="backward")
@@ -149,7 +126,7 @@ def five_kernels() -> Trace:
 
 
 def gpt(layers: int = 12, unit_bytes: int = 2**20, unit_s: float = 1e-3, split: int = 1) -> Trace:
-    """A GPT-like step: every layer saves eight activations, backward needs them in reverse order.
+    """A GPT-like step: every layer makes eight activations, backward needs them in reverse order.
 
     unit_bytes   one activation of batch * length * width
     unit_s       time of the kernel that multiplies by a square matrix, width * width
@@ -178,8 +155,6 @@ def gpt(layers: int = 12, unit_bytes: int = 2**20, unit_s: float = 1e-3, split: 
         for name, units, time in layout:
             made = step.tensor(units * unit_bytes)
             kernel(f"{layer}.{name}", time, [current, weights[layer]], [made], "forward")
-            if current not in step.saved:
-                step.save(current)
             stack.append((f"{layer}.{name}.backward", time, current, layer))
             current = made
     grad = step.tensor(step.sizes[current])
@@ -193,8 +168,8 @@ def gpt(layers: int = 12, unit_bytes: int = 2**20, unit_s: float = 1e-3, split: 
 
 @st.composite
 def traces(draw: st.DrawFn, tensors: int = 8) -> Trace:
-    """Random legal steps of up to ``tensors`` saved tensors: any order of use in backward, tensors used
-    more than once, edited in place, held by the program for longer, workspaces, weights."""
+    """Random legal steps of up to ``tensors`` activations: any order of use in backward, tensors used
+    more than once, edited in place, workspaces, weights."""
     step = Step()
     size = st.integers(1, 1000).map(lambda pages: pages * PAGE)
     weight = step.tensor(draw(size), "weight", persistent=True)
@@ -206,10 +181,6 @@ def traces(draw: st.DrawFn, tensors: int = 8) -> Trace:
         step.kernel(f"forward{index}", draw(time), read, [made], draw(st.sampled_from([0, 0, 200 * PAGE])))
         saved.append(made)
     count = len(saved)
-    for tensor in saved:
-        step.saved[tensor] = tensor  # tensor i, after the weight, is made by kernel i - 1
-        used = max(k for k in range(count) if tensor in step.inputs[k] or tensor in step.outputs[k])
-        step.held[tensor] = min(count, used + 1 + draw(st.integers(0, 1)))
     order = draw(st.permutations(saved))
     again = draw(st.lists(st.sampled_from(saved), max_size=3))
     for index, tensor in enumerate([*order, *again]):
@@ -276,7 +247,6 @@ def whole_traces(draw: st.DrawFn, kernels: int = 8) -> Trace:
     density = [draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])) for _ in step.sizes] if draw(st.booleans()) else []
     return replace(
         plain,
-        evictable="all",
         tensor_recompute=recompute_links(plain),
         tensor_density=np.array(density, dtype=np.float64),
         kernel_variants=variants,
@@ -315,7 +285,6 @@ def legal_plans(draw: st.DrawFn, trace: Trace, hardware: Hardware, slack_bytes: 
     if trace.kernel_variants and draw(st.booleans()):
         chosen = [draw(st.integers(-1, len(others) - 1)) for others in trace.kernel_variants]
         made = replace(made, variants=tuple(chosen))
-    whole = trace.evictable == "all"
     for option in candidates(trace):
         ways = ["keep", *(["evict"] * 3 if tiers else [])]
         if len(trace.tensor_recompute) and trace.tensor_recompute[option.tensor] >= 0:
@@ -324,7 +293,7 @@ def legal_plans(draw: st.DrawFn, trace: Trace, hardware: Hardware, slack_bytes: 
         if way == "keep":
             continue
         begin = draw(st.integers(option.begin, min(option.end - 1, trace.kernels)))
-        end = draw(st.integers(begin + 1, option.end)) if whole and draw(st.booleans()) else option.end
+        end = draw(st.integers(begin + 1, option.end)) if draw(st.booleans()) else option.end
         if way == "recompute":
             entries = sorted(
                 (*made.recomputations, Recompute(option.tensor, begin, end)),

@@ -82,7 +82,7 @@ def estimator(sheet: DataSheet) -> Callable[[Any, tuple[Any, ...], dict[str, Any
             seen[address] = max(seen.get(address, 0), tensor.numel() * tensor.element_size())
         traffic_s = sum(seen.values()) / (sheet.bytes_per_s * sheet.efficiency)
         arithmetic_s = 0.0
-        count = flop_registry.get(operator.overloadpacket)
+        count = flop_registry.get(getattr(operator, "overloadpacket", operator))
         if count is not None:
             bits = next((8 * t.element_size() for t in tensors if t.is_floating_point()), 32)
             arithmetic_s = count(*args, **kwargs, out_val=result) / (

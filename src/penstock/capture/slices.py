@@ -13,8 +13,6 @@ SLICE_BYTES = 32 * 2**20  # of all tensors of a slice together
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
-# Operators of these names whose result for one element depends on other elements.
-_DEPENDENT: frozenset[str] = frozenset()
 
 
 class _Argument(NamedTuple):
@@ -25,10 +23,11 @@ class _Argument(NamedTuple):
 
 @cache
 def _divided(operator: Any) -> tuple[_Argument, ...]:
-    """The arguments with one entry for each element, where the operator works element by element."""
+    """The arguments with one entry for each element, where the operator works element by element: all of
+    these names do whose results are lists too. Some also return a tensor that stands for the whole list."""
     schema = getattr(operator, "_schema", None)
     name = str(schema.name).removeprefix("aten::") if schema is not None else ""
-    if schema is None or not name.startswith(_PREFIXES) or name in _DEPENDENT:
+    if schema is None or not name.startswith(_PREFIXES):
         return ()
     if any(str(entry.type) != "List[Tensor]" for entry in schema.returns):
         return ()

@@ -143,7 +143,9 @@ class Tracer(TorchDispatchMode):
         workspace_bytes = self._meter.end() if self._meter is not None else 0
         ended_s = time.perf_counter()
         phase = self._phases.current()
-        written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
+        written = inputs  # whatever an operator without a schema does
+        if not told.is_opaque:
+            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
         made = self._results(result, inputs, phase == FORWARD and told.is_repeatable)
         for index in written:
             self._tensors[index].producer = -1

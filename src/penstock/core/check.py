@@ -53,7 +53,6 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
             violations += broken
         else:
             recomputations.append(entry)
-    violations += _stale(trace, evictions)
     violations += _order(trace, evictions, recomputations)
     violations += _inputs(trace, evictions, recomputations)
     broken = list(_variants(trace, plan.variants))
@@ -142,15 +141,6 @@ def _period(trace: Trace, periods: Iterable[InactivePeriod], begin: int, end: in
 
 def _allowed(periods: Iterable[InactivePeriod]) -> str:
     return ", ".join(f"[{period.begin}, {period.end})" for period in periods) or "never"
-
-
-def _stale(trace: Trace, evictions: Sequence[Evict]) -> Iterator[str]:
-    """No copy starts before the last write to its tensor."""
-    rows = rows_of(trace, evictions)
-    for index in np.flatnonzero(written(trace, rows.tensor, rows.after, rows.begin)).tolist():
-        evict = evictions[index]
-        last = [int(kernel) for kernel in trace.writers[evict.tensor] if kernel < evict.begin][-1]
-        yield f"{_who(evict)} may copy the tensor before {_kernel(trace, last)} writes it"
 
 
 def _order(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[Recompute]) -> Iterator[str]:

@@ -17,14 +17,13 @@ import numpy as np
 
 from penstock.errors import InvalidFile
 
-VERSIONS = {"trace": 2, "plan": 2, "record": 2}  # by type; the others are at 1
+VERSIONS = {"trace": 2, "plan": 2}  # by type; the others are at 1
 Value = TypeVar("Value")
 
 
 _ANEW = {
     "Trace": "make it anew with `penstock trace`",
     "Plan": "make its trace anew with `penstock trace`, and the plan with `penstock plan`",
-    "Record": "run the step again, and write it with `Offload.record`",
 }
 
 
@@ -108,7 +107,7 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     if _is_earlier(source.schema, _schema(kind)):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
-            f"{_ANEW.get(kind.__name__, 'make it anew')}"
+            f"{_ANEW[kind.__name__]}"
         )
     if source.schema != _schema(kind):
         raise InvalidFile(

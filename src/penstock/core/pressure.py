@@ -250,7 +250,7 @@ def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
 def _born_bytes(trace: Trace) -> IntArray:
     """[K] bytes that tensors take for the first time at each kernel."""
     born = np.zeros(trace.kernels, dtype=np.int64)
-    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < trace.kernels))
+    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < trace.tensor_death))
     np.add.at(born, trace.tensor_birth[made], trace.tensor_bytes[made])
     return born
 

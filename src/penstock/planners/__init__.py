@@ -120,9 +120,7 @@ def _reason(trace: Trace, budget: int, more: str) -> str:
         return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
     released = released_after_last_use(trace)
     if released.peak_bytes <= budget:
-        more = (
-            f"without what no kernel reads again {format_bytes_up(released.peak_bytes)} are left, which fit"
-        )
+        more = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
     return f"{why}; {more}" if more else why
 

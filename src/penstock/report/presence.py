@@ -10,7 +10,7 @@ import numpy as np
 from penstock.core.plan import Evict, Plan
 from penstock.core.pressure import copy_sources
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, FloatArray, IntArray, Trace
+from penstock.core.trace import KINDS, FloatArray, IntArray, Trace, within_budget
 from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
@@ -55,6 +55,7 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
 
     Made from the trace, the plan and the moments at which kernels and copies began and ended.
     """
+    trace = within_budget(trace, plan.device_budget_bytes)
     changes = _Changes()
     starts_s, ends_s = kernel_times(trace, timeline)
     iteration_s = max(timeline.iteration_s, float(ends_s.max(initial=0.0)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Record:
         written = []
         for field, (name, _) in FILES.items():
             value = getattr(self, field)
+            if isinstance(value, Plan):
+                value = replace(value, trace=None)  # it has a file of its own
             if value is None:
                 (folder / name).unlink(missing_ok=True)  # of an earlier run in this folder
             else:
