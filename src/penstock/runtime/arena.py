@@ -5,6 +5,12 @@ what a training step frees. penstock therefore owns an arena for torch's CPU ten
 one on a GPU: `activate` sends every tensor of 4096 bytes or more there, whoever allocates it, until
 the last lease is closed. Blocks allocated meanwhile live on for as long as their tensors do.
 
+With a budget the arena keeps the bytes of all blocks in memory within it: blocks leave memory and come
+back at the address they had, so that views, NumPy arrays and other threads never see them move. What
+leaves and when is the caller's choice (``penstock._native``: ``arena_guard``, ``arena_leave``,
+``arena_stage``, ``arena_arrive``); the arena itself writes blocks to a swap file (``arena_swap_file``)
+where an allocation would exceed the budget otherwise, and reads back what somebody touches unplanned.
+
 The arena takes the place of ``posix_memalign`` and ``free`` in torch's libc10 alone, for the life of
 the process. Where that cannot be done (another system, another build of torch, ``PENSTOCK_ARENA=0``)
 the C library is asked to give large blocks back to the system instead: slower, and less exact.
@@ -44,7 +50,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _THRESHOLD_BYTES = 1 << 20
 
 _lock = threading.Lock()
-_limits: dict[Lease, int] = {}
+_limits: dict[Lease, tuple[int, int | None]] = {}
 _manager: str | None = None
 _reason: str | None = None
 
@@ -52,26 +58,40 @@ _reason: str | None = None
 class Lease:
     """The arena in use with a limit, until `close`. A context manager.
 
-    Leases add up: the arena is kept below the sum of the limits of all that are open.
+    Leases add up: the arena is kept below the sum of the limits of all that are open, and within the sum
+    of the budgets of those that have one.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        _check(limit_bytes)
+    def __init__(self, limit_bytes: int, budget_bytes: int | None = None) -> None:
+        _check(limit_bytes, budget_bytes)
         with _lock:
-            _limits[self] = limit_bytes
+            _limits[self] = limit_bytes, budget_bytes
             _apply()
 
     @property
     def limit_bytes(self) -> int:
         """Bytes this lease adds to the arena's limit, 0 once it is closed."""
-        return _limits.get(self, 0)
+        return _limits.get(self, (0, None))[0]
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes this lease adds to the arena's budget, None if it has none or is closed."""
+        return _limits.get(self, (0, None))[1]
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the limit: what is free above it goes back to the system at once. No-op once closed."""
-        _check(limit_bytes)
+        _check(limit_bytes, None)
         with _lock:
             if self in _limits:
-                _limits[self] = limit_bytes
+                _limits[self] = limit_bytes, _limits[self][1]
+                _apply()
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        """Change the budget. Nothing leaves before the next allocation needs room. No-op once closed."""
+        _check(0, budget_bytes)
+        with _lock:
+            if self in _limits:
+                _limits[self] = _limits[self][0], budget_bytes
                 _apply()
 
     def close(self) -> None:
@@ -92,22 +112,33 @@ class Lease:
         self.close()
 
 
-def activate(limit_bytes: int) -> Lease:
+def activate(limit_bytes: int, budget_bytes: int | None = None) -> Lease:
     """Keep the memory of torch's CPU tensors in the arena, resident below ``limit_bytes``.
 
     The limit is soft: an allocation never fails because of it, it only decides how much free memory
-    is kept for reuse. A first-touch of memory that went back costs about 0.1 ms for 2 MiB. Where the
-    arena cannot be used this logs the reason once and returns a lease that limits nothing:
-    see `memory_manager`.
+    is kept for reuse. Where the arena cannot be used this logs the reason once and returns a lease that
+    limits nothing: see `memory_manager`.
+
+    ``budget_bytes`` bounds the bytes of tensors that are in memory, as they were requested, exactly: an
+    allocation that does not fit fails, after blocks have left for the swap file. It needs
+    `paging_unavailable` to be None.
     """
     _install()
-    return Lease(limit_bytes)
+    if budget_bytes is not None and (reason := paging_unavailable()) is not None:
+        raise InvalidArgument(f"tensors cannot be kept within {budget_bytes} bytes: {reason}")
+    return Lease(limit_bytes, budget_bytes)
 
 
 def available() -> str | None:
     """None where the arena works, else why it does not. Installs it, without activating it."""
     _install()
     return _reason
+
+
+def paging_unavailable() -> str | None:
+    """None where tensors' bytes can leave memory and come back at their address, else why they cannot."""
+    _install()
+    return _reason if _reason is not None else _native.arena_paging_unavailable()
 
 
 def memory_manager() -> str:
@@ -144,17 +175,20 @@ def block(address: int) -> tuple[int, int, int] | None:
     return _native.arena_block(address)
 
 
-def _check(limit_bytes: int) -> None:
+def _check(limit_bytes: int, budget_bytes: int | None) -> None:
     if limit_bytes < 0:
         raise InvalidArgument(f"a limit of {limit_bytes} bytes is negative: give zero or more")
+    if budget_bytes is not None and budget_bytes < 0:
+        raise InvalidArgument(f"a budget of {budget_bytes} bytes is negative: give zero or more")
 
 
 def _apply() -> None:
-    """Tell the arena the sum of the limits. Called with the lock held."""
+    """Tell the arena the sums of the limits and budgets. Called with the lock held."""
     if _manager != ARENA:
         return
     if _limits:
-        _native.arena_activate(sum(_limits.values()))
+        budgets = [budget for _, budget in _limits.values() if budget is not None]
+        _native.arena_activate(sum(limit for limit, _ in _limits.values()), sum(budgets) if budgets else None)
     else:
         _native.arena_deactivate()
 
