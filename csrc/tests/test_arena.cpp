@@ -52,7 +52,7 @@ void use(Arena& arena, unsigned seed, int steps) {
 TEST(blocks_keep_their_bytes_whatever_the_limit) {
   for (const std::size_t limit : {std::size_t{0}, 8 * kMiB, std::size_t{1} << 40}) {
     Arena arena(kReserveBytes);
-    arena.set_limit(limit);
+    arena.set_limits(limit, kUnlimited);
     use(arena, 1, 300);
     CHECK_EQUAL(arena.stats().in_use_bytes, 0u);
     CHECK(arena.stats().peak_in_use_bytes > 0);
@@ -61,7 +61,7 @@ TEST(blocks_keep_their_bytes_whatever_the_limit) {
 
 TEST(threads_share_an_arena) {
   Arena arena(kReserveBytes);
-  arena.set_limit(16 * kMiB);
+  arena.set_limits(16 * kMiB, kUnlimited);
   std::vector<std::thread> threads;
   std::vector<std::string> failures(3);
   for (unsigned i = 0; i < 3; ++i) {
@@ -77,7 +77,7 @@ TEST(threads_share_an_arena) {
     arena.stats();
     arena.trim();
     arena.reset_peak();
-    arena.set_limit((i % 2 == 0 ? 1 : 64) * kMiB);
+    arena.set_limits((i % 2 == 0 ? 1 : 64) * kMiB, kUnlimited);
   }
   for (auto& thread : threads) thread.join();
   for (const auto& failure : failures) CHECK_EQUAL(failure, "");
@@ -91,10 +91,10 @@ TEST(free_memory_goes_back_when_the_limit_asks) {
   CHECK(arena.stats().resident_bytes >= 30 * kMiB);
   CHECK(arena.release(released));
   CHECK(arena.stats().resident_bytes >= 30 * kMiB);
-  arena.set_limit(16 * kMiB);
+  arena.set_limits(16 * kMiB, kUnlimited);
   CHECK(arena.stats().resident_bytes <= 16 * kMiB);
   arena.trim();
-  CHECK(arena.stats().resident_bytes < 10 * kMiB + 2 * kChunkBytes);
+  CHECK(arena.stats().resident_bytes == 10 * kMiB);
   CHECK(arena.stats().purged_bytes >= 18 * kMiB);
   CHECK(arena.release(kept));
   arena.trim();
@@ -103,7 +103,7 @@ TEST(free_memory_goes_back_when_the_limit_asks) {
 
 TEST(a_limit_below_what_is_in_use_fails_nothing_and_is_reported) {
   Arena arena(kReserveBytes);
-  arena.set_limit(4 * kMiB);
+  arena.set_limits(4 * kMiB, kUnlimited);
   auto* block = allocate(arena, 10 * kMiB);
   CHECK(arena.stats().over_limit_bytes >= 6 * kMiB);
   CHECK(arena.release(block));
@@ -113,13 +113,26 @@ TEST(a_limit_below_what_is_in_use_fails_nothing_and_is_reported) {
   CHECK_EQUAL(arena.stats().peak_resident_bytes, 0u);
 }
 
-TEST(a_block_shares_a_chunk_that_lives_rather_than_waking_another) {
+TEST(blocks_from_1_mib_on_have_chunks_of_their_own_and_smaller_ones_share) {
   Arena arena(kReserveBytes);
   auto* first = static_cast<char*>(allocate(arena, 3 * kMiB));
-  auto* second = static_cast<char*>(allocate(arena, 3 * kMiB));
-  CHECK(second == first + 3 * kMiB);
-  CHECK(arena.release(first));
-  CHECK(allocate(arena, kMiB) == second - kMiB);
+  auto* second = static_cast<char*>(allocate(arena, kMiB));
+  CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(first) % kChunkBytes, 0u);
+  CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(second) % kChunkBytes, 0u);
+  auto* third = static_cast<char*>(allocate(arena, kMiB / 2));
+  CHECK(allocate(arena, kMiB / 2) == third + kMiB / 2);
+  CHECK_EQUAL(arena.stats().resident_bytes, 8 * kMiB);
+}
+
+TEST(free_memory_moves_to_where_it_is_needed) {
+  Arena arena(kReserveBytes);
+  if (!arena.paging_problem().empty()) return;
+  std::vector<void*> blocks;
+  for (int i = 0; i < 16; ++i) blocks.push_back(allocate(arena, 2 * kMiB));
+  for (int i = 0; i < 16; i += 2) CHECK(arena.release(blocks[static_cast<std::size_t>(i)]));
+  auto* scattered = static_cast<char*>(allocate(arena, 16 * kMiB));
+  std::memset(scattered, 'x', 16 * kMiB);
+  CHECK_EQUAL(arena.stats().peak_resident_bytes, 32 * kMiB);
 }
 
 TEST(a_block_is_found_by_every_address_inside_it) {

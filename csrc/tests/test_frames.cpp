@@ -1,10 +1,12 @@
-// Chunks against a model of what is touched, and against what memory itself holds.
+// Frames against a model of what is framed, and against what memory itself holds.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
+#include "arena/frames.hpp"
 #include "check.hpp"
-#include "chunks.hpp"
 
 using namespace penstock;
 using penstock::test::Random;
@@ -12,71 +14,90 @@ using penstock::test::Random;
 namespace {
 
 constexpr std::size_t kChunks = 16;
+constexpr auto kC = kChunkBytes;
 
-std::size_t touched(const Chunks& chunks) {
+std::size_t framed(const Frames& frames) {
   std::size_t count = 0;
-  for (std::size_t i = 0; i < chunks.size_bytes() / kChunkBytes; ++i) count += chunks.touched(i);
-  return count * kChunkBytes;
+  for (std::size_t i = 0; i < frames.size_bytes() / kC; ++i) count += frames.framed(i);
+  return count * kC;
 }
 
 }  // namespace
 
 TEST(chunks_start_at_a_huge_page) {
-  const Chunks chunks(kChunks * kChunkBytes);
-  CHECK(chunks.base() != nullptr);
-  CHECK_EQUAL(chunks.size_bytes(), kChunks * kChunkBytes);
-  CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(chunks.base()) % kChunkBytes, 0u);
-  CHECK_EQUAL(chunks.touched_bytes(), 0u);
+  const Frames frames(kChunks * kC);
+  CHECK(frames.base() != nullptr);
+  CHECK_EQUAL(frames.size_bytes(), kChunks * kC);
+  CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(frames.base()) % kC, 0u);
+  CHECK_EQUAL(frames.held_bytes(), 0u);
 }
 
-TEST(too_few_chunks_are_none) { CHECK(Chunks(3 * kChunkBytes).base() == nullptr); }
+TEST(too_few_chunks_are_none) { CHECK(Frames(3 * kC).base() == nullptr); }
 
 TEST(addresses_that_the_system_refuses_are_halved) {
-  const Chunks chunks(std::size_t{1} << 60);  // more than any address space
-  CHECK(chunks.base() != nullptr);
-  CHECK(chunks.size_bytes() < std::size_t{1} << 60);
+  const Frames frames(std::size_t{1} << 60);  // more than any address space
+  CHECK(frames.base() != nullptr);
+  CHECK(frames.size_bytes() < std::size_t{1} << 60);
 }
 
 TEST(occupied_memory_can_be_written_and_counts_whole_chunks) {
-  Chunks chunks(kChunks * kChunkBytes);
-  CHECK_EQUAL(chunks.untouched_bytes(kChunkBytes - kPageBytes, 2 * kPageBytes), 2 * kChunkBytes);
-  CHECK(chunks.occupy(kChunkBytes - kPageBytes, 2 * kPageBytes));
-  for (std::size_t i = 0; i < 2 * kPageBytes; ++i) chunks.base()[kChunkBytes - kPageBytes + i] = 'x';
-  CHECK_EQUAL(chunks.touched_bytes(), 2 * kChunkBytes);
-  CHECK(chunks.live(0) && chunks.live(1) && !chunks.live(2));
-  CHECK_EQUAL(chunks.untouched_bytes(0, 3 * kChunkBytes), kChunkBytes);
+  Frames frames(kChunks * kC);
+  CHECK_EQUAL(frames.growth_bytes(kC - kPageBytes, 2 * kPageBytes), 2 * kC);
+  CHECK(frames.occupy(kC - kPageBytes, 2 * kPageBytes));
+  for (std::size_t i = 0; i < 2 * kPageBytes; ++i) frames.base()[kC - kPageBytes + i] = 'x';
+  CHECK_EQUAL(frames.held_bytes(), 2 * kC);
+  CHECK(frames.live(0) && frames.live(1) && !frames.live(2));
+  CHECK_EQUAL(frames.growth_bytes(0, 3 * kC), kC);
 }
 
-TEST(a_purged_chunk_reads_zero_and_a_kept_one_its_bytes) {
-  Chunks chunks(kChunks * kChunkBytes);
-  CHECK(chunks.occupy(0, 3 * kChunkBytes));
-  for (std::size_t i = 0; i < 3; ++i) chunks.base()[i * kChunkBytes] = 'x';
-  chunks.vacate(0, 3 * kChunkBytes);
-  CHECK_EQUAL(chunks.purge(0, 3 * kChunkBytes, 1), kChunkBytes);  // the highest goes first
-  CHECK(chunks.touched(0) && chunks.touched(1) && !chunks.touched(2));
-  CHECK_EQUAL(chunks.base()[kChunkBytes], 'x');
-  CHECK_EQUAL(chunks.base()[2 * kChunkBytes], '\0');
-  CHECK_EQUAL(chunks.purge(kPageBytes, 3 * kChunkBytes - kPageBytes, 9 * kChunkBytes), kChunkBytes);
-  CHECK_EQUAL(chunks.base()[0], 'x');  // not wholly in the range
-  CHECK_EQUAL(chunks.touched_bytes(), kChunkBytes);
+TEST(a_purged_chunk_has_no_memory_and_can_be_occupied_again) {
+  Frames frames(kChunks * kC);
+  CHECK(frames.occupy(0, 3 * kC));
+  for (std::size_t i = 0; i < 3; ++i) frames.base()[i * kC] = 'x';
+  frames.vacate(0, 3 * kC);
+  CHECK_EQUAL(frames.free_bytes(), 3 * kC);
+  CHECK_EQUAL(frames.purge(1), kC);  // the highest goes first
+  CHECK(frames.framed(0) && frames.framed(1) && !frames.framed(2));
+  CHECK_EQUAL(frames.base()[kC], 'x');
+  CHECK(frames.occupy(2 * kC, kC));
+  CHECK_EQUAL(frames.purge(9 * kC), 1 * kC);
+  CHECK_EQUAL(frames.held_bytes(), kC);
+  frames.base()[2 * kC] = 'y';
 }
 
-TEST(decommitted_memory_can_be_occupied_again) {
-  Chunks chunks(kChunks * kChunkBytes);
-  CHECK(chunks.occupy(0, 4 * kChunkBytes));
-  chunks.vacate(0, 4 * kChunkBytes);
-  CHECK_EQUAL(chunks.purge(0, kChunkBytes, kChunkBytes), kChunkBytes);
-  CHECK_EQUAL(chunks.decommit(0, 4 * kChunkBytes), 3 * kChunkBytes);
-  CHECK_EQUAL(chunks.touched_bytes(), 0u);
-  CHECK(chunks.occupy(kChunkBytes, 2 * kChunkBytes));
-  chunks.base()[kChunkBytes] = 'x';
-  chunks.base()[3 * kChunkBytes - 1] = 'y';
+TEST(free_frames_move_to_where_they_are_needed_unless_they_must_not) {
+  for (const bool move : {true, false}) {
+    Frames frames(kChunks * kC, move);
+    CHECK(frames.occupy(0, 2 * kC));
+    frames.base()[0] = 'x';
+    frames.vacate(0, 2 * kC);
+    CHECK_EQUAL(frames.growth_bytes(4 * kC, 3 * kC), (move ? 1 : 3) * kC);
+    CHECK(frames.occupy(4 * kC, 3 * kC));
+    CHECK_EQUAL(frames.held_bytes(), (move ? 3 : 5) * kC);
+    for (std::size_t i = 4 * kC; i < 7 * kC; ++i) frames.base()[i] = 'z';
+  }
+}
+
+TEST(withdrawn_frames_come_back_with_the_bytes_written_meanwhile) {
+  Frames frames(kChunks * kC);
+  CHECK(frames.occupy(0, 2 * kC));
+  for (std::size_t i = 0; i < 2 * kC; ++i) frames.base()[i] = 'a';
+  CHECK(protect(frames.base(), 2 * kC, PROT_NONE));
+  frames.withdraw(0, 2 * kC, 8 * kC);
+  CHECK(frames.live(0) && !frames.framed(0) && frames.framed(8));
+  CHECK_EQUAL(frames.held_bytes(), 2 * kC);
+  CHECK_EQUAL(frames.free_bytes(), 2 * kC);
+  CHECK(frames.occupy(8 * kC, 2 * kC));
+  for (std::size_t i = 0; i < 2 * kC; ++i) frames.base()[8 * kC + i] = 'b';
+  CHECK(frames.transfer(8 * kC, 0, 2 * kC));
+  CHECK(frames.framed(0) && !frames.framed(8));
+  CHECK(std::all_of(frames.base(), frames.base() + 2 * kC, [](char byte) { return byte == 'b'; }));
 }
 
 TEST(random_use_keeps_the_counts) {
   Random random(1);
-  Chunks chunks(kChunks * kChunkBytes);
-  constexpr auto kPages = kChunks * kChunkBytes / kPageBytes;
+  Frames frames(kChunks * kC);
+  constexpr auto kPages = kChunks * kC / kPageBytes;
   std::vector<int> live(kPages);
   std::vector<std::pair<std::size_t, std::size_t>> blocks;
   for (int step = 0; step < 2000; ++step) {
@@ -84,29 +105,34 @@ TEST(random_use_keeps_the_counts) {
     bool vacant = true;
     for (auto i = first; i < first + count; ++i) vacant = vacant && live[i] == 0;
     if (vacant) {
-      const auto growth = chunks.untouched_bytes(first * kPageBytes, count * kPageBytes);
-      const auto before = chunks.touched_bytes();
-      CHECK(chunks.occupy(first * kPageBytes, count * kPageBytes));
-      CHECK_EQUAL(chunks.touched_bytes(), before + growth);
-      for (auto i = first; i < first + count; ++i) live[i] = 1;
+      const auto growth = frames.growth_bytes(first * kPageBytes, count * kPageBytes);
+      const auto before = frames.held_bytes();
+      CHECK(frames.occupy(first * kPageBytes, count * kPageBytes));
+      CHECK_EQUAL(frames.held_bytes(), before + growth);
+      for (auto i = first; i < first + count; ++i) {
+        live[i] = 1;
+        frames.base()[i * kPageBytes] = 'x';
+      }
       blocks.emplace_back(first, count);
     } else if (!blocks.empty()) {
       const auto chosen = random(0, blocks.size() - 1);
       const auto [start, size] = blocks[chosen];
-      chunks.vacate(start * kPageBytes, size * kPageBytes);
-      const auto before = chunks.touched_bytes();
-      const auto purged = chunks.purge(start * kPageBytes, size * kPageBytes, random(0, 3) * kChunkBytes);
-      CHECK_EQUAL(chunks.touched_bytes(), before - purged);
+      frames.vacate(start * kPageBytes, size * kPageBytes);
+      const auto before = frames.held_bytes();
+      const auto purged = frames.purge(random(0, 3) * kC);
+      CHECK_EQUAL(frames.held_bytes(), before - purged);
       for (auto i = start; i < start + size; ++i) live[i] = 0;
       blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(chosen));
     }
-    CHECK_EQUAL(touched(chunks), chunks.touched_bytes());
+    CHECK_EQUAL(framed(frames), frames.held_bytes());
+    std::size_t free_bytes = 0;
     for (std::size_t i = 0; i < kChunks; ++i) {
       bool any = false;
-      for (std::size_t page = 0; page < kChunkBytes / kPageBytes; ++page)
-        any = any || live[i * kChunkBytes / kPageBytes + page] != 0;
-      CHECK_EQUAL(chunks.live(i), any);
-      CHECK(chunks.touched(i) || !any);
+      for (std::size_t page = 0; page < kC / kPageBytes; ++page) any = any || live[i * kC / kPageBytes + page] != 0;
+      CHECK_EQUAL(frames.live(i), any);
+      CHECK(frames.framed(i) || !any);
+      free_bytes += frames.framed(i) && !any ? kC : 0;
     }
+    CHECK_EQUAL(frames.free_bytes(), free_bytes);
   }
 }

@@ -1,0 +1,324 @@
+// Blocks that leave memory and come back: by hand, by the budget and by accesses that nobody planned.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "arena/arena.hpp"
+#include "arena/faults.hpp"
+#include "check.hpp"
+
+using namespace penstock;
+using penstock::test::Random;
+
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr std::size_t kReserveBytes = std::size_t{2} << 30;
+
+int unnamed_file() {
+  char path[] = "/tmp/penstock_paging_XXXXXX";
+  const int file = mkstemp(path);
+  unlink(path);
+  return file;
+}
+
+char* allocate(Arena& arena, std::size_t size_bytes) {
+  void* address = nullptr;
+  CHECK(arena.allocate(size_bytes, &address) == Arena::Outcome::kDone);
+  return static_cast<char*>(address);
+}
+
+void fill(char* block, std::size_t size_bytes, unsigned seed) {
+  for (std::size_t i = 0; i < size_bytes; i += 64) block[i] = static_cast<char>(seed + i / 64 * 7);
+}
+
+bool holds(const char* block, std::size_t size_bytes, unsigned seed) {
+  for (std::size_t i = 0; i < size_bytes; i += 64)
+    if (block[i] != static_cast<char>(seed + i / 64 * 7)) return false;
+  return true;
+}
+
+Arena::State state(Arena& arena, char* block) {
+  Arena::State found{};
+  CHECK(arena.state(block, &found) == Arena::Answer::kYes);
+  return found;
+}
+
+// As a careful program would: guard, write, leave.
+bool leave(Arena& arena, char* block, std::size_t size_bytes, int file, std::uint64_t offset) {
+  CHECK(arena.guard(block) == Arena::Answer::kYes);
+  CHECK_EQUAL(write_fully(-1, file, block, size_bytes, offset), 0);
+  int error = 0;
+  return arena.leave(block, {{file, offset, 0, size_bytes}}, &error) == Arena::Answer::kYes;
+}
+
+bool come_back(Arena& arena, char* block, std::size_t size_bytes, int file, std::uint64_t offset) {
+  char* staging = nullptr;
+  if (arena.stage(block, &staging) != Arena::Answer::kYes) return false;
+  CHECK_EQUAL(read_segments({{file, offset, 0, size_bytes}}, -1, file, staging, nullptr), 0);
+  int error = 0;
+  return arena.arrive(block, &error) == Arena::Answer::kYes;
+}
+
+// One for the whole process: the handler serves it for good.
+Arena& served_arena() {
+  static auto* arena = new Arena(kReserveBytes);
+  CHECK(serve_faults(*arena));
+  return *arena;
+}
+
+}  // namespace
+
+TEST(bytes_leave_and_come_back_at_their_address) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file();
+  for (const std::size_t size : {std::size_t{4096}, std::size_t{5000}, 700'001 * std::size_t{1}, kMiB, 3 * kMiB + 5,
+                                 16 * kMiB, 64 * kMiB}) {
+    auto* block = allocate(arena, size);
+    fill(block, size, 3);
+    CHECK(leave(arena, block, size, file, 0));
+    CHECK(state(arena, block) == Arena::State::kOut);
+    CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
+    CHECK_EQUAL(arena.stats().out_bytes, size);
+    auto* other = allocate(arena, size);  // gets the memory that became free
+    std::memset(other, 'x', size);
+    CHECK(come_back(arena, block, size, file, 0));
+    CHECK(state(arena, block) == Arena::State::kGuarded);
+    CHECK(holds(block, size, 3));
+    int error = 0;
+    CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
+    fill(block, size, 4);
+    CHECK(std::all_of(other, other + size, [](char byte) { return byte == 'x'; }));
+    CHECK(arena.release(block) && arena.release(other));
+    CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
+  }
+  close(file);
+}
+
+TEST(what_was_written_since_guard_does_not_leave) {
+  Arena arena(kReserveBytes);
+  auto* block = allocate(arena, 2 * kMiB);
+  int error = 0;
+  CHECK(arena.leave(block, {{0, 0, 0, 2 * kMiB}}, &error) == Arena::Answer::kNo);
+  CHECK(arena.guard(block) == Arena::Answer::kYes);
+  CHECK(arena.written(block) == Arena::Answer::kNo);
+  CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
+  CHECK(arena.written(block) == Arena::Answer::kYes);
+  CHECK(arena.leave(block, {{0, 0, 0, 2 * kMiB}}, &error) == Arena::Answer::kNo);
+  CHECK(arena.guard(block) == Arena::Answer::kYes);
+  CHECK(arena.leave(block, {{0, 0, 0, kMiB}}, &error) == Arena::Answer::kError);  // half of it
+  CHECK_EQUAL(error, EINVAL);
+  CHECK(arena.guard(block + kPageBytes) == Arena::Answer::kUnknown);
+}
+
+TEST(what_was_staged_for_an_older_copy_is_dropped) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file();
+  auto* block = allocate(arena, 4 * kMiB);
+  fill(block, 4 * kMiB, 1);
+  CHECK(leave(arena, block, 4 * kMiB, file, 0));
+  char* staging = nullptr;
+  CHECK(arena.stage(block, &staging) == Arena::Answer::kYes);
+  int error = 0;
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
+  fill(block, 4 * kMiB, 2);
+  CHECK(leave(arena, block, 4 * kMiB, file, 4 * kMiB));
+  CHECK(arena.arrive(block, &error) == Arena::Answer::kNo);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  CHECK(holds(block, 4 * kMiB, 2));
+  CHECK_EQUAL(arena.stats().in_memory_bytes, 4 * kMiB);
+  close(file);
+}
+
+TEST(the_budget_holds_over_random_use_and_every_byte_is_kept) {
+  for (unsigned seed = 0; seed < 6; ++seed) {
+    Random random(seed);
+    Arena arena(kReserveBytes);
+    const int swap = unnamed_file(), file = unnamed_file();
+    CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+    const auto budget = random(20, 40) * kMiB;
+    arena.set_limits(seed % 2 == 0 ? kUnlimited : 2 * budget, budget);
+    struct Content {
+      std::size_t size;
+      unsigned seed;
+      std::uint64_t at;
+    };
+    std::map<char*, Content> blocks;
+    for (unsigned step = 0; step < 300; ++step) {
+      int error = 0;
+      std::size_t out = 0;
+      if (blocks.size() < 12 || random(0, 2) == 0) {
+        arena.touch({}, &out);
+        const auto size = random(0, 1) == 0 ? random(4096, 900'000) : random(kMiB, 9 * kMiB);
+        void* address = nullptr;
+        CHECK(arena.allocate(size, &address) == Arena::Outcome::kDone);
+        fill(static_cast<char*>(address), size, step);
+        blocks[static_cast<char*>(address)] = {size, step, step * 16 * kMiB};
+      } else {
+        auto found = std::next(blocks.begin(), static_cast<std::ptrdiff_t>(random(0, blocks.size() - 1)));
+        auto* block = found->first;
+        auto& content = found->second;
+        const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(block)};
+        if (state(arena, block) == Arena::State::kOut && random(0, 1) == 0 &&
+            arena.stats().swap_used_bytes == 0)
+          come_back(arena, block, content.size, file, content.at);
+        arena.touch(used, &out);
+        CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+        CHECK(holds(block, content.size, content.seed));
+        const auto action = random(0, 3);
+        if (action == 0) {
+          CHECK(arena.release(block));
+          blocks.erase(found);
+        } else if (action == 1) {
+          CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
+          content.seed = step;
+          fill(block, content.size, step);
+        } else if (action == 2) {
+          CHECK(leave(arena, block, content.size, file, content.at));
+        }
+      }
+      CHECK(arena.stats().peak_in_memory_bytes <= budget);
+    }
+    arena.set_limits(kUnlimited, kUnlimited);
+    for (const auto& [block, content] : blocks) {
+      int error = 0;
+      CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+      CHECK(holds(block, content.size, content.seed));
+      CHECK(arena.release(block));
+    }
+    CHECK_EQUAL(arena.stats().swap_used_bytes, 0u);
+    CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
+    CHECK_EQUAL(arena.stats().out_bytes, 0u);
+    CHECK_EQUAL(arena.stats().over_budget_bytes, 0u);
+    close(swap);
+    close(file);
+  }
+}
+
+TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
+  Arena arena(kReserveBytes);
+  const int swap = unnamed_file();
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 10 * kMiB);
+  std::size_t out = 0;
+  auto* block = allocate(arena, 6 * kMiB);
+  void* address = nullptr;
+  CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);  // the first one is pinned
+  CHECK_EQUAL(arena.stats().refused_bytes, 6 * kMiB);
+  CHECK(state(arena, block) == Arena::State::kIn);
+  arena.touch({}, &out);
+  CHECK(arena.allocate(11 * kMiB, &address) == Arena::Outcome::kNoMemory);
+  CHECK(state(arena, block) == Arena::State::kIn);
+  auto* second = allocate(arena, 6 * kMiB);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  const auto events = arena.events();
+  CHECK_EQUAL(events.size(), 1u);
+  CHECK_EQUAL(events[0].first, reinterpret_cast<std::uintptr_t>(block));
+  CHECK(events[0].second == Block::Event::kOut);
+  CHECK(!arena.set_swap_file(-1, -1, 0));
+  CHECK(arena.release(block) && arena.release(second));
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(swap);
+}
+
+TEST(threads_allocate_within_a_budget) {
+  Arena arena(kReserveBytes);
+  const int swap = unnamed_file();
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 16 * kMiB);
+  std::vector<std::thread> threads;
+  std::vector<std::string> failures(3);
+  for (unsigned i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        Random random(i);
+        std::vector<std::pair<char*, std::size_t>> mine;
+        for (int step = 0; step < 60; ++step) {
+          std::size_t out = 0;
+          arena.touch({}, &out);
+          void* address = nullptr;
+          const auto size = random(4096, 3 * kMiB);
+          if (arena.allocate(size, &address) == Arena::Outcome::kDone)
+            mine.emplace_back(static_cast<char*>(address), size);
+          if (mine.size() > 8) {
+            CHECK(arena.release(mine.front().first));
+            mine.erase(mine.begin());
+          }
+          if (!mine.empty()) {
+            int error = 0;
+            const auto answer = arena.bring_in(mine[random(0, mine.size() - 1)].first, &error);
+            CHECK(answer == Arena::Answer::kYes || error == ENOMEM);
+          }
+        }
+        for (const auto& [block, size] : mine) CHECK(arena.release(block));
+      } catch (const std::exception& error) {
+        failures[i] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& failure : failures) CHECK_EQUAL(failure, "");
+  CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
+  CHECK_EQUAL(arena.stats().swap_used_bytes, 0u);
+  CHECK(arena.stats().peak_in_memory_bytes <= 16 * kMiB);
+  close(swap);
+}
+
+TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {
+  auto& arena = served_arena();
+  const int file = unnamed_file();
+  for (const std::size_t size : {std::size_t{5000}, 5 * kMiB}) {
+    auto* block = allocate(arena, size);
+    fill(block, size, 9);
+    CHECK(leave(arena, block, size, file, 0));
+    const auto before = arena.stats().faults;
+    std::vector<std::thread> threads;
+    std::atomic<int> right{0};
+    for (int i = 0; i < 4; ++i) threads.emplace_back([&] { right += holds(block, size, 9); });
+    for (auto& thread : threads) thread.join();
+    CHECK_EQUAL(right.load(), 4);
+    CHECK(arena.stats().faults > before);
+    CHECK(arena.guard(block) == Arena::Answer::kYes);
+    block[64] = 'w';
+    CHECK(arena.written(block) == Arena::Answer::kYes);
+    CHECK(leave(arena, block, size, file, 0));
+    block[128] = 'v';  // brings it in and makes it writable
+    CHECK(state(arena, block) == Arena::State::kIn);
+    CHECK_EQUAL(block[64], 'w');
+    CHECK(arena.release(block));
+  }
+  close(file);
+}
+
+TEST(a_child_reads_what_is_out) {
+  auto& arena = served_arena();
+  const int file = unnamed_file();
+  auto* block = allocate(arena, 5 * kMiB);
+  auto* small = allocate(arena, 9000);
+  fill(block, 5 * kMiB, 2);
+  fill(small, 9000, 3);
+  CHECK(leave(arena, block, 5 * kMiB, file, 0));
+  CHECK(leave(arena, small, 9000, file, 8 * kMiB));
+  arena.lock();
+  const auto child = fork();
+  if (child == 0) {
+    serve_faults_in_child();
+    arena.unlock_in_child();
+    _exit(holds(block, 5 * kMiB, 2) && holds(small, 9000, 3) ? 0 : 1);
+  }
+  arena.unlock();
+  int status = -1;
+  CHECK_EQUAL(waitpid(child, &status, 0), child);
+  CHECK_EQUAL(status, 0);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  CHECK(arena.release(block) && arena.release(small));
+  close(file);
+}
