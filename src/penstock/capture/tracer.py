@@ -193,7 +193,8 @@ class Tracer(TorchDispatchMode):
         return watch.tensor if watch is not None else self._born(storage, INPUT, before=True)
 
     def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
-        self._tensors[self._tensor_of(tensor)].kind = kind
+        for part in tensors_in(tensor):
+            self._tensors[self._tensor_of(part)].kind = kind
 
     def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
         index = len(self._tensors)
