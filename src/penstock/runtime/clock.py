@@ -22,8 +22,9 @@ from penstock.capture.slices import join, slices
 from penstock.core.trace import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
-from penstock.runtime.schedule import Evict, Prefetch, Release, Schedule
-from penstock.runtime.storages import NEVER, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.needs import Needs
+from penstock.runtime.schedule import Evict, Release, Schedule
+from penstock.runtime.storages import NEVER, ManagedStorage, Storages
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
@@ -65,6 +66,7 @@ class Clock(TorchDispatchMode):
         self._facts: dict[Any, Operator] = {}
         self.phases = Phases(self._on_kind)
         self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
+        self._inferred = Needs() if device.infers_needs else None
         self._schedule: Schedule | None = None
         self._alternatives: tuple[Schedule, ...] = ()
         self._needs: list[int] = []
@@ -214,7 +216,7 @@ class Clock(TorchDispatchMode):
                             managed = meet(storage)
                             written.append(managed)
                             engine.will_write(managed)
-                need_bytes = self._need_bytes(kernel, facts.name)
+                need_bytes = self._need_bytes(kernel, facts.name, used, (operator, args, kwargs))
                 engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes())
                 self._device.begin_kernel(used)
             except BaseException:
@@ -224,13 +226,27 @@ class Clock(TorchDispatchMode):
         if recording is not None:
             self._device.begin_measuring()
         begun_s = time.perf_counter()
-        try:
-            result = operator(*args, **kwargs)
-        except BaseException as error:
-            with self._lock:
-                self._unpin(used)
-            self._device.kernel_failed(error, need_bytes)
-            raise
+        while True:
+            try:
+                result = operator(*args, **kwargs)
+                break
+            except BaseException as error:
+                try:
+                    # What has written nothing, and draws no random numbers, can be run once more.
+                    missing_bytes = (
+                        self._device.missing_bytes(error, need_bytes) if facts.is_repeatable else 0
+                    )
+                    with self._lock:
+                        again = missing_bytes > 0 and engine.free(missing_bytes)
+                except BaseException:
+                    self._end_failed(used)
+                    raise
+                if not again:
+                    self._end_failed(used)
+                    self._device.kernel_failed(error, need_bytes)
+                    raise
+        if recording is not None:
+            self._device.end_measuring()
         ended_s = time.perf_counter()
         with self._lock:
             if self.storages.has_dead:
@@ -255,6 +271,11 @@ class Clock(TorchDispatchMode):
                     taken_bytes += recording.kernels[-1].workspace_bytes
                 self.kernels += 1
                 self._seen.append(facts.name)
+            if self._inferred is not None:
+                workspace_bytes = (
+                    0 if recording is None or not self._in_step else recording.kernels[-1].workspace_bytes
+                )
+                self._inferred.note(operator, taken_bytes - workspace_bytes, workspace_bytes)
             self._needs_bytes[facts.name] = taken_bytes
         self.operators += 1
         left_s = time.perf_counter()
@@ -262,6 +283,10 @@ class Clock(TorchDispatchMode):
         self.clock_s += begun_s - entered_s + left_s - ended_s - waited_s
         self._left_s = left_s
         return result
+
+    def _end_failed(self, used: list[ManagedStorage]) -> None:
+        with self._lock:
+            self._unpin(used)
 
     def _collect(self, tensor: torch.Tensor, used: list[ManagedStorage]) -> None:
         if tensor.layout is torch.strided:
@@ -342,12 +367,27 @@ class Clock(TorchDispatchMode):
         self.mismatch = True
         self._follow(None)
 
-    def _need_bytes(self, kernel: int, name: str) -> int:
+    def _need_bytes(
+        self, kernel: int, name: str, used: list[ManagedStorage], call: tuple[Any, Any, Any]
+    ) -> int:
         """What the kernel will take beyond what is there, as far as is known."""
         expected = self._needs_bytes.get(name, 0)
-        if self._schedule is not None and kernel < len(self._needs):
+        schedule = self._schedule
+        if self._inferred is not None:
+            if schedule is None or not self._in_step or not self._has_sizes(schedule, used):
+                return self._inferred.bytes(*call)
+            return self._needs[kernel]
+        if schedule is not None and kernel < len(self._needs):
             return self._needs[kernel]
         return min(expected, self._engine.budget_bytes // 4)
+
+    @staticmethod
+    def _has_sizes(schedule: Schedule, used: list[ManagedStorage]) -> bool:
+        """Whether all of these are as large as in the trace."""
+        sizes = schedule.tensor_bytes
+        return all(
+            managed.index < len(sizes) and sizes[managed.index] == managed.size_bytes for managed in used
+        )
 
     def _ahead_bytes(self) -> int:
         return min(64 << 20, self._engine.budget_bytes // 10)

@@ -17,6 +17,7 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
+    infers_needs     it cannot refuse memory while a kernel runs: what kernels take is inferred before they do
     """
 
     engine: copies.CopyEngine | None
@@ -24,6 +25,7 @@ class Device(copies.Device, Protocol):
     memory_manager: str
     evict_link: str
     prefetch_link: str
+    infers_needs: bool
 
     @property
     def unplanned_accesses(self) -> int: ...
@@ -41,6 +43,11 @@ class Device(copies.Device, Protocol):
     def begin_kernel(self, storages: list[ManagedStorage]) -> None:
         """A kernel begins that uses these: what the device moved by itself is told to the engine."""
 
+    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
+        """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
+        failed for another reason than memory, or the budget allows no more."""
+        ...
+
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         """A kernel raised. Raises BudgetTooSmall where the budget was the reason."""
 
@@ -56,6 +63,9 @@ class Device(copies.Device, Protocol):
 
     def begin_measuring(self) -> None:
         """A kernel begins whose workspace is to be measured."""
+
+    def end_measuring(self) -> None:
+        """The kernel was started: wait until it is over."""
 
     def workspace_bytes(self) -> int:
         """Bytes that lived during the kernel only."""

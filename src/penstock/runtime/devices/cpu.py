@@ -32,6 +32,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    infers_needs = False  # the arena serves what nobody foresaw
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
@@ -201,6 +202,9 @@ class CpuDevice:
                 self._gone.discard(managed.key)
                 self.engine.note_arrived(managed, clean=not was_gone)
 
+    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
+        return 0  # the arena has already let leave what it could
+
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         refused_bytes = arena.stats().refused_bytes
         if refused_bytes and isinstance(error, RuntimeError | MemoryError):
@@ -228,6 +232,9 @@ class CpuDevice:
         self._note_peak()
         arena.reset_peak()
         self._before_bytes = arena.stats().in_memory_bytes
+
+    def end_measuring(self) -> None:
+        pass
 
     def workspace_bytes(self) -> int:
         stats = arena.stats()
