@@ -351,6 +351,19 @@ class CopyEngine:
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self._reserved_bytes = used_bytes + size_bytes
 
+    def free(self, size_bytes: int) -> bool:
+        """Let so many bytes leave, and wait until they have. False: nothing more could."""
+        before = self._device.in_memory_bytes()
+        while (left_bytes := before - self._device.in_memory_bytes()) < size_bytes:
+            if self._freeing_bytes < size_bytes - left_bytes:
+                self._evict_some(size_bytes - left_bytes)
+                if before - self._device.in_memory_bytes() > left_bytes:
+                    continue
+            if not self._freeing_bytes:
+                return left_bytes > 0
+            self._wait()
+        return True
+
     def _make_some_room(self, size_bytes: int) -> None:
         """The device has no memory for what is demanded, though the budget has: wait, or free more."""
         if not (self._freeing_bytes or self._in_bytes or self._out_bytes):

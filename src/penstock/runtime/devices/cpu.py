@@ -32,6 +32,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
     views_need_bytes = False
     memory_manager = "arena"
@@ -213,6 +214,9 @@ class CpuDevice:
                 self._gone.discard(managed.key)
                 self.engine.note_arrived(managed, clean=not was_gone)
 
+    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
+        return 0  # the arena has already let leave what it could
+
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         refused_bytes = arena.stats().refused_bytes
         if refused_bytes and isinstance(error, RuntimeError | MemoryError):
@@ -240,6 +244,9 @@ class CpuDevice:
         self._note_peak()
         _native.arena_reset_peak()
         self._before_bytes = arena.stats().in_use_bytes
+
+    def end_measuring(self) -> None:
+        pass
 
     def workspace_bytes(self) -> int:
         stats = arena.stats()
