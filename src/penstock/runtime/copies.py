@@ -93,6 +93,9 @@ class Device(Protocol):
     ) -> None:
         """Copy the slot's bytes to the memory that `prepare` took."""
 
+    def hurry(self, managed: ManagedStorage) -> None:
+        """A kernel waits for the copy back that is under way."""
+
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """The bytes are there: let the program see them. True: the slot has the same bytes."""
         ...
@@ -265,6 +268,9 @@ class CopyEngine:
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
         """Wait until all of them are on the device. They are pinned, and so stay."""
         began_s = time.perf_counter()
+        for managed in wanted:
+            if managed.state == COMING:
+                self._device.hurry(managed)
         missing = [managed for managed in wanted if managed.state == AWAY]
         if missing:
             self.make_room(sum(managed.size_bytes for managed in missing))

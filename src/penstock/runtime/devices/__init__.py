@@ -17,7 +17,7 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
-    infers_needs                it cannot refuse memory while a kernel runs: what kernels take is inferred before
+    infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget                by itself, where an allocation would exceed it
     views_need_bytes            of a storage that is away no view can be made
     """

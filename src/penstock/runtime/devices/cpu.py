@@ -18,7 +18,7 @@ from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
-from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
 from penstock.units import format_bytes_up
 
 
@@ -52,10 +52,10 @@ class CpuDevice:
         self._foreign_in_use_bytes = before.in_use_bytes
         self._first_serial = before.serial + 1
         self._faults_before = before.faults
-        self._swap = spill.swap_file()
-        self._lease = arena.activate(budget_bytes + self._foreign_bytes, self._swap.descriptors)
+        self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
         self._by_place: dict[int, ManagedStorage] = {}
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
+        self._pending: dict[int, PendingTransfer] = {}  # by key: reads under way
         self._gone: set[int] = set()  # keys of what the arena took by itself
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
@@ -161,7 +161,13 @@ class CpuDevice:
             return
         staging = self._staging[managed.key]
         report = _report("disk_read", managed, done)
-        self._spill.read(managed.slot, staging, _transfer_bytes(managed), storage, report, priority=priority)
+        self._pending[managed.key] = self._spill.read(
+            managed.slot, staging, _transfer_bytes(managed), storage, report, priority=priority
+        )
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        if (pending := self._pending.get(managed.key)) is not None:
+            pending.hurry()
 
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
         try:
@@ -177,10 +183,12 @@ class CpuDevice:
             self._gone.discard(managed.key)
             return False
         del self._staging[managed.key]
+        self._pending.pop(managed.key, None)
         _native.arena_arrive(managed.place)
         return True
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        self._pending.pop(managed.key, None)
         if self._staging.pop(managed.key, None) is not None:
             _native.arena_unstage(managed.place)
 
@@ -278,7 +286,6 @@ class CpuDevice:
 
     def close(self) -> None:
         self._lease.close()
-        self._swap.close()
 
 
 def _transfer_bytes(managed: ManagedStorage) -> int:
