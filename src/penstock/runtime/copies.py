@@ -318,7 +318,7 @@ class CopyEngine:
             managed.hold = None
             if error is None:
                 managed.clean = self._device.arrive(managed, storage)
-                managed.state = RESIDENT
+                managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
             else:
                 self._device.give_up(managed, storage)
                 managed.state = AWAY
