@@ -29,7 +29,7 @@ Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint6
   const auto now = now_ns();
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     if (block->pinned_tick == tick_ || block->writing || (frames_wanted && !block->large())) continue;
-    const int rank = block->copy ? 0 : block->guarded ? 2 : 1;
+    int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
     if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
     if (block->requested_bytes < kReluctantBytes) rank += 6;
