@@ -227,12 +227,14 @@ class Clock(TorchDispatchMode):
                 self._number(used)
                 if self._schedule is not None:
                     self._act(kernel, facts.name)
-            away = False
             for managed in used:
                 managed.pins += 1
-                if managed.state > LEAVING:
-                    away = True
             try:
+                device.begin_kernel(used)
+                away = False
+                for managed in used:
+                    if managed.state > LEAVING:
+                        away = True
                 if away:
                     engine.demand(used)
                 if facts.written:
@@ -243,7 +245,6 @@ class Clock(TorchDispatchMode):
                 need_bytes = self._need_bytes(kernel, facts.name, used, (operator, args, kwargs))
                 if need_bytes or away:
                     engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes)
-                device.begin_kernel(used)
             except BaseException:
                 self._unpin(used)
                 raise

@@ -267,13 +267,13 @@ class CopyEngine:
 
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
         """Wait until all of them are on the device. They are pinned, and so stay."""
-        began_s = time.perf_counter()
         for managed in wanted:
             if managed.state == COMING:
                 self._device.hurry(managed)
         missing = [managed for managed in wanted if managed.state == AWAY]
         if missing:
             self.make_room(sum(managed.size_bytes for managed in missing))
+        began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
             if away:  # of those that were coming, one failed: the device says why, or it is asked again
@@ -318,7 +318,7 @@ class CopyEngine:
             managed.hold = None
             if error is None:
                 managed.clean = self._device.arrive(managed, storage)
-                managed.state = RESIDENT
+                managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
             else:
                 self._device.give_up(managed, storage)
                 managed.state = AWAY

@@ -184,7 +184,9 @@ class CpuDevice:
             return False
         del self._staging[managed.key]
         self._pending.pop(managed.key, None)
-        _native.arena_arrive(managed.place)
+        if not _native.arena_arrive(managed.place):  # touched, written and taken again meanwhile
+            managed.guarded = False
+            self._gone.add(managed.key)
         return True
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
