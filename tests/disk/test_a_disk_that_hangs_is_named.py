@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,3 +111,33 @@ def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.L
     assert read_tables(path, "other") == Tables()
     add_tables(path, "other", tables, timeout_s=0.02)
     assert read_tables(path, "other") == tables
+
+
+# A pipe that nobody writes to hangs as a disk does, in the kernel.
+HANGING_READ = """
+import os, sys
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.transports import uring
+from penstock.storage.transports.contract import File, Request
+
+try:
+    transport = uring.UringTransport()
+except uring.TransportUnavailable as reason:
+    sys.exit(f"unavailable: {reason}")
+reading, writing = os.pipe()
+buffer = AlignedBuffer(4096)
+transport.submit([Request("read", File(reading), 0, buffer.address, 4096, "buffered")], print)
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["assert not transport.close(0.05)", "uring.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
+)
+def test_a_process_ends_though_io_uring_waits_for_its_disk(then: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING_READ + then], capture_output=True, text=True, timeout=60
+    )
+    if "unavailable" in ended.stderr:
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 0, ended.stderr
+    assert "the disk hangs" in ended.stderr
