@@ -402,7 +402,7 @@ class Clock(TorchDispatchMode):
         """Another schedule that agrees with the step so far; None where there is none."""
         seen = (*self._seen, name)
         for schedule in self._alternatives:
-            if schedule.names[: len(seen)] == seen and schedule.known[len(seen) - 2] == len(self._numbered):
+            if schedule.names[: len(seen)] == seen:
                 self._follow(schedule)
                 return schedule
         self._mismatch()
