@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from tests.disk.families import FAMILIES, Family
+from tests.support.families import FAMILIES, Family
 
 STEPS = 5  # one profiled, three recorded, one at full speed
 
