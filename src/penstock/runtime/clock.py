@@ -23,7 +23,7 @@ from penstock.core.trace import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.schedule import Evict, Release, Schedule
-from penstock.runtime.storages import LEAVING, NEVER, ManagedStorage, Storages
+from penstock.runtime.storages import LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
@@ -82,6 +82,7 @@ class Clock(TorchDispatchMode):
         self.clock_s = 0.0
         self.mismatch = False
         self.entered = False
+        self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class Clock(TorchDispatchMode):
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
-        if self.entered and _python_dispatch._get_current_dispatch_mode() is self:
+        if self._is_innermost():
             self.__exit__(None, None, None)
         self.entered = False
 
@@ -120,18 +121,40 @@ class Clock(TorchDispatchMode):
                 for tensor, tier in self._schedule.away_at_start:
                     if (managed := self._tensor(tensor)) is not None:
                         self._engine.release(managed, tier)
+                self._rest_if_nothing_moves(recording)
         self.phases.enter()
         self._left_s = perf_counter()
 
+    def _rest_if_nothing_moves(self, recording: Recording | None) -> None:
+        """Do not look at kernels in a step for which everything is there and stays, on a device that keeps
+        the budget by itself if the step should turn out another."""
+        assert self._schedule is not None
+        self.rests = (
+            recording is None
+            and self._device.keeps_budget
+            and self._schedule.is_still
+            and self._is_innermost()
+            and all(managed.state == RESIDENT for managed in self.storages.by_use.values())
+        )
+        if self.rests:
+            self.__exit__(None, None, None)
+
+    def _is_innermost(self) -> bool:
+        return self.entered and _python_dispatch._get_current_dispatch_mode() is self
+
     def end_step(self) -> None:
         """The step is over: what lasts keeps its number for the next one."""
+        if self.rests:
+            self.__enter__()
         self.phases.exit()
         with self._lock:
             self.storages.bury()
             self._in_step = False
-            self._carried = {
-                managed.index: managed for managed in self._numbered if managed.storage() is not None
-            }
+            if not self.rests:
+                self._carried = {
+                    managed.index: managed for managed in self._numbered if managed.storage() is not None
+                }
+            self.rests = False
             if self._recording is not None:
                 self._finish(self._recording)
             self._recording = None
@@ -156,7 +179,9 @@ class Clock(TorchDispatchMode):
     def followed(self) -> Schedule | None:
         """The schedule that the step has followed to its end; None where it did something else."""
         schedule = self._schedule
-        return schedule if schedule is not None and self.kernels == schedule.kernels else None
+        if schedule is not None and (self.rests or self.kernels == schedule.kernels):
+            return schedule
+        return None
 
     @property
     def touched_bytes(self) -> int:

@@ -69,6 +69,11 @@ class Schedule:
     def kernels(self) -> int:
         return len(self.names)
 
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing moves."""
+        return not self.away_at_start and not any(self.before)
+
     def next_use(self, tensor: int, kernel: int) -> int:
         """The first kernel from ``kernel`` on that uses the tensor; NEVER where none does."""
         if not 0 <= tensor < len(self.uses):

@@ -17,6 +17,7 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
+    keeps_budget                by itself, where an allocation would exceed it
     views_need_bytes            of a storage that is away no view can be made
     """
 
@@ -25,6 +26,7 @@ class Device(copies.Device, Protocol):
     memory_manager: str
     evict_link: str
     prefetch_link: str
+    keeps_budget: bool
     views_need_bytes: bool
 
     @property

@@ -32,6 +32,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    keeps_budget = True
     views_need_bytes = False
     memory_manager = "arena"
 
