@@ -11,6 +11,8 @@ namespace {
 
 // Threads that take turns at more than fits must each get somewhere.
 constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
+// Smaller blocks leave last: they free little, and nobody announces who uses them.
+constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
 }  // namespace
 
@@ -27,9 +29,10 @@ Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint6
   const auto now = now_ns();
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     if (block->pinned_tick == tick_ || block->writing || (frames_wanted && !block->large())) continue;
-    const int rank = block->copy ? 0 : block->guarded ? 2 : 1;
+    int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
     if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
+    if (block->requested_bytes < kReluctantBytes) rank += 6;
     if (best != nullptr && rank >= lowest) continue;
     if (std::ranges::find(tried, block->serial) != tried.end()) continue;
     best = block, lowest = rank;
@@ -164,6 +167,7 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
 std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
   const Lock lock(mutex_);
   ++tick_;
+  kernel_thread_ = pthread_self();
   *blocks_out = 0;
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));
@@ -175,6 +179,12 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
       *blocks_out += block->moved_natively;
   }
   return events_pending_;
+}
+
+void Arena::kernel_over() {
+  const Lock lock(mutex_);
+  ++tick_;
+  kernel_thread_ = {};
 }
 
 int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {

@@ -56,7 +56,7 @@ class Lease:
     def __init__(self, budget_bytes: int, swap: tuple[int, int, int] | None = None) -> None:
         with _lock:
             held = any(lease.gives_swap for lease in (*_budgets, *_lingering))
-            self.gives_swap = swap is not None and not held
+            self.gives_swap: bool = swap is not None and not held
             if swap is not None and self.gives_swap:
                 _native.arena_swap_file(*swap)
             _budgets[self] = budget_bytes
@@ -75,7 +75,7 @@ class Lease:
         with _lock:
             if (budget_bytes := _budgets.pop(self, None)) is not None:
                 _lingering[self] = budget_bytes
-                _native.arena_touch([])  # no kernel holds any block
+                _native.arena_kernel_over()
                 _apply()
 
     def close(self) -> None:

@@ -418,8 +418,8 @@ class Offload:
         if known < MOST_KINDS:
             self._recording_wanted.add(kind)
         logger.info(
-            "step %d ran other operators than those that were traced: the rest of it was carried by least recent "
-            "use, and the next one like it is traced and planned too",
+            "step %d ran other operators than those that were traced: the rest of it was carried by least "
+            "recent use, and the next one like it is traced and planned too",
             self._steps,
         )
 

@@ -302,10 +302,6 @@ class SpillSpace:
             for segment in region.stripes.segments(extent.offset, size_bytes)
         ]
 
-    def swap_file(self) -> SwapFile:
-        """A file of its own for what the arena evicts by itself."""
-        return SwapFile(self._regions["disk"].files[0].directory)
-
     def write_from_gpu(
         self,
         extent: Extent,
@@ -744,17 +740,6 @@ class PendingTransfer:
         self._finished_s = max(self._finished_s, completion.finished_s)
         if completion.error_number and self._failed is None:
             self._failed = completion
-
-
-class SwapFile:
-    """A file without a name that grows as it is written."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = SpillFile(directory)
-        self.descriptors = (self._file.file.direct, self._file.file.buffered, self._file.free_bytes())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class _Region:
