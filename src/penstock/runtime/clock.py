@@ -360,6 +360,7 @@ class Clock(TorchDispatchMode):
             managed.pins -= 1
             if managed.movable:
                 by_use.move_to_end(managed.key)
+        self._device.end_kernel()
         self._engine.end_kernel()
 
     # -- the schedule --------------------------------------------------------------------------

@@ -61,6 +61,7 @@ GROWTH = 1.05
 
 logger = logging.getLogger("penstock")
 
+_open: list[Offload] = []  # one at most: every operator of the thread belongs to it
 _lingering: list[Offload] = []  # closed, with tensors that are away
 
 
@@ -205,8 +206,14 @@ class Offload:
         smallest_bytes: int,
     ) -> None:
         require_policy(policy)
+        if _open:
+            raise InvalidArgument(
+                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several models "
+                "too. Close it before you begin another one"
+            )
         if device_budget_bytes <= 0:
             raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
+        _lingering[:] = [run for run in _lingering if not run._settle()]
         self._policy = policy
         self._budget_bytes = device_budget_bytes
         self._device_name = _device_of(model, device)
@@ -274,6 +281,7 @@ class Offload:
             self._spill.close()
             raise
         self._clock.start()
+        _open.append(self)
 
     def _take(self, plan: Plan) -> None:
         """Carry out a plan of the user's."""
@@ -488,15 +496,21 @@ class Offload:
             return
         self._closed = True
         self._clock.stop()
+        _open.remove(self)
         self._engine.drain()
+        if not self._settle():
+            # More than the budget is away: the run's disk space lasts as long as its tensors.
+            _lingering.append(self)
+
+    def _settle(self) -> bool:
+        """Bring back what is away, and give everything back; False where it does not fit."""
         with self._engine.lock:
             self._clock.storages.bury()
             if not self._device.settle(list(self._clock.storages)):
-                # More than the budget is away: the run's budget and disk space last as long as its tensors.
-                _lingering.append(self)
-                return
+                return False
         self._device.close()
         self._spill.close()
+        return True
 
     def __enter__(self) -> Offload:
         return self

@@ -47,6 +47,9 @@ class Device(copies.Device, Protocol):
     def begin_kernel(self, storages: list[ManagedStorage]) -> None:
         """A kernel begins that uses these: what the device moved by itself is told to the engine."""
 
+    def end_kernel(self) -> None:
+        """The kernel is over, or failed."""
+
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
         failed for another reason than memory, or the budget allows no more."""

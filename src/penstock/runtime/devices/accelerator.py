@@ -463,6 +463,9 @@ class AcceleratorDevice:
             if stream not in self._streams:
                 self._streams.append(stream)
 
+    def end_kernel(self) -> None:
+        pass
+
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before the kernel that raised is run again; 0: it failed for another reason."""
         if not self._driver.is_out_of_memory(error):
