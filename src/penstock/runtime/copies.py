@@ -111,9 +111,11 @@ class Device(Protocol):
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
 
-    budget_bytes   of the device
-    victims        storages in the order in which they should leave, where nothing is planned
-    waits, moved   since `begin_step`
+    budget_bytes      of the device
+    victims           storages in the order in which they should leave, where nothing is planned
+    timeout_s         a wait in which no copy completes for so long ends with SpillError
+    in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
+    waits, moved      since `begin_step`
     """
 
     def __init__(
@@ -122,11 +124,13 @@ class CopyEngine:
         budget_bytes: int,
         victims: Callable[[], Iterable[ManagedStorage]] = tuple,
         timeout_s: float = TIMEOUT_S,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
         self._device = device
         self.budget_bytes = budget_bytes
         self.victims = victims
         self._timeout_s = timeout_s
+        self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._evictions: deque[ManagedStorage] = deque()  # that have not begun
@@ -142,6 +146,16 @@ class CopyEngine:
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
+
+    @property
+    def freeing_bytes(self) -> int:
+        """Of what is leaving, and released when its copy is complete."""
+        return self._freeing_bytes
+
+    @property
+    def in_flight_bytes(self) -> tuple[int, int]:
+        """Of copies that have begun: out of the device, and into it."""
+        return self._out_bytes, self._in_bytes
 
     @property
     def stall_s(self) -> float:
@@ -420,7 +434,7 @@ class CopyEngine:
         while self._prefetches:
             managed = self._prefetches[0]
             if managed.state == AWAY and managed.queued:
-                if self._in_bytes and self._in_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+                if self._in_bytes and self._in_bytes + managed.size_bytes > self._most_in_flight_bytes:
                     return
                 used_bytes = max(self._device.in_memory_bytes(), self._reserved_bytes)
                 if used_bytes + managed.size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
@@ -431,7 +445,7 @@ class CopyEngine:
     def _start_evictions(self) -> None:
         while self._evictions:
             managed = self._evictions[0]
-            if self._out_bytes and self._out_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+            if self._out_bytes and self._out_bytes + managed.size_bytes > self._most_in_flight_bytes:
                 return
             self._evictions.popleft()
             managed.queued = False

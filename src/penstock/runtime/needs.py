@@ -18,8 +18,8 @@ from penstock.capture.operators import tensors_in
 # So many answers are kept: shapes that change at every step must not fill memory.
 MOST_ANSWERS = 1 << 14
 
-_VALUES = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout)
-_VALUES += (torch.memory_format,)
+_VALUES: tuple[type, ...] = (int, float, bool, str, complex, type(None))
+_VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Needs:
