@@ -209,6 +209,7 @@ class Program(RuleBasedStateMachine):
             return
         with self.device.serving(self.engine):
             self.engine.drain()
+        self.engine.begin_step()
         assert self.engine.freeing_bytes == 0
         for number, managed in self.managed.items():
             with self.device.serving(self.engine):
@@ -219,6 +220,7 @@ class Program(RuleBasedStateMachine):
             assert content(self.alive[number]) == self.expected[number]
         self.alive.clear()
         self.managed.clear()
+        gc.collect()  # errors that were raised hold what their frames held
         with self.engine.lock:
             self.storages.bury()
         assert not self.device.slots and not self.device.live

@@ -474,6 +474,10 @@ class CopyEngine:
     def _wait(self) -> None:
         """Until a copy completes. Raises what went wrong, or SpillError where none completes in time."""
         self.raise_error()
+        self._wait_for_copy()
+        self.raise_error()
+
+    def _wait_for_copy(self) -> None:
         before = self._completions
         deadline = time.monotonic() + self._timeout_s
         while self._completions == before:
@@ -484,7 +488,6 @@ class CopyEngine:
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
                 )
-        self.raise_error()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -494,7 +497,8 @@ class CopyEngine:
     # -- the end -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Drop what is queued, and wait for what is in flight."""
+        """Drop what is queued, and wait for what is in flight. Of what fails nothing is lost: it stays where it
+        is. Raises SpillError where no copy completes in time."""
         with self.lock:
             for managed in self._evictions:
                 managed.queued = False
@@ -507,11 +511,7 @@ class CopyEngine:
             self._prefetches.clear()
             self._reserved_bytes = 0
             while self._out_bytes or self._in_bytes:
-                error, self._error = self._error, None
-                try:
-                    self._wait()
-                finally:
-                    self._error = self._error or error
+                self._wait_for_copy()
 
     def note_arrived(self, managed: ManagedStorage, clean: bool) -> None:
         """The device brought the storage back by itself."""
