@@ -188,7 +188,7 @@ class CopyEngine:
                 self._release(managed)
             return
         storage = managed.storage()
-        if storage is None:
+        if storage is None or managed.pins:  # a kernel of another thread may be about to write to it
             return
         if managed.slot is None:
             managed.slot = self._device.reserve(managed, tier or self.tier)
@@ -349,6 +349,7 @@ class CopyEngine:
         if used_bytes + size_bytes > self.budget_bytes:
             began_s = time.perf_counter()
             while True:
+                self._reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
                 short_bytes = used_bytes + size_bytes - self.budget_bytes
                 if short_bytes <= 0:
                     break
@@ -482,6 +483,7 @@ class CopyEngine:
         deadline = time.monotonic() + self._timeout_s
         while self._completions == before:
             if not (self._out_bytes or self._in_bytes):
+                self._pump()  # one that could not begin left others behind in the queue
                 return
             if not self._changed.wait(min(1.0, self._timeout_s)) and time.monotonic() > deadline:
                 raise SpillError(
