@@ -59,6 +59,7 @@ class Region:
     owner    stream whose later operations may be given this memory again
     taken    what had happened on that stream when the memory was handed out
     filled   something was written to it
+    copies   to the host since it was written last, by the offset at which they begin
     """
 
     def __init__(self, name: str, size_bytes: int, owner: CheckedStream | None, taken: Times) -> None:
@@ -66,6 +67,7 @@ class Region:
         self.write: Access | None = None
         self.reads: list[Access] = []
         self.filled = False
+        self.copies: dict[int, PendingCopy] = {}
         self.content: PendingCopy | None = None  # that wrote it
 
 
@@ -206,7 +208,8 @@ class CheckedDriver:
                 self._read(staged, access, times)
                 self._write(region, access, times)
             else:
-                self._read(region, access, times)
+                self._copy_out(region, access, times)
+                region.copies[device.storage_offset()] = copy
                 self._write(staged, access, times)
                 staged.content = copy
             stream.pending.append(copy)
@@ -216,6 +219,7 @@ class CheckedDriver:
         with self.at_random():
             region = self._region(storage)
             if size_bytes == 0:
+                self._check_copied(region)
                 self._free(region, "emptied")
                 storage.resize_(0)
                 region.size_bytes = 0
@@ -313,6 +317,25 @@ class CheckedDriver:
             self._violate(f"{access.text} reads {region.name}, and does not wait for {region.write.text}")
         region.reads.append(access)
 
+    def _copy_out(self, region: Region, access: Access, times: Times) -> None:
+        """As `_read`; what is read while it is written is of no harm unless somebody uses the copy."""
+        if region.write is not None and region.filled and not region.write.happened_before(times):
+            assert access.copy is not None
+            access.copy.torn = region.write.text
+            region.reads.append(access)
+        else:
+            self._read(region, access, times)
+
+    def _check_copied(self, region: Region) -> None:
+        """It is to be emptied: what was written to it must have been copied."""
+        if region.write is None or region.write.copy is not None:
+            return
+        if not region.copies:
+            self._violate(f"{region.name} is emptied, and nothing has copied what {region.write.text} wrote")
+        for copy in region.copies.values():
+            if copy.torn is not None:
+                self._violate(f"{region.name} is emptied, and {copy.text} did not wait for {copy.torn}")
+
     def _write(self, region: Region, access: Access, times: Times) -> None:
         self._check_taken(region, access, times)
         for other in (region.write, *region.reads):
@@ -323,6 +346,7 @@ class CheckedDriver:
             else:
                 self._violate(f"{access.text} writes to {region.name}, and does not wait for {other.text}")
         region.write, region.reads, region.filled = access, [], True
+        region.copies = {}
 
     def _check_taken(self, region: Region, access: Access, times: Times) -> None:
         for stream, tick in region.taken.items():
@@ -471,6 +495,7 @@ class CheckedDriver:
             for storage in made.values():
                 region = self._add(storage, stream)
                 region.write, region.filled = access, True
+                region.copies = {}
             self._allocate(made_bytes, access.text)
         return result
 

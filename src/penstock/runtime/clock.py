@@ -172,6 +172,8 @@ class Clock(TorchDispatchMode):
         if facts is None:
             facts = self._facts[operator] = describe(operator)
         if not facts.is_kernel or not self.entered:
+            if self._device.empties_storages and self.entered:
+                return self._view(operator, args, kwargs)
             return operator(*args, **kwargs)
         if types and any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor of another kind does it with operators on plain ones
@@ -180,6 +182,32 @@ class Clock(TorchDispatchMode):
             if parts is not None:
                 return join(operator, [self._run(operator, facts, *part) for part in parts])
         return self._run(operator, facts, args, kwargs)
+
+    def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch refuses a view of a storage that is empty."""
+        away = []
+        with self._lock:
+            if self.storages.has_dead:
+                self.storages.bury()
+            for value in args:
+                for tensor in tensors_in(value):
+                    for storage in _storages_of(tensor):
+                        managed = self.storages.find(storage)
+                        if managed is not None and managed.state > 1 and managed not in away:
+                            away.append(managed)
+            if away:
+                for managed in away:
+                    managed.pins += 1
+                try:
+                    self._engine.demand(away)
+                except BaseException:
+                    self._unpin(away)
+                    raise
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            if away:
+                self._end_kernel(away)
 
     def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered_s = time.perf_counter()
@@ -239,10 +267,10 @@ class Clock(TorchDispatchMode):
                     with self._lock:
                         again = missing_bytes > 0 and engine.free(missing_bytes)
                 except BaseException:
-                    self._end_failed(used)
+                    self._end_kernel(used)
                     raise
                 if not again:
-                    self._end_failed(used)
+                    self._end_kernel(used)
                     self._device.kernel_failed(error, need_bytes)
                     raise
         if recording is not None:
@@ -258,13 +286,13 @@ class Clock(TorchDispatchMode):
                     managed = self.storages.find(storage)
                     if managed is None:
                         managed = meet(storage, True)
-                        managed.birth = self.kernels
+                        managed.birth = self.kernels if self._in_step else -1
                         managed.kind = _ACTIVATION
                         taken_bytes += managed.size_bytes
                     made.append(managed)
             self._unpin(used)
             if self._in_step:
-                self._number(made)
+                self._number(made, True)
                 self._check_known(kernel)
                 if recording is not None:
                     self._record(recording, facts, result, used, written, made, entered_s, begun_s, ended_s)
@@ -284,7 +312,7 @@ class Clock(TorchDispatchMode):
         self._left_s = left_s
         return result
 
-    def _end_failed(self, used: list[ManagedStorage]) -> None:
+    def _end_kernel(self, used: list[ManagedStorage]) -> None:
         with self._lock:
             self._unpin(used)
 
@@ -313,13 +341,15 @@ class Clock(TorchDispatchMode):
 
     # -- the schedule --------------------------------------------------------------------------
 
-    def _number(self, touched: list[ManagedStorage]) -> None:
-        """Number what this step touches for the first time, as the trace does."""
+    def _number(self, touched: list[ManagedStorage], made: bool = False) -> None:
+        """Number what this step touches for the first time, as the trace does. made: by this kernel"""
         step = self._step
         for managed in touched:
             if managed.step != step:
                 managed.step = step
                 managed.index = len(self._numbered)
+                if not made and managed.kind == _ACTIVATION:
+                    managed.kind = -1  # made in another step, or between steps
                 self._numbered.append(managed)
 
     def _tensor(self, index: int) -> ManagedStorage | None:

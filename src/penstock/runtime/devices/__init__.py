@@ -17,6 +17,7 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
+    empties_storages   what is away has a storage of 0 bytes, of which torch makes no views
     infers_needs     it cannot refuse memory while a kernel runs: what kernels take is inferred before they do
     """
 
@@ -25,6 +26,7 @@ class Device(copies.Device, Protocol):
     memory_manager: str
     evict_link: str
     prefetch_link: str
+    empties_storages: bool
     infers_needs: bool
 
     @property

@@ -141,6 +141,7 @@ class AcceleratorDevice:
     evict_link = "device_to_host"
     prefetch_link = "host_to_device"
     admits_anywhere = False  # memory must come from the stream of the kernels
+    empties_storages = True
     infers_needs = True
     unplanned_accesses = 0  # they raise
 

@@ -32,6 +32,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     memory_manager = "arena"
 
