@@ -38,6 +38,7 @@ def make_program(seed: int) -> Program:
 
 def begin(program: Program) -> Values:
     """The values with which the program begins: parameters, by number from 0 on."""
+    torch.manual_seed(program.seed)
     generator = torch.Generator().manual_seed(program.seed)
     values: Values = {}
     for number, size in enumerate(program.parameters):
@@ -190,7 +191,7 @@ _WRITERS: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
     lambda x, y: x.zero_(),
     lambda x, y: x.clamp_(-1, 1).sub_(y.clone()),
     lambda x, y: x.diagonal().fill_(3),
-    lambda x, y: torch.sub(x.clone(), y, out=x) if x.is_contiguous() else x.neg_(),
+    lambda x, y: torch.sub(x.clone(), y.clone(), out=x) if x.is_contiguous() else x.neg_(),
     lambda x, y: x.normal_(),
     lambda x, y: x.set_(y.clone()),
 ]

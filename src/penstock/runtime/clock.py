@@ -185,29 +185,27 @@ class Clock(TorchDispatchMode):
 
     def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch refuses a view of a storage that is empty."""
-        away = []
+        used: list[ManagedStorage] = []
         with self._lock:
             if self.storages.has_dead:
                 self.storages.bury()
-            for value in args:
-                for tensor in tensors_in(value):
-                    for storage in _storages_of(tensor):
-                        managed = self.storages.find(storage)
-                        if managed is not None and managed.state > 1 and managed not in away:
-                            away.append(managed)
-            if away:
-                for managed in away:
-                    managed.pins += 1
-                try:
-                    self._engine.demand(away)
-                except BaseException:
-                    self._unpin(away)
-                    raise
+            for tensor in tensors_in(args):
+                for storage in _storages_of(tensor):
+                    managed = self.storages.find(storage)
+                    if managed is not None and managed.movable and managed not in used:
+                        used.append(managed)
+            for managed in used:
+                managed.pins += 1
+            try:
+                if any(managed.state > 1 for managed in used):
+                    self._engine.demand(used)
+            except BaseException:
+                self._unpin(used)
+                raise
         try:
             return operator(*args, **kwargs)
         finally:
-            if away:
-                self._end_kernel(away)
+            self._end_kernel(used)
 
     def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered_s = time.perf_counter()
