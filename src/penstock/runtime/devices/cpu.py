@@ -37,9 +37,9 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
-    views_need_bytes = False
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
