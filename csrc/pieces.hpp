@@ -2,12 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace penstock {
 
 enum class Way { direct, staged, buffered };
+
+// What waits begins in this order.
+enum class Priority { demand, prefetch, evict };
+inline constexpr std::size_t kPriorities = 3;
 
 struct Request {
   std::uint64_t token;  // the requester's name for it
@@ -19,6 +24,7 @@ struct Request {
   std::uint64_t offset;
   std::byte* address;
   std::uint64_t size_bytes;
+  Priority priority = Priority::demand;
 };
 
 // The file bytes [begin, end) are read or written; of these, [data_begin, data_end) are the request's.

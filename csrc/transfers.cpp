@@ -4,10 +4,13 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <iterator>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -54,7 +57,7 @@ bool Transfers::submit(std::span<const Request> requests) {
   const std::lock_guard lock(mutex_);
   if (closed_ || process_ != getpid()) return false;
   for (auto& transfer : transfers) transfers_.emplace(transfer->request.token, std::move(transfer));
-  for (auto& part : parts) waiting_.push_back(std::move(part));
+  for (auto& part : parts) queue_of(*part->transfer).push_back(std::move(part));
   if (io_ != nullptr) io_->wake();
   return true;
 }
@@ -68,12 +71,28 @@ std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
       cancelled.push_back(found->second.get());
   }
   for (auto* transfer : cancelled) {
-    std::erase_if(waiting_, [transfer](const auto& part) { return part->transfer == transfer; });
+    std::erase_if(queue_of(*transfer), [transfer](const auto& part) { return part->transfer == transfer; });
     transfer->started_s = now_s();
     finish_locked(*transfer, ECANCELED);
   }
   changed_.notify_all();
   return cancelled.size();
+}
+
+void Transfers::hurry(std::span<const std::uint64_t> tokens) {
+  const std::lock_guard lock(mutex_);
+  for (const auto token : tokens) {
+    const auto found = transfers_.find(token);
+    if (found == transfers_.end() || found->second->request.priority == Priority::demand) continue;
+    auto& transfer = *found->second;
+    auto& from = queue_of(transfer);
+    const auto first = std::stable_partition(
+        from.begin(), from.end(), [&transfer](const auto& part) { return part->transfer != &transfer; });
+    transfer.request.priority = Priority::demand;
+    std::move(first, from.end(), std::back_inserter(queue_of(transfer)));
+    from.erase(first, from.end());
+  }
+  if (io_ != nullptr) io_->wake();  // a demand may begin where others may not
 }
 
 std::vector<Finished> Transfers::wait() {
@@ -82,17 +101,34 @@ std::vector<Finished> Transfers::wait() {
   return std::exchange(finished_, {});
 }
 
-void Transfers::close() {
+bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
   if (process_ != getpid()) {  // after a fork: the thread is the parent's
     if (thread_.joinable()) thread_.detach();
-    return;
+    return true;
   }
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     closed_ = true;
     if (io_ != nullptr) io_->wake();
+    if (thread_.get_id() == std::this_thread::get_id()) return false;
+    const auto ended = [this] { return ended_; };
+    if (!timeout) {
+      changed_.wait(lock, ended);
+    } else if (!changed_.wait_for(lock, *timeout, ended)) {
+      return false;
+    }
   }
+  const std::lock_guard joining(joining_);
   if (thread_.joinable()) thread_.join();
+  return true;
+}
+
+Transfers::Queue& Transfers::queue_of(const Transfer& transfer) {
+  return waiting_[static_cast<std::size_t>(transfer.request.priority)];
+}
+
+bool Transfers::anything_waits() const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [](const auto& queue) { return !queue.empty(); });
 }
 
 // -- on the thread -------------------------------------------------------------------------------
@@ -124,11 +160,14 @@ void Transfers::run(const std::function<std::unique_ptr<Io>()>& make_io) {
       serve(*io);
     } catch (const std::system_error& failure) {  // such as a ring that the program has closed
       error = failure.code().value();
+    } catch (const std::bad_alloc&) {
+      error = ENOMEM;
     }
   }
   const std::lock_guard lock(mutex_);
   io_ = nullptr;
   closed_ = ended_ = true;
+  for (auto& queue : waiting_) queue.clear();
   while (!transfers_.empty()) {
     auto& transfer = *transfers_.begin()->second;
     finish_locked(transfer, error, transfer.pieces_begun > 0);
@@ -142,7 +181,7 @@ void Transfers::serve(Io& io) {
     while (next_part(part)) start(io, std::move(part));
     {
       const std::lock_guard lock(mutex_);
-      if (closed_ && in_flight_.empty() && waiting_.empty()) return;
+      if (closed_ && in_flight_.empty() && !anything_waits()) return;
     }
     io.wait();
     Result result;
@@ -159,7 +198,7 @@ void Transfers::hand_out() {
   {
     const std::lock_guard lock(mutex_);
     if (finished_.empty()) return;
-    if (deliver_ && in_flight_.empty() && waiting_.empty()) {
+    if (deliver_ && in_flight_.empty() && !anything_waits()) {
       last = std::exchange(finished_, {});
     } else {
       changed_.notify_all();
@@ -172,11 +211,17 @@ void Transfers::hand_out() {
 bool Transfers::next_part(std::unique_ptr<Part>& part) {
   if (in_flight_.size() >= limits_.depth) return false;
   const std::lock_guard lock(mutex_);
-  if (waiting_.empty()) return false;
-  auto& first = waiting_.front();
+  const auto queue =
+      std::find_if(waiting_.begin(), waiting_.end(), [](const auto& each) { return !each.empty(); });
+  if (queue == waiting_.end()) return false;
+  auto& first = queue->front();
+  const auto size_bytes = first->piece.end - first->piece.begin;
+  const bool demanded = first->transfer->request.priority == Priority::demand;
+  if (!demanded && !in_flight_.empty() && in_flight_bytes_ + size_bytes > limits_.background_bytes)
+    return false;
   if (first->piece.way == Way::staged && (first->slot = staging_.take()) == nullptr) return false;
   part = std::move(first);
-  waiting_.pop_front();
+  queue->pop_front();
   if (part->transfer->pieces_begun++ == 0) part->transfer->started_s = now_s();
   return true;
 }
@@ -207,11 +252,14 @@ void Transfers::issue(Io& io, std::unique_ptr<Part> part) {
        address, static_cast<std::uint32_t>(piece.end - begin), piece.way == Way::staged && registered_},
       reinterpret_cast<std::uint64_t>(part.get()));
   auto* tag = part.get();
+  in_flight_bytes_ += piece.end - piece.begin;
   in_flight_.emplace(tag, std::move(part));
 }
 
 std::unique_ptr<Transfers::Part> Transfers::take_back(std::uint64_t tag) {
-  return std::move(in_flight_.extract(reinterpret_cast<Part*>(tag)).mapped());
+  auto part = std::move(in_flight_.extract(reinterpret_cast<Part*>(tag)).mapped());
+  in_flight_bytes_ -= part->piece.end - part->piece.begin;
+  return part;
 }
 
 // Short moves, interrupted and busy ones are dealt with here, and nowhere else. Gives the part back

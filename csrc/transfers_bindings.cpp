@@ -1,9 +1,11 @@
 // What Python sees of io_uring.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <system_error>
 
@@ -83,23 +85,32 @@ void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::
   }
 }
 
-// (token, write, way, padded, buffered, direct, alignment_bytes, offset, address, size_bytes)
-Request request_of(const nb::tuple& fields) {
-  return {nb::cast<std::uint64_t>(fields[0]),
-          nb::cast<bool>(fields[1]),
-          way_of(nb::cast<std::string_view>(fields[2])),
-          nb::cast<bool>(fields[3]),
-          nb::cast<int>(fields[4]),
-          nb::cast<int>(fields[5]),
-          nb::cast<std::uint32_t>(fields[6]),
-          nb::cast<std::uint64_t>(fields[7]),
-          reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[8])),
-          nb::cast<std::uint64_t>(fields[9])};
+Priority priority_of(unsigned number) {
+  if (number >= kPriorities) throw nb::value_error("no such priority");
+  return static_cast<Priority>(number);
 }
 
-bool submit(Transfers& self, const nb::list& list) {
+// `fields` is a penstock.storage.transports.Request, whose file is a File.
+Request request_of(std::uint64_t token, const nb::tuple& fields) {
+  const auto file = nb::cast<nb::tuple>(fields[1]);
+  return {token,
+          nb::cast<std::string_view>(fields[0]) == "write",
+          way_of(nb::cast<std::string_view>(fields[5])),
+          nb::cast<bool>(fields[6]),
+          nb::cast<int>(file[0]),
+          nb::cast<int>(file[1]),
+          nb::cast<std::uint32_t>(file[2]),
+          nb::cast<std::uint64_t>(fields[2]),
+          reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[3])),
+          nb::cast<std::uint64_t>(fields[4]),
+          priority_of(nb::cast<unsigned>(fields[8]))};
+}
+
+bool submit(Transfers& self, const std::vector<std::uint64_t>& tokens, const nb::sequence& list) {
   std::vector<Request> requests;
-  for (const auto item : list) requests.push_back(request_of(nb::cast<nb::tuple>(item)));
+  requests.reserve(tokens.size());
+  for (std::size_t index = 0; index < tokens.size(); ++index)
+    requests.push_back(request_of(tokens[index], nb::cast<nb::tuple>(list[index])));
   const nb::gil_scoped_release release;
   return self.submit(requests);
 }
@@ -120,13 +131,23 @@ void bind_transfers(nb::module_& module) {
                         "Reads and writes by io_uring. Raises OSError where it is refused.")
       .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slot_bytes"),
            nb::arg("slots"), nb::arg("deliver"))
-      .def("submit", &submit, nb::arg("requests"))
+      .def("submit", &submit, nb::arg("tokens"), nb::arg("requests"))
       .def(
           "cancel",
           [](Transfers& self, const std::vector<std::uint64_t>& tokens) { return self.cancel(tokens); },
           nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "hurry",
+          [](Transfers& self, const std::vector<std::uint64_t>& tokens) { self.hurry(tokens); },
+          nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool]]"))
-      .def("close", &Transfers::close, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close",
+          [](Transfers& self, std::optional<double> timeout_s) {
+            if (!timeout_s) return self.close();
+            return self.close(std::chrono::duration<double>(*timeout_s));
+          },
+          nb::arg("timeout_s") = nb::none(), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("registered", &Transfers::registered);
 }
 

@@ -16,7 +16,8 @@ bool own_faults();
 // How long an access waits before the handler gives up: 120 s unless told.
 void set_fault_timeout(double seconds);
 
-// In the child after a fork(), which has no thread that serves: the handler does it itself.
+// In the child after a fork(), which has no thread that serves: the handler does it itself, and neither
+// takes nor frees memory but by mmap.
 void serve_faults_in_child();
 
 }  // namespace penstock

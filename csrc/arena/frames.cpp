@@ -195,8 +195,16 @@ bool Frames::drop_pages(std::size_t offset, std::size_t size_bytes) {
   return true;
 }
 
+bool Frames::adopt(std::size_t offset, std::size_t size_bytes, char* scratch) {
+  if (!replace_memory(scratch, base_ + offset, size_bytes)) return false;
+  const auto first = offset / kChunkBytes, last = (offset + size_bytes) / kChunkBytes;
+  set_framed(first, last, true);
+  frames_ += last - first;
+  return true;
+}
+
 bool Frames::take_pages(std::size_t offset, std::size_t size_bytes, char* scratch) {
-  if (mremap(scratch, size_bytes, size_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base_ + offset) == MAP_FAILED) return false;
+  if (!replace_memory(scratch, base_ + offset, size_bytes)) return false;
   count_absent(offset, size_bytes, -1);
   return true;
 }

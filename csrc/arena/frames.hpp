@@ -74,6 +74,8 @@ class Frames {
   // `scratch` (a mapping of its own) takes their place. False if the system refuses.
   bool drop_pages(std::size_t offset, std::size_t size_bytes);
   bool take_pages(std::size_t offset, std::size_t size_bytes, char* scratch);
+  // For whole chunks that are live and have no frame: `scratch` takes their place, and counts as frames.
+  bool adopt(std::size_t offset, std::size_t size_bytes, char* scratch);
   // Pages that drop_pages took become writable, without memory until their first use.
   bool renew_pages(std::size_t offset, std::size_t size_bytes);
 

@@ -9,7 +9,10 @@ namespace penstock {
 
 namespace {
 
+// Threads that take turns at more than fits must each get somewhere.
 constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
+// Smaller blocks leave last: they free little, and nobody announces who uses them.
+constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
 }  // namespace
 
@@ -28,10 +31,8 @@ Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint6
     if (block->pinned_tick == tick_ || block->writing || (frames_wanted && !block->large())) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
-    if (now - block->faulted_ns < kFaultedLatelyNs) {
-      if (need == Need::kFault) continue;
-      rank += 3;
-    }
+    if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
+    if (block->requested_bytes < kReluctantBytes) rank += 6;
     if (best != nullptr && rank >= lowest) continue;
     if (std::ranges::find(tried, block->serial) != tried.end()) continue;
     best = block, lowest = rank;

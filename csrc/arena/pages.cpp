@@ -38,6 +38,10 @@ std::size_t move_memory(char* from, char* to, std::size_t size_bytes, std::size_
   return half + move_memory(from + half, to + half, size_bytes - half, unit_bytes);
 }
 
+bool replace_memory(char* scratch, char* to, std::size_t size_bytes) {
+  return mremap(scratch, size_bytes, size_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
+}
+
 char* map_scratch(std::size_t size_bytes) {
   void* mapping = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return mapping == MAP_FAILED ? nullptr : static_cast<char*>(mapping);

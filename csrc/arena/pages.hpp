@@ -23,6 +23,8 @@ bool protect(char* address, std::size_t size_bytes, int protection);
 // pieces of whole units where it must, and gives the bytes moved: less than `size_bytes` if the system
 // refuses one.
 std::size_t move_memory(char* from, char* to, std::size_t size_bytes, std::size_t unit_bytes);
+// Moves a mapping of its own, from map_scratch, to `to`: what was there is gone.
+bool replace_memory(char* scratch, char* to, std::size_t size_bytes);
 // A mapping of its own for `size_bytes`, writable. Null if the system refuses.
 char* map_scratch(std::size_t size_bytes);
 

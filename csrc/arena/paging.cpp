@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <string>
 
 #include "arena/arena.hpp"
 
@@ -30,8 +29,9 @@ bool cover(std::vector<Segment> segments, const Block& block) {
 void describe(const Block& block, const char* address, const Segment& segment, int error, char* text,
               std::size_t text_bytes) {
   char path[256];
-  const auto link = "/proc/self/fd/" + std::to_string(segment.file);
-  const auto length = readlink(link.c_str(), path, sizeof(path) - 1);
+  char link[32];
+  std::snprintf(link, sizeof(link), "/proc/self/fd/%d", segment.file);
+  const auto length = readlink(link, path, sizeof(path) - 1);
   path[std::max<ssize_t>(length, 0)] = 0;
   std::snprintf(text, text_bytes, "%zu bytes at %p cannot be read back from offset %llu of %s: %s",
                 block.requested_bytes, static_cast<const void*>(address),
@@ -45,7 +45,7 @@ bool Arena::make_writable(Block& block) {
   if (!protect(address_of(block), block.owned_bytes, PROT_READ | PROT_WRITE)) return false;
   block.guarded = false;
   block.written = block.dirtied = true;
-  block.copy.reset();
+  if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves
   return true;
 }
 
@@ -110,8 +110,9 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
 
 bool Arena::take_landing(const Block& block, Landing* landing) {
   landing->size_bytes = block.owned_bytes;
-  landing->in_arena = block.large();
-  if (!block.large()) {
+  // A child's handler may bring this in: it takes no memory of its own for it.
+  landing->in_arena = block.large() && !in_child_;
+  if (!landing->in_arena) {
     landing->address = map_scratch(block.owned_bytes);
     if (landing->address == nullptr) return false;
     scratch_bytes_ += block.owned_bytes;
@@ -157,7 +158,9 @@ int Arena::land(Block& block, Landing& landing) {
     }
     drop_landing(landing);
   } else {
-    if (!frames_.take_pages(block.offset, block.owned_bytes, landing.address)) return errno;
+    if (block.large() ? !frames_.adopt(block.offset, block.owned_bytes, landing.address)
+                      : !frames_.take_pages(block.offset, block.owned_bytes, landing.address))
+      return errno;
     scratch_bytes_ -= landing.size_bytes;
     landing = {};
   }
@@ -313,7 +316,7 @@ Arena::Answer Arena::serve_fault(const void* address, bool is_write, char* probl
     block = again(offset, serial);
     if (block == nullptr) return Answer::kNo;
     block->faulted_ns = now_ns();
-    if (block->in_memory) note_event(*block, Block::Event::kIn);
+    if (block->in_memory && !in_child_) note_event(*block, Block::Event::kIn);
     served = true;
   }
   if (is_write && block->in_memory && block->guarded) {

@@ -29,8 +29,8 @@ from penstock.errors import (
     SpillSpaceFull,
 )
 from penstock.planners import plan
-from penstock.runtime.run import Offload, offload
 from penstock.runtime.report import Report
+from penstock.runtime.run import Offload, offload
 from penstock.simulator import simulate
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ from penstock.storage.engine import Engine
 from penstock.storage.sharing import WayTables, add_tables, device_kind, read_tables
 from penstock.storage.spill import SpillSpace
 from penstock.storage.tables import Entry, Tables
-from penstock.storage.transports import TRANSPORTS, Request, TransportUnavailable
+from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
 from penstock.storage.transports.memory import MemoryTransport
 from tests.disk.families import iterate, small_gpt
 
@@ -149,7 +149,8 @@ def test_an_engine_opens_only_what_is_wanted() -> None:
     with Engine(["posix staged"]) as engine:
         assert list(engine.ways) == ["posix staged"]
     with pytest.raises(ValueError, match="closed"):
-        engine.start(engine.ways["posix staged"], [Request("read", None, 0, 0, 1, "staged")], print)  # type: ignore[arg-type]
+        request = Request("read", File(-1), 0, 0, 1, "staged")
+        engine.transport(engine.ways["posix staged"]).submit([request], print)
 
 
 def test_a_run_is_told_its_ways_and_tells_what_it_learned(
@@ -191,9 +192,16 @@ def test_a_transfer_that_is_measured_has_its_direction_to_itself(
         for _ in range(3):
             over = threading.Semaphore(0)
             extents = [space.allocate(size_bytes) for _ in range(count)]
-            for move in (space.write, space.read):
+            for move, priority in ((space.write, EVICT), (space.read, PREFETCH)):
                 for extent in extents:
-                    move(extent, buffer.address, size_bytes, buffer, lambda _, over=over: over.release())
+                    move(
+                        extent,
+                        buffer.address,
+                        size_bytes,
+                        buffer,
+                        lambda _, over=over: over.release(),
+                        priority=priority,
+                    )
                 for _ in range(count):
                     assert over.acquire(timeout=30)
             for extent in extents:

@@ -100,6 +100,42 @@ def test_gradients_of_the_step_before_are_there_until_they_are_given_up() -> Non
     assert not traced.tensor_persistent[traced.tensor_kind == gradient].any()
 
 
+def test_a_sparse_gradient_is_its_indices_and_values() -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(1000, 16, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    words = torch.arange(8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        table(words).sum().backward()
+        optimizer.step()
+
+    trace = penstock.trace(step, fake=False)
+    gradients = np.flatnonzero((trace.tensor_kind == KINDS.index("gradient")) & (trace.tensor_birth > 0))
+    assert sorted(trace.tensor_bytes[gradients].tolist()) == [8 * 8, 8 * 16 * 4]
+    (update,) = (kernel for kernel in range(trace.kernels) if trace.kernel_phase[kernel] == 2)
+    assert set(gradients) <= set(trace.inputs[update].tolist())
+
+
+def test_a_compiled_region_is_one_kernel() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
+    compiled, batch = torch.compile(model), torch.ones(8, 32)
+
+    def step() -> None:
+        compiled(batch).sum().backward()
+        model.zero_grad()
+
+    trace = penstock.trace(step, fake=False)
+    regions = [kernel for kernel, name in enumerate(trace.kernel_name) if name == "inductor_compiled_code"]
+    assert [PHASES[trace.kernel_phase[kernel]] for kernel in regions] == ["forward", "backward"]
+    assert "addmm" not in trace.kernel_name
+    weights = {32 * 32 * 4, 32 * 4}
+    assert weights <= {int(trace.tensor_bytes[tensor]) for tensor in trace.inputs[regions[0]]}
+    assert set(trace.outputs[regions[0]]) & set(trace.inputs[regions[1]]), "what backward needs of forward"
+
+
 def records() -> tuple[list[KernelRecord], list[TensorRecord]]:
     """b reads tensor 3 and makes 1; c edits 1 and makes 0; nobody touches 2."""
     kernels = [

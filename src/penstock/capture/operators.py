@@ -12,6 +12,7 @@ import torch
 _NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
 _METADATA = frozenset(
     ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous")
+    + ("is_coalesced", "sparse_dim", "dense_dim", "_dimI", "_dimV", "_nnz")
     + ("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size", "stride", "dim")
 )
 # Norms write their running statistics, which these schemas do not say.
@@ -69,15 +70,32 @@ def _is_random(operator: Any) -> bool:
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results of an operator, which nest lists at most, in order."""
+    """The tensors in arguments or results of an operator, which nest lists at most, in order.
+
+    Each has a storage: in the place of a sparse one come its indices and its values.
+    """
     if isinstance(values, torch.Tensor):
-        yield values
+        if values.layout is torch.strided:
+            yield values
+        else:
+            yield from _parts(values)
     elif isinstance(values, tuple | list):
         for value in values:
             yield from tensors_in(value)
     elif isinstance(values, dict):
         for value in values.values():
             yield from tensors_in(value)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a tensor that is not strided keeps its elements in."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # of another library, such as oneDNN: its memory is its own
 
 
 def written_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,12 @@ class Tracer(TorchDispatchMode):
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     density    count the zeros of activations that are alive when backward begins
     """
+
+    supports_higher_order_operators = True  # such as a compiled region, which is one kernel
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(
         self,
@@ -193,7 +200,8 @@ class Tracer(TorchDispatchMode):
         return watch.tensor if watch is not None else self._born(storage, INPUT, before=True)
 
     def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
-        self._tensors[self._tensor_of(tensor)].kind = kind
+        for part in tensors_in(tensor):
+            self._tensors[self._tensor_of(part)].kind = kind
 
     def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
         index = len(self._tensors)
@@ -350,6 +358,19 @@ def _modules_restored() -> Iterator[None]:
             module._buffers.update(buffers)
 
 
+def _compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
+    """Let what `torch.compile` compiles inside run as one operator a region, which a mode can see."""
+    if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile
+        from torch._inductor import config
+
+        if hasattr(config, "wrap_inductor_compiled_regions"):
+            patched: contextlib.AbstractContextManager[object] = config.patch(
+                wrap_inductor_compiled_regions=True
+            )
+            return patched
+    return contextlib.nullcontext()
+
+
 def fake_mode() -> FakeTensorMode:
     """The mode in which tensors have shapes and no memory: build models inside it to trace them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -377,6 +398,9 @@ def trace(
     density  count the zeros of activations that are alive when backward begins, which compression lives
              on; needs a real run
 
+    A region of `torch.compile` is one kernel. It has to be compiled inside: what was compiled before, by a
+    step outside of penstock, cannot be seen.
+
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
     if not fake:
@@ -390,7 +414,13 @@ def trace(
     twins = _Twins(mode)
     tracers = [_FakeTracer(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
-        with _optimizers_restored(), _modules_restored(), torch.random.fork_rng(devices=[]), mode:
+        with (
+            _compiled_regions_shown(),
+            _optimizers_restored(),
+            _modules_restored(),
+            torch.random.fork_rng(devices=[]),
+            mode,
+        ):
             for tracer in tracers:
                 with tracer:
                     step()
@@ -406,14 +436,15 @@ def trace(
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int, density: bool) -> Trace:
-    for _ in range(warmup):
-        step()
     meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
     tracer = Tracer(meter, costs=costs_of_tracing(meter), density=density)
-    begun_s = time.perf_counter()
-    with tracer:
-        step()
-    step_s = time.perf_counter() - begun_s
+    with _compiled_regions_shown():
+        for _ in range(warmup):
+            step()
+        begun_s = time.perf_counter()
+        with tracer:
+            step()
+        step_s = time.perf_counter() - begun_s
     notes = {"device": str(device), "torch": str(torch.__version__), "step_s": f"{step_s:.6f}"}
     return tracer.trace(measured=True, notes=notes)
 

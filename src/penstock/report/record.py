@@ -12,8 +12,8 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
-from penstock.runtime.run import Offload
 from penstock.runtime.report import Report
+from penstock.runtime.run import Offload
 from penstock.simulator import simulate
 
 # The files of a folder, by field of Record.

@@ -54,7 +54,7 @@ class Lease:
 
     def __init__(self, budget_bytes: int, swap: tuple[int, int, int] | None = None) -> None:
         with _lock:
-            self.gives_swap = swap is not None and not any(lease.gives_swap for lease in _budgets)
+            self.gives_swap: bool = swap is not None and not any(lease.gives_swap for lease in _budgets)
             if swap is not None and self.gives_swap:
                 _native.arena_swap_file(*swap)
             _budgets[self] = budget_bytes

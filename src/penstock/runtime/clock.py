@@ -22,8 +22,9 @@ from penstock.capture.slices import join, slices
 from penstock.core.trace import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
+from penstock.runtime.needs import Needs
 from penstock.runtime.schedule import Evict, Release, Schedule
-from penstock.runtime.storages import LEAVING, NEVER, ManagedStorage, Storages
+from penstock.runtime.storages import LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
@@ -66,6 +67,7 @@ class Clock(TorchDispatchMode):
         self._facts: dict[Any, Operator] = {}
         self.phases = Phases(self._on_kind)
         self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
+        self._inferred = Needs() if device.infers_needs else None
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
         self._schedule: Schedule | None = None
@@ -82,6 +84,7 @@ class Clock(TorchDispatchMode):
         self.clock_s = 0.0
         self.mismatch = False
         self.entered = False
+        self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class Clock(TorchDispatchMode):
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
-        if self.entered and _python_dispatch._get_current_dispatch_mode() is self:
+        if self._is_innermost():
             self.__exit__(None, None, None)
         self.entered = False
 
@@ -120,18 +123,40 @@ class Clock(TorchDispatchMode):
                 for tensor, tier in self._schedule.away_at_start:
                     if (managed := self._tensor(tensor)) is not None:
                         self._engine.release(managed, tier)
+                self._rest_if_nothing_moves(recording)
         self.phases.enter()
         self._left_s = perf_counter()
 
+    def _rest_if_nothing_moves(self, recording: Recording | None) -> None:
+        """Do not look at kernels in a step for which everything is there and stays, on a device that keeps
+        the budget by itself if the step should turn out another."""
+        assert self._schedule is not None
+        self.rests = (
+            recording is None
+            and self._device.keeps_budget
+            and self._schedule.is_still
+            and self._is_innermost()
+            and all(managed.state == RESIDENT for managed in self.storages.by_use.values())
+        )
+        if self.rests:
+            self.__exit__(None, None, None)
+
+    def _is_innermost(self) -> bool:
+        return self.entered and _python_dispatch._get_current_dispatch_mode() is self
+
     def end_step(self) -> None:
         """The step is over: what lasts keeps its number for the next one."""
+        if self.rests:
+            self.__enter__()
         self.phases.exit()
         with self._lock:
             self.storages.bury()
             self._in_step = False
-            self._carried = {
-                managed.index: managed for managed in self._numbered if managed.storage() is not None
-            }
+            if not self.rests:
+                self._carried = {
+                    managed.index: managed for managed in self._numbered if managed.storage() is not None
+                }
+            self.rests = False
             if self._recording is not None:
                 self._finish(self._recording)
             self._recording = None
@@ -156,7 +181,9 @@ class Clock(TorchDispatchMode):
     def followed(self) -> Schedule | None:
         """The schedule that the step has followed to its end; None where it did something else."""
         schedule = self._schedule
-        return schedule if schedule is not None and self.kernels == schedule.kernels else None
+        if schedule is not None and (self.rests or self.kernels == schedule.kernels):
+            return schedule
+        return None
 
     @property
     def touched_bytes(self) -> int:
@@ -200,13 +227,14 @@ class Clock(TorchDispatchMode):
                 self._number(used)
                 if self._schedule is not None:
                     self._act(kernel, facts.name)
-            away = False
             for managed in used:
                 managed.pins += 1
-                if managed.state > LEAVING:
-                    away = True
-            need_bytes = self._need_bytes(kernel, facts.name)
             try:
+                device.begin_kernel(used)
+                away = False
+                for managed in used:
+                    if managed.state > LEAVING:
+                        away = True
                 if away:
                     engine.demand(used)
                 if facts.written:
@@ -214,9 +242,9 @@ class Clock(TorchDispatchMode):
                     for managed in written:
                         if managed.clean or managed.guarded or managed.state:
                             engine.will_write(managed)
+                need_bytes = self._need_bytes(kernel, facts.name, used, (operator, args, kwargs))
                 if need_bytes or away:
                     engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes)
-                device.begin_kernel(used)
             except BaseException:
                 self._unpin(used)
                 raise
@@ -224,13 +252,23 @@ class Clock(TorchDispatchMode):
         if recording is not None:
             device.begin_measuring()
         begun_s = perf_counter()
-        try:
-            result = operator(*args, **kwargs)
-        except BaseException as error:
-            with self._lock:
-                self._unpin(used)
-            device.kernel_failed(error, need_bytes)
-            raise
+        while True:
+            try:
+                result = operator(*args, **kwargs)
+                break
+            except BaseException as error:
+                again = False
+                try:
+                    again = facts.is_repeatable and self._frees_enough(error, need_bytes)
+                finally:
+                    if not again:
+                        with self._lock:
+                            self._unpin(used)
+                if not again:
+                    device.kernel_failed(error, need_bytes)
+                    raise
+        if recording is not None:
+            device.end_measuring()
         ended_s = perf_counter()
         with self._lock:
             if storages.dead:
@@ -257,6 +295,11 @@ class Clock(TorchDispatchMode):
                     taken_bytes += recording.kernels[-1].workspace_bytes
                 self.kernels = kernel + 1
                 self._seen.append(facts.name)
+            if self._inferred is not None:
+                workspace_bytes = (
+                    recording.kernels[-1].workspace_bytes if recording is not None and self._in_step else 0
+                )
+                self._inferred.note(operator, taken_bytes - workspace_bytes, workspace_bytes)
             self._needs_bytes[facts.name] = taken_bytes
             self.operators += 1
             self._left_s = left_s = perf_counter()
@@ -264,6 +307,12 @@ class Clock(TorchDispatchMode):
             if len(engine.waits) > waits:
                 self.clock_s -= sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
         return result
+
+    def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
+        """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
+        missing_bytes = self._device.missing_bytes(error, need_bytes)
+        with self._lock:
+            return missing_bytes > 0 and self._engine.free(missing_bytes)
 
     def _used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedStorage]:
         """The storages of the arguments, each once, in order."""
@@ -363,11 +412,25 @@ class Clock(TorchDispatchMode):
         self.mismatch = True
         self._follow(None)
 
-    def _need_bytes(self, kernel: int, name: str) -> int:
+    def _need_bytes(
+        self, kernel: int, name: str, used: list[ManagedStorage], call: tuple[Any, Any, Any]
+    ) -> int:
         """What the kernel will take beyond what is there, as far as is known."""
-        if self._in_step and self._schedule is not None:
-            return self._needs[kernel]
-        return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
+        schedule = self._schedule if self._in_step else None
+        if self._inferred is not None:
+            if schedule is None or not self._has_sizes(schedule, used):
+                return self._inferred.bytes(*call)
+        elif schedule is None:
+            return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
+        return self._needs[kernel]
+
+    @staticmethod
+    def _has_sizes(schedule: Schedule, used: list[ManagedStorage]) -> bool:
+        """Whether all of these are as large as in the trace."""
+        sizes = schedule.tensor_bytes
+        return all(
+            managed.index < len(sizes) and sizes[managed.index] == managed.size_bytes for managed in used
+        )
 
     def _victims(self) -> Iterator[ManagedStorage]:
         """What should leave first: what is used furthest in the future where that is known, else what was

@@ -93,6 +93,9 @@ class Device(Protocol):
     ) -> None:
         """Copy the slot's bytes to the memory that `prepare` took."""
 
+    def hurry(self, managed: ManagedStorage) -> None:
+        """A kernel waits for the copy back that is under way."""
+
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """The bytes are there: let the program see them. True: the slot has the same bytes."""
         ...
@@ -264,10 +267,13 @@ class CopyEngine:
 
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
         """Wait until all of them are on the device. They are pinned, and so stay."""
-        began_s = time.perf_counter()
+        for managed in wanted:
+            if managed.state == COMING:
+                self._device.hurry(managed)
         missing = [managed for managed in wanted if managed.state == AWAY]
         if missing:
             self.make_room(sum(managed.size_bytes for managed in missing))
+        began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
             if away:  # of those that were coming, one failed: the device says why, or it is asked again
@@ -312,7 +318,7 @@ class CopyEngine:
             managed.hold = None
             if error is None:
                 managed.clean = self._device.arrive(managed, storage)
-                managed.state = RESIDENT
+                managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
             else:
                 self._device.give_up(managed, storage)
                 managed.state = AWAY
@@ -350,6 +356,19 @@ class CopyEngine:
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self._reserved_bytes = used_bytes + size_bytes
+
+    def free(self, size_bytes: int) -> bool:
+        """Let so many bytes leave, and wait until they have. False: nothing more could."""
+        before = self._device.in_memory_bytes()
+        while (left_bytes := before - self._device.in_memory_bytes()) < size_bytes:
+            if self._freeing_bytes < size_bytes - left_bytes:
+                self._evict_some(size_bytes - left_bytes)
+                if before - self._device.in_memory_bytes() > left_bytes:
+                    continue
+            if not self._freeing_bytes:
+                return left_bytes > 0
+            self._wait()
+        return True
 
     def _make_some_room(self, size_bytes: int) -> None:
         """The device has no memory for what is demanded, though the budget has: wait, or free more."""

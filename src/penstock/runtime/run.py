@@ -169,6 +169,11 @@ class _Kind:
     recordings_left: int
     fixed: bool = False
 
+    @property
+    def waits(self) -> bool:
+        """It can be planned, and was not yet."""
+        return self.plan is None and self.recordings_left > 0
+
 
 class Offload:
     """PyTorch running inside a budget. Made by `offload`; a context manager.
@@ -356,7 +361,8 @@ class Offload:
         if entry is None:
             if len(known) < MOST_KINDS:
                 self._recording_wanted.discard(kind)
-                known.insert(0, self._planned(trace, None))
+                # The step that makes the optimizer's state is not seen again.
+                known.insert(0, self._planned(trace, None, wait=not known and _makes_state(recording)))
             return
         grown = int(trace.tensor_bytes.sum()) > GROWTH * int(entry.trace.tensor_bytes.sum())
         entry.recordings_left = max(entry.recordings_left - 1, 0)
@@ -371,14 +377,17 @@ class Offload:
         else:  # the first steps are over: others can use what they taught
             self._spill.save_tables()
 
-    def _planned(self, trace: Trace, before: _Kind | None) -> _Kind:
-        """This kind of step with a plan for what was just recorded."""
+    def _planned(self, trace: Trace, before: _Kind | None, wait: bool = False) -> _Kind:
+        """This kind of step with a plan for what was just recorded; without one yet where it can wait."""
         self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
         left = RECORDINGS if before is None else before.recordings_left
         if before is not None and before.trace.kernel_name == trace.kernel_name:
             # A kernel is as fast as it has been seen to be: what disturbed it will not come again there.
             fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
             trace = replace(trace, kernel_time_s=fastest_s)
+        if wait:
+            self.trace = trace
+            return _Kind(trace, None, unplanned(trace), RECORDINGS)
         try:
             made = make_plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
             made = replace(made, offsets=())  # storages stay where they are
@@ -400,11 +409,11 @@ class Offload:
         self._mismatches += 1
         if known < MOST_KINDS:
             self._recording_wanted.add(kind)
-        if self._mismatches == 1:
-            logger.warning(
-                "the step ran other operators than the one that was traced: the rest of it was carried by least "
-                "recent use, and the next one like it is traced and planned too."
-            )
+        logger.info(
+            "step %d ran other operators than those that were traced: the rest of it was carried by least "
+            "recent use, and the next one like it is traced and planned too",
+            self._steps,
+        )
 
     # -- what it says --------------------------------------------------------------------------
 
@@ -425,6 +434,8 @@ class Offload:
         """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
         if self.trace is None or not self._steps:
             raise PenstockError("nothing to report yet: run at least one step to its end")
+        if self.plan is None and (waiting := next((k for k in self._kinds.get(None, ()) if k.waits), None)):
+            self._kinds[None][self._kinds[None].index(waiting)] = self._planned(waiting.trace, waiting)
         predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
         times_s = self._step_times_s or self._recorded_times_s[-1:]
         moved, device = self._last_moved, self._device
@@ -529,6 +540,11 @@ def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | 
         if tensor.layout is torch.strided:
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def _makes_state(recording: Recording) -> bool:
+    """Whether the optimizer's state was made in this step."""
+    return any(tensor.kind == OPTIMIZER_STATE and not tensor.before for tensor in recording.tensors)
 
 
 def _planning_s(trace: Trace) -> float:

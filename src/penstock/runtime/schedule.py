@@ -7,7 +7,7 @@ refused here, by name.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +69,11 @@ class Schedule:
     def kernels(self) -> int:
         return len(self.names)
 
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing moves."""
+        return not self.away_at_start and not any(self.before)
+
     def next_use(self, tensor: int, kernel: int) -> int:
         """The first kernel from ``kernel`` on that uses the tensor; NEVER where none does."""
         if not 0 <= tensor < len(self.uses):
@@ -97,9 +102,32 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
+    for tensor, kernel in _left_over(trace, plan):
+        before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
     for evict in sorted(plan.evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor))
     return unplanned(trace, before, away)
+
+
+def _left_over(trace: Trace, plan: Plan) -> Iterator[tuple[int, int]]:
+    """Tensors that no kernel uses again while the program keeps them, where the budget has no room for them:
+    each with the kernel before which it leaves. Plans count them as gone (see
+    `penstock.core.trace.released_after_last_use`)."""
+    count, budget_bytes = trace.kernels, plan.device_budget_bytes
+    uses = trace.uses
+    last = np.full(trace.tensors, -1, dtype=np.int64)
+    used = np.flatnonzero(np.diff(uses.starts) > 0)
+    last[used] = uses.values[uses.starts[used + 1] - 1]
+    kept = (trace.tensor_death > last + 1) & ~trace.tensor_persistent & trace.movable
+    needed = resident_bytes(trace, plan.evictions)
+    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(last[tensor])):
+        begin, end = (
+            max(int(last[tensor]) + 1, int(trace.tensor_birth[tensor])),
+            int(trace.tensor_death[tensor]),
+        )
+        if begin < min(end, count) and int(needed[begin:end].max()) > budget_bytes:
+            needed[begin:end] -= int(trace.tensor_bytes[tensor])
+            yield tensor, begin
 
 
 def unplanned(
@@ -125,11 +153,6 @@ def unplanned(
         persistent=tuple(trace.tensor_persistent.tolist()),
         tensor_bytes=tuple(trace.tensor_bytes.tolist()),
     )
-
-
-def planned_peak_bytes(trace: Trace, plan: Plan) -> int:
-    """Most device bytes of any kernel, as planned."""
-    return int(resident_bytes(trace, plan.evictions).max(initial=0))
 
 
 def _refuse(plan: Plan) -> None:

@@ -107,15 +107,17 @@ class Choice:
                 raise SpillSpaceFull(self._no_room(known, domains))
         return self._choose("write", known, places, size_bytes)
 
-    def way_to_read(self, size_bytes: int, domain: str) -> str:
+    def way_to_read(self, size_bytes: int, domain: str, explore: bool = True) -> str:
         """The way to read back ``size_bytes`` that were written in ``domain``.
+
+        explore   False: the best of what is known, since what it costs cannot be measured now
 
         Report its cost to `observe`, or `withdraw` it. Raises InvalidArgument for an unknown domain.
         """
         known = self._class(size_bytes)
         if (place := known.domains.get(domain)) is None:
             raise InvalidArgument(f"{domain!r} is no domain: domains are {_list(known.domains)}")
-        return self._choose("read", known, [place], size_bytes)
+        return self._choose("read", known, [place], size_bytes, explore)
 
     def observe(self, kind: Kind, size_bytes: int, way: str, cost_s: float) -> None:
         """A transfer of ``size_bytes`` took ``cost_s`` seconds. In any order, however late.
@@ -189,8 +191,14 @@ class Choice:
             shares={kind: shares(self._rounds[number][kind] for number in classes) for kind in MODES},
         )
 
-    def _choose(self, kind: Kind, known: SizeClass, places: Sequence[Domain], size_bytes: int) -> str:
+    def _choose(
+        self, kind: Kind, known: SizeClass, places: Sequence[Domain], size_bytes: int, explore: bool = True
+    ) -> str:
         chosen = known.pinned(kind, places)
+        if chosen is None and not explore:
+            best = known.best(kind, places)
+            chosen = best if best.count else self._neighbour(kind, known, places)
+            chosen = chosen or places[0].records(kind)[0]
         if chosen is None:
             best = known.best(kind, places)
             chosen = _first_trial(kind, places)

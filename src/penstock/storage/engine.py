@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,9 +18,7 @@ from penstock.storage.transports import (
     DOMAINS,
     GPU_TRANSPORTS,
     TRANSPORTS,
-    Completion,
     File,
-    Request,
     Transport,
     TransportUnavailable,
 )
@@ -40,21 +39,6 @@ class Way(NamedTuple):
     transport: str
     kind: str
     domain: str
-
-
-class Outcome(NamedTuple):
-    """Requests that were started together are over.
-
-    failed                 the first completion that carries an error, None where all went well
-    started_s, finished_s  time.perf_counter() when the first began and the last ended
-    """
-
-    failed: Completion | None
-    started_s: float
-    finished_s: float
-
-
-OnOutcome = Callable[[Outcome], None]
 
 
 @runtime_checkable
@@ -101,16 +85,9 @@ class Engine:
         self._open_all(TRANSPORTS, self.ways, None if only_gpu else self._wanted, domains)
         self._check()
 
-    def start(self, way: Way, requests: Sequence[Request], on_outcome: OnOutcome) -> None:
-        """Begin ``requests``, whose way is ``way.kind``; ``on_outcome`` is called once, on another thread.
-
-        Raises ValueError after `close`.
-        """
-        transport = self._transports[way.transport]
-        if len(requests) == 1:
-            transport.submit(requests, lambda completion: on_outcome(_outcome_of(completion)))
-        else:
-            transport.submit(requests, _Gathered(len(requests), on_outcome).completed)
+    def transport(self, way: Way) -> Transport:
+        """What carries out requests of a way, which is one of `ways` or `gpu_ways`."""
+        return self._transports[way.transport]
 
     def refusal(self, way: Way, file: File) -> str | None:
         """Why ``way`` cannot move ``file``; None where nothing speaks against it."""
@@ -125,10 +102,17 @@ class Engine:
         _log_once(way.transport, reason, logging.WARNING)
         self._check()
 
-    def close(self) -> None:
-        """Wait for what is in flight, then end the transports. Idempotent."""
-        for transport in self._transports.values():
-            transport.close()
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait for what is in flight, then end the transports. Idempotent.
+
+        False: something is still under way after ``timeout_s``.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ended = [
+            transport.close(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            for transport in self._transports.values()
+        ]
+        return all(ended)
 
     def __enter__(self) -> Engine:
         return self
@@ -183,34 +167,6 @@ class Engine:
             f"{', '.join(missing) or 'no way'} cannot be used to move tensors: there are "
             f"{', '.join((*self.ways, *self.gpu_ways)) or 'none'}" + (f" ({reasons})" if reasons else "")
         )
-
-
-def _outcome_of(completion: Completion) -> Outcome:
-    failed = completion if completion.error_number else None
-    return Outcome(failed, completion.started_s, completion.finished_s)
-
-
-class _Gathered:
-    """Makes one outcome of several completions."""
-
-    def __init__(self, count: int, on_outcome: OnOutcome) -> None:
-        self._left = count
-        self._on_outcome = on_outcome
-        self._lock = threading.Lock()
-        self._failed: Completion | None = None
-        self._started_s = float("inf")
-        self._finished_s = 0.0
-
-    def completed(self, completion: Completion) -> None:
-        with self._lock:
-            self._left -= 1
-            self._started_s = min(self._started_s, completion.started_s)
-            self._finished_s = max(self._finished_s, completion.finished_s)
-            if completion.error_number:
-                self._failed = self._failed or completion
-            if self._left:
-                return
-        self._on_outcome(Outcome(self._failed, self._started_s, self._finished_s))
 
 
 _logged: set[str] = set()

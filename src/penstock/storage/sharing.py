@@ -7,9 +7,11 @@ On machines with several devices of one kind, what one process learns serves all
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +19,14 @@ from pathlib import Path
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.storage.tables import Tables, merge
+from penstock.units import format_seconds
 
 logger = logging.getLogger("penstock")
 
 # What the file says weighs no more than a run: it follows a machine that changes.
 MOST_SAMPLES = 15
+
+_LOCK_PAUSE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,16 @@ def read_tables(path: Path, device: str) -> Tables:
         return Tables()
 
 
-def add_tables(path: Path, device: str, learned: Tables) -> None:
+def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.0) -> None:
     """Merge what a process learned into the file. Several may do so at once.
+
+    timeout_s   the longest wait for another process that has the file
 
     A file that cannot be written is logged: nothing but time is lost. Raises InvalidFile where it
     holds something else.
     """
     try:
-        with _locked(path):
+        with _locked(path, timeout_s):
             devices: Mapping[str, Tables] = {}
             with contextlib.suppress(FileNotFoundError):
                 devices = files.load(WayTables, path).devices
@@ -74,13 +81,23 @@ def _limited(tables: Tables) -> Tables:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """One process at a time. The lock is a file beside it, since the file itself is replaced."""
     import fcntl
 
-    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline_s = time.monotonic() + timeout_s
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    reason = f"another process has held the lock {lock} for {format_seconds(timeout_s)}"
+                    raise TimeoutError(errno.ETIMEDOUT, reason) from error
+                time.sleep(_LOCK_PAUSE_S)
         yield
     finally:
         os.close(descriptor)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,16 +17,18 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.choose import Choice
-from penstock.storage.engine import Engine, Outcome, Way
+from penstock.storage.directions import DirectionQueue
+from penstock.storage.engine import Engine, Way
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
-from penstock.storage.lanes import Lane
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.sharing import add_tables, device_kind, read_tables
 from penstock.storage.spillfile import SpillFile
 from penstock.storage.stripes import Stripes
 from penstock.storage.tables import Mode, Tables
-from penstock.storage.transports import Completion, Kind, Request
-from penstock.units import format_bytes
+from penstock.storage.transports import DEMAND, EVICT, Completion, Kind, Request
+from penstock.units import format_bytes, format_bytes_up, format_seconds
+
+logger = logging.getLogger("penstock")
 
 
 class Transfer(NamedTuple):
@@ -43,7 +48,7 @@ OnDone = Callable[[Transfer], None]
 # Of the transfers by the way in use, one in so many is measured, to see whether it is still the best.
 _MEASURED_EVERY = 64
 
-DEMAND, PREFETCH, EVICT = range(3)
+TIMEOUT_S = 120.0
 
 _CLOSED = "the spill space is closed: no tensor can be moved any more"
 
@@ -74,6 +79,9 @@ class SpillSpace:
     verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
                       a gigabyte each
     gpu               also look for a way between the memory of a GPU and the disk
+    timeout_s         the disk hangs where no transfer ends for so long: then what waits for its turn
+                      fails, and so does `close`. What the system has begun cannot be taken back: its
+                      memory stays in use
 
     ways, unavailable   as of Engine
     choice              chooses among the ways, and learns
@@ -100,14 +108,18 @@ class SpillSpace:
         tables_path: Path | None = None,
         verify: bool = False,
         gpu: bool = False,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         paths = as_paths(directories)
+        self.timeout_s = timeout_s
+        self._capacity_bytes = capacity_bytes
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
         self._engine = Engine(ways, domains=None if page_cache_bytes else ("disk",), gpu=gpu)
         self.ways = self._engine.ways
         self._regions: dict[str, _Region] = {}
+        self._swap: SpillFile | None = None
         try:
             self._regions["disk"] = _Region("disk", paths, capacity_bytes)
             if any(way.domain == "page cache" for way in self._engine.ways.values()):
@@ -138,9 +150,18 @@ class SpillSpace:
         self._verify = verify
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         self._chosen: dict[Extent, str] = {}  # the way to write, from allocation on
-        self._lanes: dict[Kind, Lane] = {"write": Lane(), "read": Lane()}
+        self._queues: dict[Kind, DirectionQueue[PendingTransfer]] = {
+            "write": DirectionQueue(),
+            "read": DirectionQueue(),
+        }
+        self._first_directory = paths[0]
+        self._watch: threading.Timer | None = None  # while something waits for its turn
+        self._hangs = False  # `close` gave up
+        self._starting = threading.local()
+        self._telling = 0  # transfers that are over, of which somebody is being told
         self._asked: dict[Kind, int] = {"write": 0, "read": 0}
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._closed = False
 
     @property
@@ -160,12 +181,34 @@ class SpillSpace:
     @property
     def file_bytes(self) -> int:
         """Bytes the spill files occupy on disk."""
-        return sum(file.size_bytes for region in self._regions.values() for file in region.files)
+        extents = sum(file.size_bytes for region in self._regions.values() for file in region.files)
+        return extents + self._swap_bytes()
 
     @property
     def free_bytes(self) -> int:
         """Bytes the file systems have free. Two directories on one file system count it twice."""
         return sum(file.free_bytes() for file in self._regions["disk"].files)
+
+    def swap_file(self, capacity_bytes: int | None = None) -> tuple[int, int, int]:
+        """A file for who writes by itself, without extents: it has no name either, lies in the first
+        directory, grows as it is written to, and is closed with the space.
+
+        capacity_bytes   most bytes wanted, None for all there is room for
+
+        Gives its descriptor past the page cache, or -1, the one through the page cache, and its capacity:
+        what the space's capacity and the file system leave now. Its bytes count in `file_bytes`, and
+        extents get what they leave of the space's capacity.
+        """
+        with self._lock:
+            self._check_open()
+            if self._swap is None:
+                self._swap = SpillFile(self._first_directory)
+            left_bytes = self._swap.free_bytes() + self._swap_bytes()
+            if self._capacity_bytes is not None:
+                left_bytes = min(left_bytes, max(self._capacity_bytes - self.used_bytes, 0))
+            if capacity_bytes is not None:
+                left_bytes = min(left_bytes, capacity_bytes)
+            return self._swap.file.direct, self._swap.file.buffered, left_bytes
 
     def allocate(self, size_bytes: int, on_disk: bool = False) -> Extent:
         """Space for ``size_bytes``. Raises SpillSpaceFull where the disk, or the capacity, is full.
@@ -175,6 +218,7 @@ class SpillSpace:
         with self._lock:
             self._check_open()
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
+            self._leave_room_to_swap(size_bytes)
             way = self.choice.way_to_write(size_bytes, ("disk",) if on_disk else self._roomy(size_bytes))
             try:
                 extent = self._regions[self.ways[way].domain].allocate(size_bytes)
@@ -205,14 +249,15 @@ class SpillSpace:
         *,
         checksum: bool = False,
         priority: int = EVICT,
-    ) -> None:
-        """Copy memory to the extent; ``on_done`` is called once, on a thread of the engine.
+    ) -> PendingTransfer:
+        """Copy memory to the extent; ``on_done`` is called once, on any thread, maybe before this returns.
 
         address    of the memory; a multiple of 4096 spares a copy
         keep       what keeps the memory alive: held until the transfer is over
         checksum   checksum the bytes, and check them when they are read, also where the space does not
                    verify everything
-        priority   DEMAND, PREFETCH or EVICT: which of those that wait for the disk goes first
+        priority   DEMAND, PREFETCH or EVICT: which of those that wait for the disk goes first, of both
+                   directions. A demand waits for no measurement
         """
         self._check(extent, size_bytes)
         with self._lock:
@@ -223,7 +268,7 @@ class SpillSpace:
             self._checksums[extent.space, extent.offset] = crc32c_at(address, size_bytes), size_bytes
         else:
             self._checksums.pop((extent.space, extent.offset), None)
-        self._start("write", self.ways[name], extent, address, size_bytes, keep, on_done)
+        return self._add("write", self.ways[name], extent, address, size_bytes, keep, on_done, priority)
 
     def read(
         self,
@@ -234,12 +279,14 @@ class SpillSpace:
         on_done: OnDone,
         *,
         priority: int = DEMAND,
-    ) -> None:
+    ) -> PendingTransfer:
         """Copy from the extent to memory; as `write`."""
         self._check(extent, size_bytes)
         with self._lock:
-            name = self.choice.way_to_read(extent.size_bytes, extent.space)
-        self._start("read", self.ways[name], extent, address, size_bytes, keep, on_done)
+            # What cannot be measured teaches nothing: it goes by the way that is known to be good.
+            explore = priority != DEMAND or self._queues["read"].is_idle
+            name = self.choice.way_to_read(extent.size_bytes, extent.space, explore)
+        return self._add("read", self.ways[name], extent, address, size_bytes, keep, on_done, priority)
 
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
@@ -255,13 +302,16 @@ class SpillSpace:
             for segment in region.stripes.segments(extent.offset, size_bytes)
         ]
 
-    def swap_file(self) -> SwapFile:
-        """A file of its own for what the arena evicts by itself."""
-        return SwapFile(self._regions["disk"].files[0].directory)
-
     def write_from_gpu(
-        self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone
-    ) -> None:
+        self,
+        extent: Extent,
+        address: int,
+        size_bytes: int,
+        keep: object,
+        on_done: OnDone,
+        *,
+        priority: int = EVICT,
+    ) -> PendingTransfer:
         """As `write`, from the memory of a GPU, by `gpu_direct`. The extent is on disk.
 
         address   a device pointer. What makes the content there is over
@@ -270,14 +320,23 @@ class SpillSpace:
         with self._lock:
             if (unused := self._chosen.pop(extent, None)) is not None:
                 self.choice.withdraw("write", extent.size_bytes, unused)
-        self._start("write", self._way_to_gpu(extent), extent, address, size_bytes, keep, on_done)
+        way = self._way_to_gpu(extent)
+        return self._add("write", way, extent, address, size_bytes, keep, on_done, priority)
 
     def read_to_gpu(
-        self, extent: Extent, address: int, size_bytes: int, keep: object, on_done: OnDone
-    ) -> None:
+        self,
+        extent: Extent,
+        address: int,
+        size_bytes: int,
+        keep: object,
+        on_done: OnDone,
+        *,
+        priority: int = DEMAND,
+    ) -> PendingTransfer:
         """As `read`, to the memory of a GPU, by `gpu_direct`. What used the memory before is over."""
         self._check(extent, size_bytes)
-        self._start("read", self._way_to_gpu(extent), extent, address, size_bytes, keep, on_done)
+        way = self._way_to_gpu(extent)
+        return self._add("read", way, extent, address, size_bytes, keep, on_done, priority)
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""
@@ -288,7 +347,7 @@ class SpillSpace:
     def save_tables(self) -> None:
         """Add what was learned to the file that was given as ``tables_path``, if any."""
         if self._tables_path is not None:
-            add_tables(self._tables_path, self.device_kind, self.tables())
+            add_tables(self._tables_path, self.device_kind, self.tables(), self.timeout_s)
 
     def tables(self) -> Tables:
         """What the ways cost, as far as it is known."""
@@ -301,16 +360,32 @@ class SpillSpace:
             return self.choice.report()
 
     def close(self) -> None:
-        """Wait for transfers in flight, then give the disk space back. Idempotent."""
+        """Wait for transfers in flight, then give the disk space back. Idempotent.
+
+        Raises SpillError where the disk hangs. What has not begun has failed then; the files stay open
+        until the process ends, since the system may still write to them.
+        """
         with self._lock:
             first = not self._closed
             self._closed = True
-        for lane in self._lanes.values():
-            lane.drain()
-        self._engine.close()
+            if self._watch is not None:
+                self._watch.cancel()
+        timeout_s = 0.0 if self._hangs else self.timeout_s
+        if not self._drain(timeout_s) or not self._engine.close(timeout_s):
+            self._give_up()
+            raise self.hang_error()
         self._close_files()
         if first:
             self.save_tables()
+
+    def hang_error(self) -> SpillError:
+        """What to raise where a wait for a transfer has lasted for ``timeout_s``."""
+        error = SpillError(
+            f"no transfer to or from {self.place_text} has ended for {format_seconds(self.timeout_s)}: the "
+            "disk hangs. Check it (dmesg, smartctl), or choose another spill_dir."
+        )
+        error.errno = errno.ETIMEDOUT
+        return error
 
     def __enter__(self) -> SpillSpace:
         return self
@@ -321,6 +396,23 @@ class SpillSpace:
     def _close_files(self) -> None:
         for region in self._regions.values():
             region.close()
+        if self._swap is not None:
+            self._swap.close()
+            self._swap = None
+
+    def _swap_bytes(self) -> int:
+        return 0 if self._swap is None else os.fstat(self._swap.file.buffered).st_blocks * 512
+
+    def _leave_room_to_swap(self, size_bytes: int) -> None:
+        if self._swap is None or self._capacity_bytes is None:
+            return
+        swap_bytes, used_bytes = self._swap_bytes(), self.used_bytes
+        if (missing_bytes := swap_bytes + used_bytes + size_bytes - self._capacity_bytes) > 0:
+            raise SpillSpaceFull(
+                f"the disk budget of {format_bytes(self._capacity_bytes)} is full: spilled tensors hold "
+                f"{format_bytes(used_bytes + swap_bytes)}, and {format_bytes_up(size_bytes)} more are "
+                f"needed. Raise disk_budget by {format_bytes_up(missing_bytes)}."
+            )
 
     def _usable_gpu_way(self, verify: bool) -> Way | None:
         """The first way to move the memory of a GPU that takes all files. None is tried where bytes are to
@@ -353,7 +445,7 @@ class SpillSpace:
         if self._closed:
             raise SpillError(_CLOSED)
 
-    def _start(
+    def _add(
         self,
         kind: Kind,
         way: Way,
@@ -362,70 +454,152 @@ class SpillSpace:
         size_bytes: int,
         keep: object,
         on_done: OnDone,
-    ) -> None:
-        region = self._regions[extent.space]
-        held = [keep]
-        requests = [
-            Request(
-                kind,
-                region.files[segment.file].file,
-                segment.offset,
-                address + segment.begin,
-                segment.size_bytes,
-                way.kind,
-                True,
-                held,
-            )
-            for segment in region.stripes.segments(extent.offset, size_bytes)
-        ]
-        lane = self._lanes[kind]
+        priority: int,
+    ) -> PendingTransfer:
+        transfer = PendingTransfer(self, kind, way, extent, address, size_bytes, keep, on_done, priority)
+        queue = self._queues[kind]
         with self._lock:
-            measured = self._is_measured(kind, way, extent)
+            measured = transfer.measured = self._is_measured(kind, way, extent)
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
-            rehearsed = region.is_first_write(kind, extent) and measured
-        began_s = 0.0
+            transfer.rehearsed = self._regions[extent.space].is_first_write(kind, extent) and measured
+            ready = queue.add(transfer)
+            if queue.waiting_count and self._watch is None:
+                self._begin_watch()
+        self._start_all(ready)
+        return transfer
 
-        def start() -> None:
-            if rehearsed:  # pages of the page cache that are made by mapping them are small ones
-                buffered = [request._replace(way="buffered") for request in requests]
-                begin(buffered if way.kind == "mapped" else requests, after_rehearsal)
-            else:
-                begin(requests, on_outcome)
-
-        def begin(requests: Sequence[Request], then: Callable[[Outcome], None]) -> None:
-            nonlocal began_s
-            began_s = time.perf_counter()
+    def _start_all(self, ready: Sequence[PendingTransfer]) -> None:
+        if not ready:
+            return
+        # In a loop: a transfer may be over before its start returns, and be the turn of another.
+        if (under_way := getattr(self._starting, "transfers", None)) is not None:
+            under_way.extend(ready)
+            return
+        self._starting.transfers = transfers = deque(ready)
+        interrupt: BaseException | None = None
+        while transfers:
+            transfer = transfers.popleft()
             try:
-                self._engine.start(way, requests, then)
-            except ValueError as error:  # closed meanwhile
-                self._over(lane, Transfer(SpillError(f"{_CLOSED}: {error}"), began_s, began_s), on_done)
+                transfer.start()
+            except BaseException as error:  # an interrupt: whether the transfer began is not known
+                interrupt = error
+                with self._lock:
+                    transfers.extend(self._queues[transfer.kind].ended(transfer, time.perf_counter()))
+                    self._tell_if_idle()
+        self._starting.transfers = None
+        if interrupt is not None:
+            raise interrupt
 
-        def after_rehearsal(outcome: Outcome) -> None:
-            if outcome.failed is None:
-                begin(requests, on_outcome)
-            else:
-                on_outcome(outcome)
+    def _hurry(self, transfer: PendingTransfer) -> None:
+        with self._lock:
+            if transfer.priority == DEMAND:
+                return
+            ready = self._queues[transfer.kind].hurry(transfer)
+            requests = transfer.requests
+        self._start_all(ready)
+        if requests:
+            self._engine.transport(transfer.way).hurry(requests)
 
-        def on_outcome(outcome: Outcome) -> None:
-            cost_s = time.perf_counter() - began_s if measured else None
-            self._note(kind, way, extent, size_bytes, outcome, cost_s)
-            error: SpillError | None = None
-            if outcome.failed is not None:
-                error = region.error(outcome.failed)
-            elif kind == "read":
-                error = self._damage(extent, address, size_bytes)
-            if outcome.failed is None:
-                held.clear()  # whoever is told that it is over can free the memory
-            self._over(lane, Transfer(error, outcome.started_s, outcome.finished_s), on_done)
+    def _over(
+        self,
+        transfer: PendingTransfer,
+        failed: Completion | None,
+        error: SpillError | None,
+        times: tuple[float, float],
+    ) -> None:
+        """``transfer`` is over: note what it cost, tell who asked for it, and start who waited for it.
 
-        lane.add(start, measured)
-
-    @staticmethod
-    def _over(lane: Lane, transfer: Transfer, on_done: OnDone) -> None:
+        failed   of its requests, if any. One that never began has an ``error`` only
+        """
+        kind, extent, size_bytes = transfer.kind, transfer.extent, transfer.size_bytes
+        now_s = time.perf_counter()
+        if failed is not None:
+            hung = failed.error_number == errno.ECANCELED and self._hangs
+            error = self.hang_error() if hung else self._regions[extent.space].error(failed)
+        moved = error is None
+        if moved and kind == "read":
+            error = self._damage(extent, transfer.address, size_bytes)
+        with self._lock:
+            name = transfer.way.name
+            if name in self.ways:
+                if moved and transfer.measured:
+                    self.choice.observe(kind, extent.size_bytes, name, now_s - transfer.began_s)
+                else:
+                    self.choice.withdraw(kind, extent.size_bytes, name)
+            if moved:
+                if kind == "write":
+                    self.written_bytes += size_bytes
+                else:
+                    self.read_bytes += size_bytes
+                self.moved_bytes_by_way[name] += size_bytes
+            ready = self._queues[kind].ended(transfer, now_s)
+            self._telling += 1
         try:
-            on_done(transfer)
+            transfer.on_done(Transfer(error, *times))
         finally:
-            lane.finished()
+            with self._lock:
+                self._telling -= 1
+                self._tell_if_idle()
+            self._start_all(ready)
+
+    def _tell_if_idle(self) -> None:
+        if self._closed and self._is_idle():
+            self._idle.notify_all()
+
+    def _is_idle(self) -> bool:
+        return not self._telling and all(queue.is_idle for queue in self._queues.values())
+
+    def _drain(self, timeout_s: float) -> bool:
+        """Wait until every transfer is over. False: none was over for so long."""
+        with self._lock:
+            began_s = time.perf_counter()
+            while not self._is_idle():
+                progress_s = max(began_s, *(queue.progress_s for queue in self._queues.values()))
+                left_s = progress_s + timeout_s - time.perf_counter()
+                if left_s <= 0:
+                    return False
+                self._idle.wait(left_s)
+        return True
+
+    def _give_up(self) -> None:
+        """The disk hangs: end what has not begun."""
+        self._hangs = True
+        with self._lock:
+            waiting = [each for queue in self._queues.values() for each in queue.take_overdue(math.inf, 0.0)]
+            in_flight = [each for queue in self._queues.values() for each in queue.in_flight]
+        self._fail(waiting)
+        for transfer in in_flight:
+            if requests := transfer.requests:
+                self._engine.transport(transfer.way).cancel(requests)
+        self._engine.close(0.0)
+
+    def _fail(self, transfers: Sequence[PendingTransfer]) -> None:
+        """They never began."""
+        now_s = time.perf_counter()
+        for transfer in transfers:
+            try:
+                self._over(transfer, None, self.hang_error(), (now_s, now_s))
+            except Exception:  # the requester's fault: the others are told all the same
+                logger.exception("what follows a transfer failed")
+
+    def _begin_watch(self) -> None:
+        """Look after those that wait for their turn, soon. Called with the lock."""
+        self._watch = threading.Timer(self.timeout_s / 4, self._look)
+        self._watch.daemon = True
+        self._watch.name = "penstock-watch"
+        self._watch.start()
+
+    def _look(self) -> None:
+        with self._lock:
+            now_s, self._watch = time.perf_counter(), None
+            overdue, ready = [], []
+            for queue in self._queues.values():
+                overdue += queue.take_overdue(now_s, self.timeout_s)
+                ready += queue.take_ready()
+            if not self._closed and any(queue.waiting_count for queue in self._queues.values()):
+                self._begin_watch()
+        self._fail(overdue)
+        self._start_all(ready)
 
     def _is_measured(self, kind: Kind, way: Way, extent: Extent) -> bool:
         """Whether what the transfer costs is worth that others wait for it."""
@@ -446,39 +620,126 @@ class SpillSpace:
             "driver or memory is at fault. Check them (dmesg, smartctl), and choose another spill_dir."
         )
 
-    def _note(
+
+class PendingTransfer:
+    """A write or a read that was asked for. Made by a SpillSpace.
+
+    priority   DEMAND, PREFETCH or EVICT
+    """
+
+    __slots__ = (
+        "_failed",
+        "_finished_s",
+        "_keep",
+        "_left",
+        "_space",
+        "_started_s",
+        "address",
+        "began_s",
+        "extent",
+        "kind",
+        "measured",
+        "on_done",
+        "priority",
+        "queued_s",
+        "rehearsed",
+        "requests",
+        "size_bytes",
+        "way",
+    )
+
+    def __init__(
         self,
+        space: SpillSpace,
         kind: Kind,
         way: Way,
         extent: Extent,
+        address: int,
         size_bytes: int,
-        outcome: Outcome,
-        cost_s: float | None,
+        keep: object,
+        on_done: OnDone,
+        priority: int,
     ) -> None:
-        with self._lock:
-            if way.name in self.ways:
-                if outcome.failed is None and cost_s is not None:
-                    self.choice.observe(kind, extent.size_bytes, way.name, cost_s)
-                else:
-                    self.choice.withdraw(kind, extent.size_bytes, way.name)
-            if outcome.failed is not None:
+        self.kind: Kind = kind
+        self.way = way
+        self.extent = extent
+        self.address = address
+        self.size_bytes = size_bytes
+        self.on_done = on_done
+        self.priority = priority
+        self.measured = False
+        self.rehearsed = False  # it is carried out twice, and the second time is measured
+        self.queued_s = time.perf_counter()
+        self.began_s = 0.0
+        self.requests: Sequence[Request] = ()  # while they are under way
+        self._space = space
+        self._keep = keep
+
+    def hurry(self) -> None:
+        """Somebody waits for it now: it is a demand from here on. Costs little where that changes nothing."""
+        if self.priority != DEMAND:
+            self._space._hurry(self)
+
+    def start(self) -> None:
+        """Its turn has come."""
+        self._begin("buffered" if self.rehearsed and self.way.kind == "mapped" else self.way.kind)
+
+    def _begin(self, way_kind: str) -> None:
+        space, priority = self._space, self.priority
+        region = space._regions[self.extent.space]
+        self.requests = requests = [
+            Request(
+                self.kind,
+                region.files[segment.file].file,
+                segment.offset,
+                self.address + segment.begin,
+                segment.size_bytes,
+                way_kind,
+                True,
+                self,
+                priority,
+            )
+            for segment in region.stripes.segments(self.extent.offset, self.size_bytes)
+        ]
+        self._left = len(requests)
+        self._failed: Completion | None = None
+        self._started_s, self._finished_s = math.inf, 0.0
+        self.began_s = time.perf_counter()
+        transport = space._engine.transport(self.way)
+        try:
+            transport.submit(requests, self._completed)
+        except ValueError as error:  # closed meanwhile
+            self.requests = ()
+            reason = SpillError(f"{_CLOSED}: {error}")
+            space._over(self, None, reason, (self.began_s, self.began_s))
+            return
+        if self.priority != priority:
+            transport.hurry(requests)
+
+    def _completed(self, completion: Completion) -> None:
+        if len(self.requests) == 1:
+            self._note(completion)
+        else:
+            with self._space._lock:
+                self._note(completion)
+            if self._left:
                 return
-            if kind == "write":
-                self.written_bytes += size_bytes
-            else:
-                self.read_bytes += size_bytes
-            self.moved_bytes_by_way[way.name] += size_bytes
+        self.requests = ()
+        if self._failed is None:
+            if self.rehearsed and self.measured:
+                # Pages of the page cache that are made by mapping them are small ones: that was "buffered".
+                self.rehearsed = False
+                self._begin(self.way.kind)
+                return
+            self._keep = None  # whoever is told that it is over can free the memory
+        self._space._over(self, self._failed, None, (self._started_s, self._finished_s))
 
-
-class SwapFile:
-    """A file without a name that grows as it is written."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = SpillFile(directory)
-        self.descriptors = (self._file.file.direct, self._file.file.buffered, self._file.free_bytes())
-
-    def close(self) -> None:
-        self._file.close()
+    def _note(self, completion: Completion) -> None:
+        self._left -= 1
+        self._started_s = min(self._started_s, completion.started_s)
+        self._finished_s = max(self._finished_s, completion.finished_s)
+        if completion.error_number and self._failed is None:
+            self._failed = completion
 
 
 class _Region:

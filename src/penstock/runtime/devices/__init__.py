@@ -17,6 +17,8 @@ class Device(copies.Device, Protocol):
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
     unplanned_accesses          that were served so far
+    infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
+    keeps_budget                by itself, where an allocation would exceed it
     views_need_bytes            of a storage that is away no view can be made
     """
 
@@ -25,6 +27,8 @@ class Device(copies.Device, Protocol):
     memory_manager: str
     evict_link: str
     prefetch_link: str
+    infers_needs: bool
+    keeps_budget: bool
     views_need_bytes: bool
 
     @property
@@ -43,6 +47,11 @@ class Device(copies.Device, Protocol):
     def begin_kernel(self, storages: list[ManagedStorage]) -> None:
         """A kernel begins that uses these: what the device moved by itself is told to the engine."""
 
+    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
+        """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
+        failed for another reason than memory, or the budget allows no more."""
+        ...
+
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         """A kernel raised. Raises BudgetTooSmall where the budget was the reason."""
 
@@ -58,6 +67,9 @@ class Device(copies.Device, Protocol):
 
     def begin_measuring(self) -> None:
         """A kernel begins whose workspace is to be measured."""
+
+    def end_measuring(self) -> None:
+        """The kernel was started: wait until it is over."""
 
     def workspace_bytes(self) -> int:
         """Bytes that lived during the kernel only."""

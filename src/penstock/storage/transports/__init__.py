@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.storage.transports.contract import (
+    DEMAND,
+    EVICT,
+    PREFETCH,
     Completion,
     File,
     Kind,
@@ -39,8 +42,11 @@ DOMAINS = {
 }
 
 __all__ = [
+    "DEMAND",
     "DOMAINS",
+    "EVICT",
     "GPU_TRANSPORTS",
+    "PREFETCH",
     "TRANSPORTS",
     "Completion",
     "File",

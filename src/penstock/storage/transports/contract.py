@@ -12,6 +12,9 @@ _BUSY_PAUSE_S = 1e-3
 
 Kind = Literal["write", "read"]
 
+# Of requests that wait, those of a lower number begin first.
+DEMAND, PREFETCH, EVICT = range(3)
+
 
 class TransportUnavailable(Exception):
     """This machine, or this process, cannot use the transport; says why.
@@ -47,6 +50,7 @@ class Request(NamedTuple):
     padded       the file is the requester's from the multiple of its alignment below ``offset`` to
                  the one above the end: a write may put anything there
     keep         what keeps the memory alive: held until the request completes
+    priority     DEMAND: somebody waits for it. PREFETCH: it will be waited for. EVICT: it may take its time
     """
 
     kind: Kind
@@ -57,6 +61,7 @@ class Request(NamedTuple):
     way: str = "direct"
     padded: bool = False
     keep: object = None
+    priority: int = DEMAND
 
 
 class Completion(NamedTuple):
@@ -77,7 +82,11 @@ OnComplete = Callable[[Completion], None]
 
 
 class Transport(Protocol):
-    """Moves bytes in the background, in any order, without being polled.
+    """Moves bytes in the background, without being polled.
+
+    Requests begin by priority, and those of one priority in the order they came; they end in any order. A
+    request that is cut into pieces lets others overtake it between two of them. What has begun is not
+    recalled.
 
     ways   how it can move them:
            "direct"      past the page cache, straight between memory and disk where alignment
@@ -101,8 +110,14 @@ class Transport(Protocol):
     def cancel(self, requests: Sequence[Request]) -> int:
         """Complete with ECANCELED those of ``requests`` that have not begun. Gives their number."""
 
-    def close(self) -> None:
-        """Wait for every request, then end the transport. Idempotent."""
+    def hurry(self, requests: Sequence[Request]) -> None:
+        """Make demands of those of ``requests`` that are not over."""
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait for every request, then end the transport. Idempotent.
+
+        False: some are still under way after ``timeout_s``. Their memory and their files stay in use.
+        """
 
 
 def move_fully(move: Callable[[int, int], int], size_bytes: int, alignment_bytes: int = 1) -> int:

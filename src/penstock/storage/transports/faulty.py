@@ -21,7 +21,7 @@ class FaultyTransport:
         self.ways = inner.ways
         self._inner = inner
         self._fault = fault
-        self._errors: deque[int] = deque()  # of the requests that wait for the one worker, in order
+        self._errors: dict[int, deque[int]] = {}  # by request that waits for the one worker
         self._lock = threading.Lock()
         self._workers = Workers(1, "faulty", inner.ways, lambda: self._fail)
 
@@ -30,16 +30,24 @@ class FaultyTransport:
             errors = [self._fault(request) for request in requests]
             faulty = [request for request, error in zip(requests, errors, strict=True) if error]
             sound = [request for request, error in zip(requests, errors, strict=True) if not error]
-            self._errors.extend(error for error in errors if error)
+            for request, error in zip(requests, errors, strict=True):
+                if error:
+                    self._errors.setdefault(id(request), deque()).append(error)
             self._workers.submit(faulty, on_complete)
             self._inner.submit(sound, on_complete)
 
     def cancel(self, requests: Sequence[Request]) -> int:
         return self._inner.cancel(requests)  # the others fail at once
 
-    def close(self) -> None:
-        self._workers.close()
-        self._inner.close()
+    def hurry(self, requests: Sequence[Request]) -> None:
+        self._inner.hurry(requests)
 
-    def _fail(self, _request: Request, _begin: int, _end: int) -> int:
-        return self._errors.popleft()
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self._workers.close(timeout_s) and self._inner.close(timeout_s)
+
+    def _fail(self, request: Request, _begin: int, _end: int) -> int:
+        errors = self._errors[id(request)]
+        error_number = errors.popleft()
+        if not errors:
+            del self._errors[id(request)]
+        return error_number

@@ -54,9 +54,14 @@ class GpuDirectTransport:
     def cancel(self, requests: Sequence[Request]) -> int:
         return self._workers.cancel(requests)
 
-    def close(self) -> None:
-        self._workers.close()
+    def hurry(self, requests: Sequence[Request]) -> None:
+        self._workers.hurry(requests)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        if not self._workers.close(timeout_s):
+            return False
         self._files.close()
+        return True
 
     def probe(self, file: File) -> str | None:
         """Why ``file`` cannot be moved to and from the memory of a GPU directly; None where it can."""

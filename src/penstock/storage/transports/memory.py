@@ -45,8 +45,11 @@ class MemoryTransport:
     def cancel(self, requests: Sequence[Request]) -> int:
         return self._workers.cancel(requests)
 
-    def close(self) -> None:
-        self._workers.close()
+    def hurry(self, requests: Sequence[Request]) -> None:
+        self._workers.hurry(requests)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self._workers.close(timeout_s)
 
     def content(self, name: int) -> bytes:
         """All that was written to the file so far."""

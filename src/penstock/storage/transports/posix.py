@@ -57,8 +57,11 @@ class PosixTransport:
     def cancel(self, requests: Sequence[Request]) -> int:
         return self._workers.cancel(requests)
 
-    def close(self) -> None:
-        self._workers.close()
+    def hurry(self, requests: Sequence[Request]) -> None:
+        self._workers.hurry(requests)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self._workers.close(timeout_s)
 
 
 def _moved_at_once(request: Request, on_complete: OnComplete) -> bool:

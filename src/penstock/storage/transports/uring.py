@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -29,6 +31,7 @@ DEPTH = 32
 PIECE_BYTES = 4 << 20
 SLOT_BYTES = 1 << 20
 SLOTS = 4
+EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
 
 class UringTransport:
@@ -74,45 +77,41 @@ class UringTransport:
         _open.add(self)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        batch = []
+        tokens = []
         for request in requests:
-            token = next(self._tokens)
+            tokens.append(token := next(self._tokens))
             self._requests[token] = (request, on_complete)
-            file = request.file
-            batch.append(
-                (
-                    token,
-                    request.kind == "write",
-                    request.way,
-                    request.padded,
-                    file.buffered,
-                    file.direct,
-                    file.alignment_bytes,
-                    request.offset,
-                    request.address,
-                    request.size_bytes,
-                )
-            )
         accepted = False
         try:
-            accepted = self._transfers.submit(batch)
+            accepted = self._transfers.submit(tokens, requests)
         finally:
             if not accepted:
-                for token, *_ in batch:
+                for token in tokens:
                     del self._requests[token]
         if not accepted:
             raise ValueError("the transport is closed")
 
     def cancel(self, requests: Sequence[Request]) -> int:
-        unwanted = {id(request) for request in requests}
-        tokens = [token for token, (request, _) in self._requests.copy().items() if id(request) in unwanted]
-        cancelled: int = self._transfers.cancel(tokens)
+        cancelled: int = self._transfers.cancel(self._tokens_of(requests))
         return cancelled
 
-    def close(self) -> None:
-        self._transfers.close()
+    def hurry(self, requests: Sequence[Request]) -> None:
+        self._transfers.hurry(self._tokens_of(requests))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ended: bool = self._transfers.close(timeout_s)
+        if not ended:
+            _keep_for_ever(self._transfers)
+            return False
         if self._deliverer is not threading.current_thread():
-            self._deliverer.join()
+            self._deliverer.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            return not self._deliverer.is_alive()
+        return True
+
+    def _tokens_of(self, requests: Sequence[Request]) -> list[int]:
+        wanted = {id(request) for request in requests}
+        return [token for token, (request, _) in self._requests.copy().items() if id(request) in wanted]
 
     def _deliver(self) -> None:
         while finished := self._transfers.wait():
@@ -144,4 +143,15 @@ _open: weakref.WeakSet[UringTransport] = weakref.WeakSet()
 def _close_all() -> None:
     # Nothing may be delivered to an interpreter that is being taken apart.
     for transport in list(_open):
-        transport.close()
+        if not transport.close(0.0 if id(transport._transfers) in _kept else EXIT_TIMEOUT_S):
+            logger.error("transfers by io_uring did not end: the disk hangs. The process ends without them.")
+
+
+_kept: set[int] = set()
+
+
+def _keep_for_ever(transfers: object) -> None:
+    """Its thread waits for a disk that hangs: nobody can wait for that thread, as its destructor does."""
+    if id(transfers) not in _kept:
+        _kept.add(id(transfers))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfers))

@@ -1,4 +1,4 @@
-"""Threads that carry out requests in the order they came, for transports whose calls block."""
+"""Threads that carry out requests by priority, for transports whose calls block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.storage.aligned import align_down
-from penstock.storage.transports.contract import Completion, OnComplete, Request
+from penstock.storage.transports.contract import DEMAND, EVICT, Completion, OnComplete, Request
 
 logger = logging.getLogger("penstock")
 
@@ -39,7 +39,8 @@ class Workers:
         self._ways = ways
         self._make_perform = make_perform
         self._piece_bytes = piece_bytes
-        self._waiting: deque[_Job] = deque()  # those of which some piece has not begun
+        # By priority: those of which some piece has not begun.
+        self._waiting: tuple[deque[_Job], ...] = tuple(deque() for _ in range(EVICT + 1))
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
@@ -63,27 +64,44 @@ class Workers:
         with self._changed:
             if self._closed:
                 raise ValueError("the transport is closed")
-            self._waiting.extend(jobs)
+            for job in jobs:
+                self._waiting[job.priority].append(job)
             self._changed.notify(sum(job.pieces for job in jobs))
 
     def cancel(self, requests: Sequence[Request]) -> int:
         unwanted = {id(request) for request in requests}
         with self._changed:
-            cancelled = [job for job in self._waiting if id(job.request) in unwanted and not job.begun]
+            cancelled = [
+                job
+                for queue in self._waiting
+                for job in queue
+                if id(job.request) in unwanted and not job.begun
+            ]
             for job in cancelled:
+                self._waiting[job.priority].remove(job)
                 job.stop(errno.ECANCELED)
-            self._waiting = deque(job for job in self._waiting if job.begun < job.pieces)
         for job in cancelled:
             job.complete()
         return len(cancelled)
 
-    def close(self) -> None:
+    def hurry(self, requests: Sequence[Request]) -> None:
+        wanted = {id(request) for request in requests}
+        with self._changed:
+            for queue in self._waiting[DEMAND + 1 :]:
+                for job in [job for job in queue if id(job.request) in wanted]:
+                    queue.remove(job)
+                    job.priority = DEMAND
+                    self._waiting[DEMAND].append(job)
+
+    def close(self, timeout_s: float | None = None) -> bool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:
         perform = self._make_perform()
@@ -93,14 +111,14 @@ class Workers:
     def _serve(self, perform: Perform) -> bool:
         # A function of its own, so that no local holds a finished request's memory while waiting.
         with self._changed:
-            while not self._waiting:
+            while (queue := next(filter(None, self._waiting), None)) is None:
                 if self._closed:
                     return False
                 self._changed.wait()
-            job = self._waiting[0]
+            job = queue[0]
             begin, end = job.begin_piece()
             if job.begun == job.pieces:
-                self._waiting.popleft()
+                queue.popleft()
         try:
             error_number = perform(job.request, begin, end)
         except Exception:
@@ -110,7 +128,7 @@ class Workers:
             job.ended += 1
             if error_number and not job.error_number:
                 if job.begun < job.pieces:  # the rest is not worth the effort
-                    self._waiting.remove(job)
+                    self._waiting[job.priority].remove(job)
                 job.stop(error_number)
             over = job.ended == job.pieces
         if over:
@@ -123,10 +141,12 @@ class _Job:
 
     pieces         how many it is cut into
     begun, ended   how many of these are
+    priority       of those pieces that have not begun
     """
 
     def __init__(self, request: Request, on_complete: OnComplete, piece_bytes: int | None) -> None:
         self.request = request
+        self.priority = request.priority
         self.pieces = 1 if piece_bytes is None else max(1, -(-request.size_bytes // piece_bytes))
         self.begun = self.ended = self.error_number = 0
         self._on_complete = on_complete

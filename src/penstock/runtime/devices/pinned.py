@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
 
 from penstock.errors import SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent, Extents
+from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
 
@@ -21,21 +23,26 @@ logger = logging.getLogger("penstock")
 class PinnedSlab:
     """``size_bytes`` of host memory in huge pages, page-locked where the driver allows it.
 
-    is_pinned   False where it does not: copies are correct, but make the device wait
+    page_lock     of (address, bytes): False where the driver refuses
+    page_unlock   of (address)
+
+    is_pinned   False where the driver refused: copies are correct, but make the device wait
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(
+        self, size_bytes: int, page_lock: Callable[[int, int], bool], page_unlock: Callable[[int], None]
+    ) -> None:
         self._buffer = AlignedBuffer(size_bytes)
         self._extents = Extents(size_bytes)
         self._lock = threading.Lock()
+        self._page_unlock = page_unlock
         self.size_bytes = size_bytes
-        # cudaHostRegister returns an error code, 0 for success.
-        self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.address, size_bytes, 0)) == 0
+        self.is_pinned = page_lock(self._buffer.address, size_bytes)
         if not self.is_pinned:
             logger.warning(
-                "the driver refuses to page-lock %d bytes of host memory: copies between device and host "
+                "the driver refuses to page-lock %s of host memory: copies between device and host "
                 "will be slower. Lower host_budget, or raise the limit (on WSL it is 1 to 2 GB).",
-                size_bytes,
+                format_bytes(size_bytes),
             )
 
     def allocate(self, size_bytes: int) -> Extent:
@@ -62,5 +69,5 @@ class PinnedSlab:
 
     def close(self) -> None:
         if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.address)
+            self._page_unlock(self._buffer.address)
             self.is_pinned = False

@@ -10,25 +10,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.mover import Moved, Saved
+from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.storage.choose import Choice
 from penstock.storage.extents import Extent
 from penstock.storage.spill import OnDone, SpillSpace, Transfer
 from penstock.storage.tables import Kind
 
-BOUNCE = "bounce"  # its part between host memory and disk goes by ways of its own
+BOUNCE = "bounce"  # its part between host memory and disk goes by I/O paths of its own
 SMALLEST_DIRECT_BYTES = 16 << 10  # kvikio itself copies less than this through host memory
 TRIAL_BYTES = (1 << 20) + 1001
 
-# What went wrong, and what was moved.
-Outcome = tuple[PenstockError | None, Sequence[Moved]]
-Bounce = Callable[[Saved, torch.UntypedStorage], Outcome]
+Bounce = Callable[[Copy], Outcome]
 
 
 class Paths:
@@ -59,18 +57,20 @@ class Paths:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
         return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
 
-    def write(self, saved: Saved, source: torch.UntypedStorage, bounce: Bounce) -> Outcome:
-        """Copy ``source`` to the disk. Blocks."""
-        return self._move("write", saved, source, bounce)
+    def write(self, copy: Copy, bounce: Bounce) -> Outcome:
+        """Copy the storage to the disk. Blocks."""
+        return self._move("write", copy, bounce)
 
-    def read(self, saved: Saved, target: torch.UntypedStorage, bounce: Bounce) -> Outcome:
-        """Copy to ``target`` from the disk. Blocks."""
-        return self._move("read", saved, target, bounce)
+    def read(self, copy: Copy, bounce: Bounce) -> Outcome:
+        """Copy the disk's bytes to the storage. Blocks."""
+        return self._move("read", copy, bounce)
 
-    def _move(self, kind: Kind, saved: Saved, storage: torch.UntypedStorage, bounce: Bounce) -> Outcome:
-        choice, size_bytes = self.choice, saved.size_bytes
-        if choice is None or saved.copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES:
-            return bounce(saved, storage)
+    def _move(self, kind: Kind, copy: Copy, bounce: Bounce) -> Outcome:
+        choice, size_bytes = self.choice, copy.size_bytes
+        if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES:
+            return bounce(copy)
+        if copy.managed.lasts and not self._spill.gpu_direct_only:
+            return bounce(copy)  # it is checksummed, which takes a processor that sees the bytes
         with self._lock:
             if kind == "write":
                 path = choice.way_to_write(size_bytes)
@@ -79,7 +79,7 @@ class Paths:
         begun_s = time.perf_counter()
         moved_well = False
         try:
-            outcome = bounce(saved, storage) if path == BOUNCE else self._directly(kind, saved, storage)
+            outcome = bounce(copy) if path == BOUNCE else self._directly(kind, copy)
             moved_well = outcome[0] is None
         finally:
             # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
@@ -91,16 +91,16 @@ class Paths:
                     choice.withdraw(kind, size_bytes, path)
         return outcome
 
-    def _directly(self, kind: Kind, saved: Saved, storage: torch.UntypedStorage) -> Outcome:
-        saved.copy.ready.synchronize()  # no stream carries it out that could wait
+    def _directly(self, kind: Kind, copy: Copy) -> Outcome:
+        copy.wait()  # no stream carries it out that could wait
+        assert copy.storage is not None
         move = self._spill.write_from_gpu if kind == "write" else self._spill.read_to_gpu
-        transfer = _wait_for(move, saved.copy.block, storage)
+        transfer = _wait_for(move, copy.block, copy.storage)
         if transfer.error is not None:
             return transfer.error, []
         # It occupies both links at once.
         links = ("device_to_host", "disk_write") if kind == "write" else ("disk_read", "host_to_device")
-        times = transfer.started_s, transfer.finished_s
-        return None, [Moved(link, *times, saved.number, saved.size_bytes) for link in links]
+        return None, [copy.moved(link, transfer.started_s, transfer.finished_s) for link in links]
 
     def _trial_failure(self, device: torch.device) -> str | None:
         """What goes wrong when bytes are written by the direct path and read back; None if all is well."""

@@ -1,0 +1,559 @@
+"""Any accelerator as the device: storages are emptied and filled again, by copies on streams of their own.
+
+A storage that leaves is resized to 0 bytes, and gets its bytes back before a kernel uses it; its tensors
+stay. Copies go through page-locked host memory, which is a tier too. To disk they go through staging buffers
+in that memory, or where there is a direct path and it is faster, by that: see
+penstock.runtime.devices.direct.
+
+Rules that keep copies and kernels apart:
+
+- what is copied out was made by kernels before events on the compute streams, which the copy stream waits
+  for, and for the direct path the host;
+- what is copied in lands in memory taken on the compute stream that the tensor's memory came from, and
+  waits for an event recorded then: until it the allocator's former owner may still be using the memory;
+- storages are emptied, and handed to kernels, only after the host has seen the copy complete. Where kernels
+  ran on several streams, the stream that owns the memory waits for the others first.
+
+Streams and events are made once and kept; `record_stream` is never called: each makes the pools of the
+allocator grow.
+
+The budget is of reserved bytes. The allocator is capped at it, so that fragments count too: where the tensors
+would fit and the allocator still finds no room, more leaves. With expandable segments
+(``PYTORCH_ALLOC_CONF=expandable_segments:True``) there are hardly any fragments.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.errors import BudgetTooSmall, InvalidArgument
+from penstock.runtime.copies import EVICT, CopyEngine, Done, Moved
+from penstock.runtime.devices.direct import Paths
+from penstock.runtime.devices.pinned import PinnedSlab
+from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
+from penstock.runtime.storages import AWAY, ManagedStorage
+from penstock.storage.extents import Extent
+from penstock.storage.spill import SpillSpace, Transfer
+from penstock.units import format_bytes, format_bytes_up
+
+logger = logging.getLogger("penstock")
+
+CHUNK_BYTES = 8 << 20  # staged at once: large enough for full speed on bus and disk
+CHUNKS = 8  # of staging, shared by both directions
+
+# Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
+ASKED_EVERY = 32
+
+CLOSE_TIMEOUT_S = 5.0
+
+AWAY_TEXT = (
+    "this tensor's bytes are away, below the device: they come back when an operator of the thread that "
+    "called penstock.offload uses it. Do not take its data_ptr(), and do not use it from other threads."
+)
+
+
+class Memory(NamedTuple):
+    """What the allocator says.
+
+    allocated_bytes   in tensors
+    reserved_bytes    taken from the device, in tensors or kept for later
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+class Driver(Protocol):
+    """What an accelerator can do. Streams and events are as torch.Stream and torch.Event.
+
+    device           with its index
+    memory_manager   who gives the device its memory, for reports
+    """
+
+    device: torch.device
+    memory_manager: str
+
+    def make_stream(self) -> Any: ...
+
+    def make_event(self) -> Any: ...
+
+    def current_stream(self) -> Any:
+        """That kernels of this thread go to."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Copy bytes, on the stream: one of the two is on the device, the other in page-locked memory."""
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
+        """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
+        ...
+
+    def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
+        """Have each access to the storage raise this text, where torch can; None: no longer."""
+
+    def page_lock(self, address: int, size_bytes: int) -> bool: ...
+
+    def page_unlock(self, address: int) -> None: ...
+
+    def allocated_bytes(self) -> int:
+        """As in `memory`, and cheaper where that is possible."""
+        ...
+
+    def memory(self) -> Memory: ...
+
+    def reset_peaks(self) -> None: ...
+
+    def limit(self, reserved_bytes: int | None) -> None:
+        """Reserve no more; None: as much as there is."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool: ...
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space."""
+
+    tier: str
+    block: Extent
+
+
+class AcceleratorDevice:
+    """One accelerator up to a budget, host memory and the disk below it; see penstock.runtime.devices.Device.
+
+    host_bytes            page-locked host memory, staging included
+    chunk_bytes, chunks   of staging
+
+    host_tier_bytes       what of host_bytes is left as a tier
+    paths                 between the device and the disk
+    """
+
+    evict_link = "device_to_host"
+    prefetch_link = "host_to_device"
+    admits_anywhere = False  # memory must come from the stream of the kernels
+    infers_needs = True
+    unplanned_accesses = 0  # they raise
+
+    def __init__(
+        self,
+        spill: SpillSpace,
+        driver: Driver,
+        budget_bytes: int,
+        host_bytes: int,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        chunks: int = CHUNKS,
+    ) -> None:
+        staging_bytes = chunk_bytes * chunks
+        if host_bytes < staging_bytes:
+            raise InvalidArgument(
+                f"host_budget is {format_bytes(host_bytes)}: transfers between an accelerator and disk need "
+                f"{format_bytes(staging_bytes)} of host memory for staging. Give that, or more."
+            )
+        self._spill = spill
+        self._driver = driver
+        self._budget_bytes = budget_bytes
+        self.memory_manager = driver.memory_manager
+        self.engine: CopyEngine | None = None
+        self._chunk_bytes = chunk_bytes
+        self.host_tier_bytes = host_bytes - staging_bytes
+        self.tier = "host" if self.host_tier_bytes else "disk"
+        self.place_text = f"the disk of {spill.place_text}"
+        self.paths = Paths(spill, driver.device)
+        self._slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
+        self._staging: queue.SimpleQueue[Extent] = queue.SimpleQueue()
+        for _ in range(chunks):
+            self._staging.put(self._slab.allocate(chunk_bytes))
+        self._free_events: list[Any] = []
+        self._streams: list[Any] = [driver.current_stream()]  # that kernels ran on
+        self._latest_stream = self._streams[0]
+        self._queues = {
+            (out, tier): CopyQueue(
+                f"penstock-{tier}-{'out' if out else 'in'}",
+                driver.make_stream(),
+                functools.partial(carry, out),
+            )
+            for tier, carry in (("host", self._move_host), ("disk", self._move_disk))
+            for out in (True, False)
+        }
+        before = driver.memory()
+        self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
+        self._known_bytes = 0  # of movable storages that are on the device
+        self._other_bytes = 0  # of everything else, when the allocator was last asked
+        self._asked = 0
+        self._peak_bytes = self._fragments_bytes = self._before_bytes = 0
+        driver.limit(before.reserved_bytes + budget_bytes)
+
+    # -- which storages ------------------------------------------------------------------------
+
+    def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
+        if storage.device != self._driver.device or not managed.size_bytes or not storage.resizable():
+            return False
+        managed.place = self._driver.current_stream()
+        if not made:
+            self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
+            self._asked = 0
+        self._known_bytes += managed.size_bytes
+        return True
+
+    def bury(self, managed: ManagedStorage) -> None:
+        if not managed.movable:
+            return
+        if managed.state != AWAY:
+            self._known_bytes -= managed.size_bytes
+        if managed.slot is not None:
+            self.forget(managed, managed.slot)
+            managed.slot = None
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def in_memory_bytes(self) -> int:
+        if self._asked <= 0:
+            self._asked = ASKED_EVERY
+            allocated_bytes = self._driver.allocated_bytes() - self._foreign_bytes
+            self._other_bytes = max(allocated_bytes - self._known_bytes, 0)
+        self._asked -= 1
+        return self._known_bytes + self._other_bytes
+
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        self._driver.set_access_error(storage, None)
+        if not self._driver.resize(storage, managed.size_bytes, managed.place):
+            self._driver.set_access_error(storage, AWAY_TEXT)
+            self._asked = 0
+            return False
+        self._known_bytes += managed.size_bytes
+        return True
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        for stream in self._streams:
+            if stream != managed.place:  # it may still be using the memory, which its owner hands out again
+                event = self._record(stream)
+                managed.place.wait_event(event)
+                self._free_events.append(event)
+        self._empty(managed, storage)
+        return True
+
+    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        self._empty(managed, storage)
+
+    def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        self._driver.resize(storage, 0, managed.place)
+        self._driver.set_access_error(storage, AWAY_TEXT)
+        self._known_bytes -= managed.size_bytes
+
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        return True
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        pass  # the engine takes no copy of what was written meanwhile
+
+    def is_gone(self, managed: ManagedStorage) -> bool:
+        return False
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
+        block = self._slab.try_allocate(managed.size_bytes) if tier == "host" else None
+        if block is not None:
+            return Slot("host", block)
+        return Slot("disk", self.paths.allocate(managed.size_bytes))
+
+    def forget(self, managed: ManagedStorage, slot: Slot) -> None:
+        if slot.tier == "host":
+            self._slab.release(slot.block)
+        else:
+            self._spill.release(slot.block)
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        # On any thread: what it waits for is what the program has launched, not this thread.
+        ready = [self._record(stream) for stream in self._streams]
+        self._queues[True, managed.slot.tier].put(
+            EVICT, Copy(managed, storage, managed.slot.block, ready, done)
+        )
+
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
+    ) -> None:
+        ready = [self._record(managed.place)]
+        self._queues[False, managed.slot.tier].put(
+            priority, Copy(managed, storage, managed.slot.block, ready, done)
+        )
+
+    def _record(self, stream: Any) -> Any:
+        try:
+            event = self._free_events.pop()
+        except IndexError:
+            event = self._driver.make_event()
+        event.record(stream)
+        return event
+
+    def _begin(self, copy: Copy, stream: Any) -> None:
+        """The stream, and the host for its clock's sake, wait until the copy may begin."""
+        for event in copy.ready:
+            stream.wait_event(event)
+        copy.wait()
+        self._free_events.extend(copy.ready)
+        copy.ready = []
+
+    def _move_host(self, out: bool, copy: Copy, priority: int, stream: Any) -> Outcome:
+        self._begin(copy, stream)
+        begun_s = time.perf_counter()
+        host = self._slab.tensor(copy.block, copy.size_bytes)
+        self._copy(out, self._bytes(copy), host, stream)
+        link = "device_to_host" if out else "host_to_device"
+        return None, [copy.moved(link, begun_s, time.perf_counter())]
+
+    def _move_disk(self, out: bool, copy: Copy, priority: int, stream: Any) -> Outcome:
+        try:
+            if out:
+                return self.paths.write(copy, functools.partial(self._bounce_out, stream=stream))
+            bounce = functools.partial(self._bounce_in, stream=stream, priority=priority)
+            return self.paths.read(copy, bounce)
+        finally:
+            self._free_events.extend(copy.ready)
+
+    def _bounce_out(self, copy: Copy, stream: Any) -> Outcome:
+        """Chunk by chunk through staging: the next one crosses the bus while this one is written."""
+        self._begin(copy, stream)
+        content = self._bytes(copy)
+        moved: list[Moved] = []
+        written: queue.SimpleQueue[tuple[int, Transfer]] = queue.SimpleQueue()
+        asked = 0
+        try:
+            for begin, size_bytes in self._chunks(copy.size_bytes):
+                staging = self._staging.get()
+                begun_s = time.perf_counter()
+                try:
+                    staged = self._slab.tensor(staging, size_bytes)
+                    self._copy(True, content[begin : begin + size_bytes], staged, stream)
+                    on_written = functools.partial(self._written, written, staging, size_bytes)
+                    self._spill.write(
+                        self._part(copy.block, begin),
+                        self._slab.address(staging),
+                        size_bytes,
+                        self._slab,
+                        on_written,
+                        checksum=copy.managed.lasts,
+                    )
+                except BaseException:
+                    self._staging.put(staging)
+                    raise
+                asked += 1
+                moved.append(copy.moved("device_to_host", begun_s, time.perf_counter(), size_bytes))
+        finally:
+            transfers = [written.get() for _ in range(asked)]
+        moved += [
+            copy.moved("disk_write", transfer.started_s, transfer.finished_s, size_bytes)
+            for size_bytes, transfer in transfers
+        ]
+        return next((transfer.error for _, transfer in transfers if transfer.error), None), moved
+
+    def _written(
+        self,
+        written: queue.SimpleQueue[tuple[int, Transfer]],
+        staging: Extent,
+        size_bytes: int,
+        transfer: Transfer,
+    ) -> None:
+        self._staging.put(staging)
+        written.put((size_bytes, transfer))
+
+    def _bounce_in(self, copy: Copy, stream: Any, priority: int) -> Outcome:
+        """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
+        self._begin(copy, stream)
+        content = self._bytes(copy)
+        chunks = self._chunks(copy.size_bytes)
+        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
+        moved: list[Moved] = []
+        error = None
+        asked = received = 0
+        try:
+            while received < len(chunks):
+                # At least one read is under way; more where staging is free.
+                while asked < len(chunks) and (asked == received or not self._staging.empty()):
+                    self._read(copy, *chunks[asked], priority, arrived)
+                    asked += 1
+                begin, size_bytes, staging, transfer = arrived.get()
+                received += 1
+                try:
+                    error = error or transfer.error
+                    if error is not None:
+                        continue
+                    begun_s = time.perf_counter()
+                    staged = self._slab.tensor(staging, size_bytes)
+                    self._copy(False, content[begin : begin + size_bytes], staged, stream)
+                finally:
+                    self._staging.put(staging)
+                moved += [
+                    copy.moved("disk_read", transfer.started_s, transfer.finished_s, size_bytes),
+                    copy.moved("host_to_device", begun_s, time.perf_counter(), size_bytes),
+                ]
+        finally:
+            for _ in range(asked - received):
+                self._staging.put(arrived.get()[2])
+        return error, moved
+
+    def _read(
+        self,
+        copy: Copy,
+        begin: int,
+        size_bytes: int,
+        priority: int,
+        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]],
+    ) -> None:
+        staging = self._staging.get()
+
+        def on_done(transfer: Transfer) -> None:
+            arrived.put((begin, size_bytes, staging, transfer))
+
+        try:
+            self._spill.read(
+                self._part(copy.block, begin),
+                self._slab.address(staging),
+                size_bytes,
+                self._slab,
+                on_done,
+                priority=priority,
+            )
+        except BaseException:
+            self._staging.put(staging)
+            raise
+
+    def _copy(self, out: bool, content: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
+        """Blocks until the copy is complete."""
+        if out:
+            self._driver.copy(host, content, stream)
+        else:
+            self._driver.copy(content, host, stream)
+        complete = self._record(stream)
+        complete.synchronize()
+        self._free_events.append(complete)
+
+    def _bytes(self, copy: Copy) -> torch.Tensor:
+        """The storage as bytes. A tensor of its own: versions that autograd checks stay as they are."""
+        storage = copy.storage
+        assert storage is not None
+        view = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
+        return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+
+    def _chunks(self, size_bytes: int) -> list[tuple[int, int]]:
+        """(begin, bytes) of the pieces that fit a staging buffer."""
+        step = self._chunk_bytes
+        return [(begin, min(step, size_bytes - begin)) for begin in range(0, size_bytes, step)]
+
+    def _part(self, extent: Extent, begin: int) -> Extent:
+        return Extent(extent.offset + begin, min(extent.size_bytes - begin, self._chunk_bytes), extent.space)
+
+    # -- kernels -------------------------------------------------------------------------------
+
+    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
+        stream = self._driver.current_stream()
+        if stream != self._latest_stream:
+            self._latest_stream = stream
+            if stream not in self._streams:
+                self._streams.append(stream)
+
+    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
+        """How much must leave before the kernel that raised is run again; 0: it failed for another reason."""
+        if not self._driver.is_out_of_memory(error):
+            return 0
+        memory = self._driver.memory()
+        self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
+        self._asked = 0
+        return max(needed_bytes, self._budget_bytes // 16)
+
+    def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
+        if not self._driver.is_out_of_memory(error):
+            return
+        memory = self._driver.memory()
+        in_use_bytes = max(memory.allocated_bytes - self._foreign_bytes, 0)
+        needed_bytes = max(in_use_bytes + needed_bytes, self._budget_bytes + 1)
+        raise BudgetTooSmall(
+            f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
+            f"that cannot leave now, {format_bytes(memory.reserved_bytes - memory.allocated_bytes)} are "
+            f"fragments of the allocator, and the device budget is {format_bytes(self._budget_bytes)}. Raise "
+            f"device_budget to {format_bytes_up(needed_bytes)} or more, lower the batch size, or set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer fragments.",
+            needed_bytes,
+        ) from error
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._peak_bytes = 0
+        self._asked = 0
+        self._driver.reset_peaks()
+
+    def begin_measuring(self) -> None:
+        self._note_peak()
+        self._driver.synchronize()
+        self._driver.reset_peaks()
+        self._before_bytes = self._driver.memory().allocated_bytes
+
+    def end_measuring(self) -> None:
+        self._driver.synchronize()
+
+    def workspace_bytes(self) -> int:
+        memory = self._driver.memory()
+        return max(0, memory.peak_allocated_bytes - max(memory.allocated_bytes, self._before_bytes))
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def peak_bytes(self) -> int:
+        self._note_peak()
+        return self._peak_bytes
+
+    @property
+    def fragments_bytes(self) -> int:
+        """Most reserved bytes that no tensor had, when the allocator was at its peak or found no room."""
+        self._note_peak()
+        return self._fragments_bytes
+
+    def _note_peak(self) -> None:
+        memory = self._driver.memory()
+        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._foreign_bytes)
+        fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
+        self._fragments_bytes = max(self._fragments_bytes, fragments_bytes)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def settle(self, storages: list[ManagedStorage]) -> bool:
+        """The budget is over: everything comes back that the device has memory for."""
+        self._driver.limit(None)
+        over: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        left_bytes = 0
+        for managed in storages:
+            storage = managed.storage()
+            if storage is None or managed.state != AWAY:
+                continue
+            error: object = "no memory"
+            if self.prepare(managed, storage):
+                self.copy_in(managed, storage, 0, lambda error, _: over.put(error))
+                if (error := over.get()) is not None:
+                    self.give_up(managed, storage)
+                elif self.engine is not None:
+                    self.engine.note_arrived(managed, clean=True)
+            if error is not None:
+                left_bytes += managed.size_bytes
+                logger.warning(
+                    "a tensor of %s stays below the device: %s", format_bytes(managed.size_bytes), error
+                )
+        return not left_bytes
+
+    def close(self) -> None:
+        for waiting in self._queues.values():
+            waiting.close(CLOSE_TIMEOUT_S)
+        self._driver.limit(None)
+        self._slab.close()

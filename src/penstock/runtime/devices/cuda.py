@@ -1,0 +1,161 @@
+"""CUDA devices: what torch.accelerator has no words for.
+
+Written without a GPU: nothing in this file has run on one yet. `make gpu` runs it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.errors import DeviceUnavailable
+from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.storage.spill import SpillSpace
+
+
+class TorchDriver:
+    """An accelerator by torch.accelerator, torch.Stream, torch.Event, and the module that torch has for its
+    kind; see penstock.runtime.devices.accelerator.Driver. A base for drivers: it page-locks nothing."""
+
+    memory_manager = "torch's caching allocator"
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+
+    def make_stream(self) -> Any:
+        return torch.Stream(self.device)
+
+    def make_event(self) -> Any:
+        return torch.Event(self.device)
+
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        with self._on(stream):
+            target.copy_(source, non_blocking=True)
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
+        try:
+            with self._on(stream):
+                storage.resize_(size_bytes)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
+        pass
+
+    def page_lock(self, address: int, size_bytes: int) -> bool:
+        return False
+
+    def page_unlock(self, address: int) -> None:
+        pass
+
+    def allocated_bytes(self) -> int:
+        return int(self._module.memory_allocated(self.device))
+
+    def memory(self) -> Memory:
+        module, device = self._module, self.device
+        return Memory(
+            module.memory_allocated(device),
+            module.memory_reserved(device),
+            module.max_memory_allocated(device),
+            module.max_memory_reserved(device),
+        )
+
+    def reset_peaks(self) -> None:
+        self._module.reset_peak_memory_stats(self.device)
+
+    def limit(self, reserved_bytes: int | None) -> None:
+        set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
+        if set_fraction is None:
+            return
+        if reserved_bytes is not None:
+            self._module.empty_cache()  # what others left would count
+        total_bytes = self._module.get_device_properties(self.device).total_memory
+        set_fraction(1.0 if reserved_bytes is None else min(reserved_bytes / total_bytes, 1.0), self.device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+class CudaDriver(TorchDriver):
+    """A CUDA device."""
+
+    memory_manager = "CUDA caching allocator"
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceUnavailable(f"there is no CUDA device here: {device} cannot be used")
+        super().__init__(device)
+        self._set_error = _access_errors(self.device)
+        self._statistics = getattr(torch._C, "_cuda_memoryStats", None)
+
+    def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
+        if self._set_error is not None:
+            self._set_error(storage._cdata, text or "")
+
+    def page_lock(self, address: int, size_bytes: int) -> bool:
+        # cudaHostRegister returns an error code, 0 for success.
+        return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0
+
+    def page_unlock(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def allocated_bytes(self) -> int:
+        if self._statistics is None:
+            return super().allocated_bytes()
+        return int(self._statistics(self.device.index)["allocated_bytes"]["all"]["current"])
+
+
+def _access_errors(device: torch.device) -> Any:
+    """torch's function to have accesses to a storage raise a text, if it does so here and "" ends it.
+
+    Without it, a kernel of a thread that the clock does not see reads from address 0, and CUDA reports an
+    illegal memory access.
+    """
+    set_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if set_error is None:
+        return None
+    tried = torch.zeros(16, dtype=torch.uint8, device=device)
+    storage = tried.untyped_storage()
+    storage.resize_(0)
+    set_error(storage._cdata, "tried")
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        pass
+    else:
+        return None
+    try:
+        set_error(storage._cdata, "")
+        storage.resize_(16)
+        tried.zero_()
+    except RuntimeError:
+        return None
+    return set_error
+
+
+class CudaDevice(AcceleratorDevice):
+    """One CUDA device; see AcceleratorDevice."""
+
+    def __init__(self, spill: SpillSpace, device: torch.device, budget_bytes: int, host_bytes: int) -> None:
+        super().__init__(spill, CudaDriver(device), budget_bytes, host_bytes)

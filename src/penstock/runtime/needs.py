@@ -1,0 +1,113 @@
+"""What a kernel that has not run yet will take: the bytes of its results, told by fake tensors.
+
+For devices that cannot refuse memory while a kernel runs. Results are inferred once for each operator and
+each set of shapes, types and other arguments; workspace is what the operator was seen to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from penstock.capture.operators import tensors_in
+
+# So many answers are kept: shapes that change at every step must not fill memory.
+MOST_ANSWERS = 1 << 14
+
+_VALUES = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout)
+_VALUES += (torch.memory_format,)
+
+
+class Needs:
+    """Infers, and remembers, what kernels take.
+
+    inferred   answers that were computed, not remembered
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self._answers: dict[Any, int | None] = {}
+        self._results: dict[Any, int] = {}  # by operator: bytes of its latest results
+        self._workspaces: dict[Any, int] = {}  # by operator: most it was seen to take
+        self.inferred = 0
+
+    def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Bytes that the kernel takes beyond its arguments. Where its results cannot be told before it runs,
+        it is what the operator took last, or as much as its arguments."""
+        key = (operator, *(_key(value) for value in args), *(_named(kwargs) if kwargs else ()))
+        try:
+            result_bytes = self._answers[key]
+        except KeyError:
+            if len(self._answers) >= MOST_ANSWERS:
+                self._answers.clear()
+            result_bytes = self._answers[key] = self._infer(operator, args, kwargs)
+        except TypeError:  # an argument that cannot be remembered
+            result_bytes = self._infer(operator, args, kwargs)
+        if result_bytes is None:
+            result_bytes = self._results.get(operator)
+            if result_bytes is None:
+                result_bytes = sum(_bytes(tensor) for tensor in tensors_in((args, kwargs)))
+        return result_bytes + self._workspaces.get(operator, 0)
+
+    def note(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
+        """What a kernel took."""
+        self._results[operator] = result_bytes
+        if workspace_bytes:
+            self._workspaces[operator] = max(workspace_bytes, self._workspaces.get(operator, 0))
+
+    def _infer(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        self.inferred += 1
+        mode = self._mode
+        try:
+            with mode, torch.no_grad():
+                fake_args, fake_kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
+                given = {id_ for tensor in tensors_in((fake_args, fake_kwargs)) for id_ in _storage(tensor)}
+                result = operator(*fake_args, **fake_kwargs)
+                made = {
+                    id_: tensor.untyped_storage().nbytes()
+                    for tensor in tensors_in(result)
+                    for id_ in _storage(tensor)
+                    if id_ not in given
+                }
+        except Exception:  # results that depend on values, or an operator that fake tensors do not know
+            return None
+        try:
+            return sum(map(int, made.values()))
+        except Exception:  # a size that is a symbol
+            return None
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape, with a storage of its own. Called inside the mode."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _storage(tensor: torch.Tensor) -> Iterator[int]:
+    if tensor.layout is torch.strided:
+        yield tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _named(kwargs: dict[str, Any]) -> Iterator[Any]:
+    for name, value in kwargs.items():
+        yield name
+        yield _key(value)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return object()  # never met again
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, _VALUES):
+        return type(value), value
+    return object()

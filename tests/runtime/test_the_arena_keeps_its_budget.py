@@ -1,0 +1,320 @@
+"""The budget in the allocator itself: what it takes out, what it refuses, and who may ask."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock import _native
+from penstock.errors import InvalidArgument
+from penstock.runtime import arena
+from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
+
+if arena.paging_unavailable() is not None:
+    pytest.skip(f"no paging here: {arena.paging_unavailable()}", allow_module_level=True)
+
+pytestmark = pytest.mark.disk
+
+MIB = 1 << 20
+LARGE = 1 << 40
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> Iterator[int]:
+    file = unnamed_file(tmp_path)
+    _native.arena_swap_file(-1, file, 1 << 30)
+    arena.reset_peak()
+    yield file
+    _native.arena_swap_file(-1, -1, 0)
+    os.close(file)
+
+
+def budget_above_what_is_there(size_bytes: int) -> int:
+    return _native.arena_stats().in_memory_bytes + size_bytes
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own, after what all of these need."""
+    start = """
+        import ctypes, faulthandler, os, sys, tempfile
+        import numpy as np, torch
+        from penstock import _native
+        from penstock.runtime import arena
+        from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
+        MIB = 1 << 20
+        torch.set_num_threads(1)
+        assert arena.available() is None
+        file = unnamed_file(tempfile.gettempdir())
+        away = Away(file)
+    """
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap: int) -> None:
+    with arena.activate(LARGE, budget_above_what_is_there(24 * MIB)) as lease:
+        tensors = []
+        for i in range(6):
+            _native.arena_touch([])
+            tensors.append(torch.full((4 * MIB,), i, dtype=torch.uint8))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        _native.arena_touch([addresses[0]])
+        _native.arena_touch([])
+        _native.arena_events()
+        more = torch.full((7 * MIB,), 9, dtype=torch.uint8)
+        assert [_native.arena_state(address) for address in addresses] == ["in", "out", "out", *["in"] * 3]
+        assert _native.arena_touch([]) == 2
+        assert _native.arena_events() == [(addresses[1], "out"), (addresses[2], "out")]
+        assert _native.arena_stats().swap_used_bytes == 8 * MIB
+        assert _native.arena_touch(addresses[1:3]) > 0
+        assert [_native.arena_state(address) for address in addresses[1:3]] == ["guarded"] * 2
+        faults = _native.arena_stats().faults
+        assert all(bool((tensors[i] == i).all()) for i in (1, 2))
+        assert _native.arena_stats().faults == faults
+        stats = _native.arena_stats()
+        assert stats.peak_in_memory_bytes <= lease.budget_bytes
+        assert stats.over_budget_bytes == 0
+        lease.set_budget(None)
+        assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+        assert bool((more == 9).all())
+        del tensors, more
+    assert _native.arena_stats().swap_used_bytes == 0
+
+
+def test_tensors_with_a_copy_are_dropped_before_any_is_written(swap: int, tmp_path: Path) -> None:
+    with arena.activate(LARGE, budget_above_what_is_there(12 * MIB)):
+        away = Away(unnamed_file(tmp_path))
+        old, copied = torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(4 * MIB, dtype=torch.uint8)
+        assert away.leave(copied)
+        assert int(copied[0]) == 1
+        _native.arena_touch([])
+        written = _native.arena_stats().swapped_out_bytes
+        new = torch.ones(6 * MIB, dtype=torch.uint8)
+        assert _native.arena_state(copied.data_ptr()) == "out"
+        assert _native.arena_state(old.data_ptr()) == "in"
+        assert _native.arena_stats().swapped_out_bytes == written
+        with pytest.raises(RuntimeError):
+            _native.arena_forget_copy(copied.data_ptr())
+        del new
+        os.close(away.file)
+
+
+def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
+    with arena.activate(LARGE, budget_above_what_is_there(8 * MIB)):
+        held = torch.ones(5 * MIB, dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="allocate"):
+            torch.ones(5 * MIB, dtype=torch.uint8)  # the other one is pinned
+        assert _native.arena_stats().refused_bytes == 5 * MIB
+        _native.arena_touch([])
+        with pytest.raises(RuntimeError, match="allocate"):
+            torch.ones(9 * MIB, dtype=torch.uint8)
+        assert _native.arena_stats().refused_bytes == 9 * MIB
+        assert _native.arena_state(held.data_ptr()) == "in"
+        other = torch.ones(5 * MIB, dtype=torch.uint8)
+        assert _native.arena_stage(held.data_ptr()) == 0, "no room beside what is pinned"
+        with pytest.raises(OSError) as refused:
+            _native.arena_bring_in(held.data_ptr())
+        assert refused.value.errno == errno.ENOMEM
+        assert _native.arena_state(held.data_ptr()) == "out"
+        with pytest.raises(RuntimeError):
+            _native.arena_swap_file(-1, -1, 0)
+        del other
+        assert int(held.numpy().sum(dtype=np.int64)) == 5 * MIB
+        del held
+
+
+def test_a_full_swap_file_refuses_and_loses_nothing(tmp_path: Path) -> None:
+    file = unnamed_file(tmp_path)
+    _native.arena_swap_file(-1, file, 3 * MIB)
+    arena.reset_peak()
+    with arena.activate(LARGE, budget_above_what_is_there(8 * MIB)):
+        tensors = [torch.full((2 * MIB,), i, dtype=torch.uint8) for i in range(4)]
+        _native.arena_touch([])
+        tensors.append(torch.full((2 * MIB,), 4, dtype=torch.uint8))
+        _native.arena_touch([])
+        with pytest.raises(RuntimeError):
+            torch.empty(2 * MIB, dtype=torch.uint8)
+        assert _native.arena_stats().over_budget_bytes == 0
+    assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+    del tensors
+    _native.arena_swap_file(-1, -1, 0)
+    os.close(file)
+
+
+def test_physical_memory_is_kept_below_the_limit_too(swap: int) -> None:
+    arena.trim()
+    resident = _native.arena_stats().resident_bytes
+    with arena.activate(resident + 32 * MIB, budget_above_what_is_there(64 * MIB)):
+        tensors = []
+        for i in range(20):
+            _native.arena_touch([])
+            tensors.append(torch.full((3 * MIB,), i, dtype=torch.uint8))  # each takes 4 MiB
+        assert _native.arena_stats().over_limit_bytes == 0
+    assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+    del tensors
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32),
+    budget_bytes=st.integers(6 * MIB, 20 * MIB),
+    limited=st.booleans(),
+    steps=st.integers(10, 60),
+)
+def test_random_programs_keep_the_budget_and_every_byte(
+    swap: int, tmp_path: Path, seed: int, budget_bytes: int, limited: bool, steps: int
+) -> None:
+    draw = random.Random(seed)
+    away = Away(unnamed_file(tmp_path))
+    held: list[tuple[torch.Tensor, np.ndarray]] = []
+    segments: dict[int, tuple[int, int, int, int]] = {}
+    budget = budget_above_what_is_there(budget_bytes)
+    arena.trim()
+    limit = _native.arena_stats().resident_bytes + 2 * budget_bytes if limited else LARGE
+    with arena.activate(limit, budget) as lease:
+        arena.reset_peak()
+        for step in range(steps):
+            action = draw.randrange(6)
+            if action < 2 or not held:
+                _native.arena_touch([])
+                content = random_bytes(int(2 ** draw.uniform(12, 22)), step)
+                held.append((tensor_of(content), content))
+                continue
+            tensor, content = held[draw.randrange(len(held))]
+            address = tensor.data_ptr()
+            if _native.arena_state(address) == "out" and address in segments and action == 2:
+                if _native.arena_stage(address):
+                    _native.arena_unstage(address)
+                    away.come_back(tensor, segments[address])
+                continue
+            _native.arena_touch([address])
+            _native.arena_bring_in(address)
+            if action == 3:
+                held = [pair for pair in held if pair[0] is not tensor]
+                del tensor
+                segments.pop(address, None)
+            elif action == 4:
+                _native.arena_unguard(address)
+                content[:] = random_bytes(content.size, step)
+                tensor.numpy()[:] = content
+                segments.pop(address, None)
+            elif action == 5:
+                segments[address] = away.write(tensor)
+                assert _native.arena_leave(address, [segments[address]])
+            else:
+                assert np.array_equal(tensor.numpy(), content)
+            stats = _native.arena_stats()
+            assert stats.peak_in_memory_bytes <= budget
+            assert stats.over_budget_bytes == 0
+        lease.set_budget(None)
+        for tensor, content in held:
+            assert np.array_equal(tensor.numpy(), content)
+        held.clear()
+        tensor = None  # type: ignore[assignment]
+    os.close(away.file)
+
+
+def test_a_fault_makes_room_and_exceeds_the_budget_only_where_it_must(swap: int) -> None:
+    with arena.activate(LARGE, budget_above_what_is_there(12 * MIB)):
+        tensors = []
+        for i in range(6):
+            _native.arena_touch([])
+            tensors.append(torch.full((4 * MIB,), i, dtype=torch.uint8))
+        _native.arena_touch([])
+        arena.reset_peak()
+        assert int(tensors[0].numpy()[5]) == 0
+        assert _native.arena_stats().over_budget_bytes == 0
+        states = [_native.arena_state(tensor.data_ptr()) for tensor in tensors]
+        _native.arena_touch(
+            [tensor.data_ptr() for tensor, state in zip(tensors, states, strict=True) if state != "out"]
+        )
+        assert int(tensors[states.index("out")].numpy()[5]) == states.index("out")
+        assert _native.arena_stats().over_budget_bytes == 4 * MIB
+        del tensors
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        arena.activate(LARGE, -1)
+
+
+def test_a_forked_child_reads_what_is_out_and_moves_nothing() -> None:
+    result = python("""
+        lease = arena.activate(1 << 40)
+        tensors = [tensor_of(random_bytes(size)) for size in (5000, 3 * MIB + 7)]
+        for tensor in tensors:
+            assert away.leave(tensor)
+        child = os.fork()
+        if child == 0:
+            right = all(np.array_equal(t.numpy(), random_bytes(t.numel())) for t in tensors)
+            tensors[1].numpy()[0] ^= 1
+            right = right and not away.leave(tensors[1])
+            grandchild = os.fork()
+            os._exit(0 if right and (grandchild == 0 or os.waitpid(grandchild, 0)[1] == 0) else 1)
+        print(os.waitpid(child, 0)[1], [_native.arena_state(t.data_ptr()) for t in tensors])
+        print(all(np.array_equal(t.numpy(), random_bytes(t.numel())) for t in tensors))
+    """)
+    assert result.stdout.splitlines() == ["0 ['out', 'out']", "True"], result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_faulthandler_and_the_arena_get_along(when: str) -> None:
+    result = python(f"""
+        if {when == "before"}:
+            faulthandler.enable()
+        lease = arena.activate(1 << 40)
+        if {when == "after"}:
+            faulthandler.enable()
+            assert _native.arena_own_faults()
+        assert not _native.arena_own_faults()
+        tensor = tensor_of(random_bytes(3 * MIB))
+        assert away.leave(tensor)
+        print(np.array_equal(tensor.numpy(), random_bytes(3 * MIB)), flush=True)
+        ctypes.string_at(0)
+    """)
+    assert result.stdout.split() == ["True"]
+    assert result.returncode == -11
+    assert "Segmentation fault" in result.stderr and "string_at" in result.stderr
+
+
+def test_a_wild_access_still_ends_the_process() -> None:
+    result = python("""
+        lease = arena.activate(1 << 40)
+        tensor = torch.zeros(MIB)
+        ctypes.string_at(8)
+    """)
+    assert result.returncode == -11
+
+
+def test_bytes_that_cannot_be_read_end_the_process_with_a_clear_line() -> None:
+    result = python("""
+        lease = arena.activate(1 << 40)
+        tensor = tensor_of(random_bytes(3 * MIB))
+        assert away.leave(tensor)
+        os.ftruncate(file, MIB)
+        try:
+            _native.arena_bring_in(tensor.data_ptr())
+        except OSError as error:
+            print(error.errno, _native.arena_state(tensor.data_ptr()), flush=True)
+        tensor.numpy()[0]
+    """)
+    assert result.stdout.split() == [str(errno.EIO), "out"]
+    assert result.returncode == -11
+    assert "penstock: 3145728 bytes at" in result.stderr and "Input/output error" in result.stderr
