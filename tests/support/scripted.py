@@ -117,6 +117,9 @@ class ScriptedDevice:
         del self.live[managed.key]
         return True
 
+    def hurry(self, managed: ManagedStorage) -> None:
+        pass
+
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         return True
 

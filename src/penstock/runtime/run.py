@@ -208,8 +208,8 @@ class Offload:
         require_policy(policy)
         if _open:
             raise InvalidArgument(
-                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several models "
-                "too. Close it before you begin another one"
+                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
+                "models too. Close it before you begin another one"
             )
         if device_budget_bytes <= 0:
             raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")

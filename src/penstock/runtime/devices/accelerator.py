@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.runtime.copies import EVICT, CopyEngine, Done, Moved
+from penstock.runtime.copies import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
@@ -295,6 +295,9 @@ class AcceleratorDevice:
         self._queues[False, managed.slot.tier].put(
             priority, Copy(managed, storage, managed.slot.block, ready, done)
         )
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        self._queues[False, managed.slot.tier].hurry(managed, DEMAND)
 
     def _record(self, stream: Any) -> Any:
         try:

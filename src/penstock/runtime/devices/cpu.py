@@ -311,7 +311,9 @@ class CpuDevice:
                 if _native.arena_state(managed.place) == "out":
                     _native.arena_bring_in(managed.place)
         except OSError as error:
-            logger.warning("tensors that are away could not be brought back, and come when they are touched: %s", error)
+            logger.warning(
+                "tensors that are away could not be brought back, and come when they are touched: %s", error
+            )
             self._lease.linger()
             return False
         for managed in movable:
