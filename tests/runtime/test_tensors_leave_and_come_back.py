@@ -19,8 +19,8 @@ from penstock import _native
 from penstock.runtime import arena
 from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
 
-if arena.paging_unavailable() is not None:
-    pytest.skip(f"no paging here: {arena.paging_unavailable()}", allow_module_level=True)
+if arena.unavailable() is not None:
+    pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
 pytestmark = pytest.mark.disk
 

@@ -22,8 +22,8 @@ from penstock.errors import InvalidArgument
 from penstock.runtime import arena
 from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
 
-if arena.paging_unavailable() is not None:
-    pytest.skip(f"no paging here: {arena.paging_unavailable()}", allow_module_level=True)
+if arena.unavailable() is not None:
+    pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
 pytestmark = pytest.mark.disk
 
@@ -55,7 +55,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
         MIB = 1 << 20
         torch.set_num_threads(1)
-        assert arena.available() is None
+        assert arena.unavailable() is None
         file = unnamed_file(tempfile.gettempdir())
         away = Away(file)
     """
