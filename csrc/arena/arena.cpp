@@ -1,5 +1,6 @@
 #include "arena/arena.hpp"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -176,7 +177,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.owned_bytes = owned;
   block.memory_bytes = memory;
   block.serial = ++stats_.serial;
-  block.pinned_tick = tick_;
+  block.pinned_tick = pthread_equal(kernel_thread_, pthread_self()) ? tick_ : 0;
   blocks_.emplace(block.serial, std::move(created));
   enter(block, &block);
   use_.add(block);
@@ -198,7 +199,7 @@ bool Arena::release(void* address) {
   drop_staging(*block);
   if (block->in_memory) {
     use_.remove(*block);
-    stats_.in_memory_bytes -= block->requested_bytes;
+    in_memory_bytes_ -= block->requested_bytes;
     if (block->guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {
       has_memory = false;
       if (large)
@@ -226,7 +227,7 @@ bool Arena::release(void* address) {
 
 void Arena::note_peaks() {
   stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
-  stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, stats_.in_memory_bytes);
+  stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, in_memory_bytes());
   if (stats_.peak_in_memory_bytes > stats_.budget_bytes)
     stats_.over_budget_bytes =
         std::max(stats_.over_budget_bytes, stats_.peak_in_memory_bytes - stats_.budget_bytes);
@@ -237,7 +238,7 @@ void Arena::note_peaks() {
 }
 
 void Arena::count_in(std::size_t requested_bytes) {
-  stats_.in_memory_bytes += requested_bytes;
+  in_memory_bytes_ += requested_bytes;
   note_peaks();
 }
 
@@ -261,7 +262,7 @@ void Arena::trim() {
 void Arena::reset_peak() {
   const Lock lock(mutex_);
   stats_.peak_in_use_bytes = stats_.in_use_bytes;
-  stats_.peak_in_memory_bytes = stats_.in_memory_bytes;
+  stats_.peak_in_memory_bytes = in_memory_bytes();
   stats_.peak_resident_bytes = held_bytes();
   stats_.over_limit_bytes = stats_.over_budget_bytes = stats_.refused_bytes = 0;
 }
@@ -269,6 +270,7 @@ void Arena::reset_peak() {
 ArenaStats Arena::stats() const {
   const Lock lock(mutex_);
   auto stats = stats_;
+  stats.in_memory_bytes = in_memory_bytes();
   stats.resident_bytes = held_bytes();
   stats.swap_used_bytes = swap_.used_bytes();
   return stats;

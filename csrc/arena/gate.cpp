@@ -11,12 +11,14 @@ namespace {
 
 // Threads that take turns at more than fits must each get somewhere.
 constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
+// Smaller blocks leave last: they free little, and nobody announces who uses them.
+constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
 }  // namespace
 
 bool Arena::fits(std::size_t requested_bytes, std::size_t memory_bytes) const {
   const auto used = held_bytes() - free_bytes();
-  return stats_.in_memory_bytes + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= stats_.limit_bytes;
+  return in_memory_bytes_ + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= stats_.limit_bytes;
 }
 
 // The least recently used block of the cheapest kind: what has a copy, what must be written, what
@@ -27,9 +29,10 @@ Block* Arena::victim(Need need, bool memory_wanted, const std::vector<std::uint6
   const auto now = now_ns();
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     if (block->pinned_tick == tick_ || block->writing || (memory_wanted && !block->large())) continue;
-    const int rank = block->copy ? 0 : block->guarded ? 2 : 1;
+    int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
     if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
+    if (block->requested_bytes < kReluctantBytes) rank += 6;
     if (best != nullptr && rank >= lowest) continue;
     if (std::ranges::find(tried, block->serial) != tried.end()) continue;
     best = block, lowest = rank;
@@ -44,12 +47,12 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
   std::vector<std::uint64_t> tried;
   bool possible = need == Need::kFault;
   while (pages() && !fits(requested_bytes, memory_bytes)) {
-    const bool over = stats_.in_memory_bytes + requested_bytes > stats_.budget_bytes;
+    const bool over = in_memory_bytes_ + requested_bytes > stats_.budget_bytes;
     if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
         if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
-      if (stats_.in_memory_bytes - may_leave + requested_bytes > stats_.budget_bytes) return false;
+      if (in_memory_bytes_ - may_leave + requested_bytes > stats_.budget_bytes) return false;
       possible = true;
     }
     auto* found = victim(need, !over, tried);
@@ -124,7 +127,7 @@ bool Arena::put_out(Block& block, bool natively) {
   use_.remove(block);
   block.in_memory = block.guarded = false;
   block.moved_natively = natively;
-  stats_.in_memory_bytes -= block.requested_bytes;
+  in_memory_bytes_ -= block.requested_bytes;
   stats_.out_bytes += block.requested_bytes;
   if (natively) note_event(block, Block::Event::kOut);
   return true;
@@ -162,6 +165,7 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
 std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
   const Lock lock(mutex_);
   ++tick_;
+  kernel_thread_ = pthread_self();
   *blocks_out = 0;
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));
@@ -173,6 +177,12 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
       *blocks_out += block->moved_natively;
   }
   return events_pending_;
+}
+
+void Arena::kernel_over() {
+  const Lock lock(mutex_);
+  ++tick_;
+  kernel_thread_ = {};
 }
 
 int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {

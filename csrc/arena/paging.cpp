@@ -142,7 +142,7 @@ void Arena::drop_staging(Block& block) {
   if (block.staging.address == nullptr) return;
   drop_landing(block.staging);
   block.staged_copy.reset();
-  stats_.in_memory_bytes -= block.requested_bytes;
+  in_memory_bytes_ -= block.requested_bytes;
   changed_.notify();
 }
 
@@ -218,7 +218,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     if (wanted && error == 0) error = land(*block, landing);
     if (landing.address != nullptr) {
       drop_landing(landing);
-      stats_.in_memory_bytes -= requested;
+      in_memory_bytes_ -= requested;
     } else {
       stats_.swapped_in_bytes += requested;
     }

@@ -15,7 +15,7 @@ import torch
 import penstock
 from penstock import checkpoint, cli
 from penstock.checkpoint import loading
-from tests.disk.families import FAMILIES
+from tests.support.families import FAMILIES
 from tests.disk.states import STATES, numbers, same, trained_gpt
 
 FLAT = {

@@ -15,7 +15,7 @@ import torch
 import penstock
 from penstock import checkpoint
 from penstock.checkpoint.pagecache import cached_share
-from tests.disk.families import iterate, small_gpt, weights
+from tests.support.families import iterate, small_gpt, weights
 from tests.disk.states import STATES, bits, numbers, same, sharing, trained_gpt
 
 MODES = [None, True, False]

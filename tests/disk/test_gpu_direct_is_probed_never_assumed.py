@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from penstock.runtime.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Outcome, Paths
 from penstock.runtime.mover import Moved, Saved
 
 from penstock.errors import InvalidArgument, SpillError
+from penstock.runtime.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Outcome, Paths
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.engine import Engine
 from penstock.storage.extents import Extent

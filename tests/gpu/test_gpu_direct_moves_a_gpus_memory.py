@@ -22,7 +22,7 @@ from penstock.storage.files import open_file
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from tests.disk.families import _Gpt
+from tests.support.families import _Gpt
 
 # The contract, for what follows as `bench`. Left out are the tests that allocate host memory themselves.
 from tests.disk.test_transport_contract import (  # noqa: F401
