@@ -140,6 +140,7 @@ def work(spill: SpillSpace, seed: int, **options: Any) -> None:
             how = ("host", "disk")[turn % 2], turn % 3 > 0
             evict(run, tensors[source], *how)
             half = tensors[source] * 0.5
+            tensors[target].mul_(1)  # it is there, and has no copy
             evict(run, tensors[target], *how)
             tensors[target].add_(half)
             expected[target] += expected[source] * 0.5
