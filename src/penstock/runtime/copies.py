@@ -520,8 +520,8 @@ class CopyEngine:
     # -- the end -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Drop what is queued, and wait for what is in flight. Of what fails nothing is lost: it stays where it
-        is. Raises SpillError where no copy completes in time."""
+        """Drop what is queued, and wait for what is in flight. Of what fails nothing is lost: it stays where
+        it is. Raises SpillError where no copy completes in time."""
         with self.lock:
             for managed in self._evictions:
                 managed.queued = False
