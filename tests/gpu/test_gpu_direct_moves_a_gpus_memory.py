@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.runtime.direct import BOUNCE, Paths
+from penstock.runtime.devices.direct import BOUNCE, Paths
 
 import penstock
 from penstock.storage.aligned import align_up
