@@ -116,6 +116,8 @@ class Arena {
   Answer arrive(void* address, int* error);
   Answer unstage(void* address);
   Answer bring_in(void* address, int* error);
+  // Everything that is out comes back, and no copy is kept. 0, or an errno; then some may still be out.
+  int bring_in_all();
   enum class State { kIn, kGuarded, kOut, kStaged };
   Answer state(void* address, State* state) const;
   // kNo if it is out.

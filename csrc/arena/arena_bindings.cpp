@@ -215,6 +215,15 @@ void bind_arena(nb::module_& module) {
              nb::arg("capacity_bytes"));
   module.def("arena_touch", &touch, nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
   module.def("arena_kernel_over", [] { arena().kernel_over(); });
+  module.def("arena_bring_in_all", [] {
+    auto& current = arena();
+    int error = 0;
+    {
+      const nb::gil_scoped_release release;
+      error = current.bring_in_all();
+    }
+    if (error != 0) raise_os_error(error);
+  });
   module.def(
       "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
       nb::arg("address"));

@@ -246,6 +246,20 @@ Arena::Answer Arena::bring_in(void* address, int* error) {
   return *error == 0 ? Answer::kYes : Answer::kError;
 }
 
+int Arena::bring_in_all() {
+  Lock lock(mutex_);
+  std::vector<std::pair<std::size_t, std::uint64_t>> all;
+  for (const auto& [serial, block] : blocks_) all.emplace_back(block->offset, serial);
+  for (const auto& [offset, serial] : all) {
+    const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
+    if (error != 0) return error;
+    auto* block = again(offset, serial);
+    if (block == nullptr || !block->in_memory) continue;
+    if ((block->guarded || block->copy) && !make_writable(*block)) return errno;
+  }
+  return 0;
+}
+
 Arena::Answer Arena::stage(void* address, char** staging) {
   const Lock lock(mutex_);
   auto* block = start(address);

@@ -282,7 +282,10 @@ class CopyEngine:
             elif not managed.void:
                 managed.clean = True
                 if release:
-                    self._release(managed)
+                    try:
+                        self._release(managed)
+                    except Exception as refused:
+                        self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
             if self._device.is_gone(managed):
                 managed.state, managed.clean = AWAY, False
             if managed.state != LEAVING:
@@ -352,9 +355,12 @@ class CopyEngine:
             assert storage is not None
             managed.hold = None
             if error is None:
-                managed.clean = self._device.arrive(managed, storage)
-                managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
-            else:
+                try:
+                    managed.clean = self._device.arrive(managed, storage)
+                    managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
+                except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
+                    error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
+            if error is not None:
                 self._device.give_up(managed, storage)
                 managed.state = AWAY
                 if priority == DEMAND:
