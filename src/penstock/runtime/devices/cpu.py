@@ -7,13 +7,15 @@ the arena itself, below Python (see penstock.runtime.arena).
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from penstock import _native
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import ManagedStorage
@@ -57,6 +59,7 @@ class CpuDevice:
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
         self._pending: dict[int, PendingTransfer] = {}  # by key: reads under way
         self._gone: set[int] = set()  # keys of what the arena took by itself
+        self._taken: set[int] = set()  # likewise, also where it has come back since
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
@@ -102,6 +105,7 @@ class CpuDevice:
             if self._by_place.get(managed.place) is managed:
                 del self._by_place[managed.place]
             self._gone.discard(managed.key)
+            self._taken.discard(managed.key)
             if managed.slot is not None:
                 self.forget(managed, managed.slot)
                 managed.slot = None
@@ -128,12 +132,24 @@ class CpuDevice:
             done(None, [])
             return
         managed.guarded = True
+        self._taken.discard(managed.key)
+
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            assert self.engine is not None
+            with self.engine.lock:
+                self._note_events()
+                if managed.key in self._taken:  # amid the copy: what was written may be of other pages
+                    managed.void = True
+                    if isinstance(error, SpillError) and error.errno == errno.EFAULT:
+                        error = None
+                done(error, moved)
+
         self._spill.write(
             managed.slot,
             managed.place,
             _transfer_bytes(managed),
             storage,
-            _report("disk_write", managed, done),
+            _report("disk_write", managed, over),
             checksum=managed.lasts,
         )
 
@@ -216,6 +232,7 @@ class CpuDevice:
                 continue
             if what == "out":
                 self._gone.add(managed.key)
+                self._taken.add(managed.key)
                 managed.guarded = False
                 self.engine.note_gone(managed)
             else:
