@@ -61,8 +61,8 @@ def main() -> int:
     trace = penstock.Trace.load(trace_file)
     budgets = {percent: trace.peak_bytes * percent // 100 for percent in PERCENT}
     console.print(
-        f"\nIn memory, a step takes {format_bytes(trace.peak_bytes)} at its peak, of which weights and optimizer "
-        f"state are {format_bytes(trace.persistent_bytes)}. A plan for {SHOWN_PERCENT} % of that:"
+        f"\nIn memory, a step takes {format_bytes(trace.peak_bytes)} at its peak, of which weights and "
+        f"optimizer state are {format_bytes(trace.persistent_bytes)}. A plan for {SHOWN_PERCENT} % of that:"
     )
     planned = ["--hardware", str(hardware_file), "--device-budget", str(budgets[SHOWN_PERCENT])]
     command("plan", str(trace_file), *planned, "-o", str(folder / "plan.json"))
@@ -150,8 +150,8 @@ def comparison(jobs: dict[str, Job], results: dict[str, Result]) -> Table:
             "equal" if result.same_bits(reference) else "DIFFERENT",
         )
     table.caption = (
-        "Step: the median after the first ones. Peak: of all tensors and workspace. Resident: by how much the "
-        "process grew, everything counted."
+        "Step: the median after the first ones. Peak: of all tensors and workspace. Resident: by how much "
+        "the process grew, everything counted."
     )
     table.caption_justify = "left"
     return table
