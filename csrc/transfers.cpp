@@ -136,6 +136,7 @@ bool Transfers::anything_waits() const {
 void Transfers::run(const std::function<std::unique_ptr<Io>()>& make_io) {
   sigset_t all;
   sigfillset(&all);
+  sigdelset(&all, SIGSEGV);  // the arena serves accesses to what is out, whoever touches it
   pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
   pthread_setname_np(pthread_self(), "penstock-ring");
   std::unique_ptr<Io> io;

@@ -1,5 +1,6 @@
 #include "arena/arena.hpp"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -116,7 +117,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.capacity_bytes = capacity;
   block.owned_bytes = owned;
   block.serial = ++stats_.serial;
-  block.pinned_tick = tick_;
+  block.pinned_tick = pthread_equal(kernel_thread_, pthread_self()) ? tick_ : 0;
   blocks_.emplace(block.serial, std::move(created));
   enter(block, &block);
   use_.add(block);

@@ -2,6 +2,8 @@
 // they had.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -91,9 +93,10 @@ class Arena {
   // Of the calls below, those on a block give kUnknown where none starts at the address.
   enum class Answer { kYes, kNo, kUnknown, kError };
 
-  // A kernel begins: pins the blocks that hold these addresses until the next call. Gives the number
-  // of events pending. With `blocks_out`, counts those that the arena has moved out: bring_in_pinned.
+  // A kernel begins on this thread: pins the blocks that hold these addresses, and those that it will
+  // allocate, until it is over or the next one begins. Gives the number of events pending. With `blocks_out`, counts those that the arena has moved out: bring_in_pinned.
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
+  void kernel_over();
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
   int bring_in_moved(std::span<const std::uintptr_t> addresses);
 
@@ -176,6 +179,7 @@ class Arena {
   UseOrder use_;
   SwapFile swap_;
   std::uint64_t tick_ = 1;
+  pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
   std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial
   std::size_t events_pending_ = 0;
   std::size_t writes_ = 0;  // to the swap file, under way

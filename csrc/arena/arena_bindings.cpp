@@ -214,6 +214,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_swap_file", &set_swap_file, nb::arg("fd_direct"), nb::arg("fd_buffered").none(),
              nb::arg("capacity_bytes"));
   module.def("arena_touch", &touch, nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
+  module.def("arena_kernel_over", [] { arena().kernel_over(); });
   module.def(
       "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
       nb::arg("address"));

@@ -167,6 +167,7 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
 std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
   const Lock lock(mutex_);
   ++tick_;
+  kernel_thread_ = pthread_self();
   *blocks_out = 0;
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));
@@ -178,6 +179,12 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
       *blocks_out += block->moved_natively;
   }
   return events_pending_;
+}
+
+void Arena::kernel_over() {
+  const Lock lock(mutex_);
+  ++tick_;
+  kernel_thread_ = {};
 }
 
 int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {

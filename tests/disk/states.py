@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.disk.families import FAMILIES, iterate
+from tests.support.families import FAMILIES, iterate
 
 
 def trained_gpt(make_optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from penstock.runtime import offload
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.memory import MemoryTransport
-from tests.disk.families import iterate, small_gpt, weights
+from tests.support.families import iterate, small_gpt, weights
 
 STEPS = 6
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import penstock
-from tests.disk import training
-from tests.disk.families import FAMILIES, iterate, small_gpt, weights
+from tests.support import training
+from tests.support.families import FAMILIES, iterate, small_gpt, weights
 
 
 @pytest.fixture

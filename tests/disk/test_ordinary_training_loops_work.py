@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 import penstock.units
-from tests.disk.families import FAMILIES
+from tests.support.families import FAMILIES
 
 
 def word_batches(workers: int) -> DataLoader[tuple[torch.Tensor, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk import training
+from tests.support import training
 
 MIB = 1 << 20
 CODE_BYTES = 64 * MIB  # for code and libraries, the solver among them

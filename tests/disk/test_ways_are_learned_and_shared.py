@@ -19,7 +19,7 @@ from penstock.storage.spill import SpillSpace
 from penstock.storage.tables import Entry, Tables
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
 from penstock.storage.transports.memory import MemoryTransport
-from tests.disk.families import iterate, small_gpt
+from tests.support.families import iterate, small_gpt
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from tests.disk.families import FAMILIES
+from tests.support.families import FAMILIES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.runtime import arena
-from tests.disk.families import FAMILIES, Family
+from tests.support.families import FAMILIES, Family
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from penstock.capture.operators import describe
 from penstock.capture.phases import FORWARD, GRADIENT, INPUT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord, make_trace
 from penstock.core.trace import KINDS, PHASES
-from tests.disk.families import FAMILIES, Family
+from tests.support.families import FAMILIES, Family
 
 
 class Numbering(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 penstock owns an arena for torch's CPU tensors, as torch owns one on a GPU: `activate` sends every tensor of
 4096 bytes or more there, whoever allocates it, until the last lease is closed. Blocks allocated meanwhile
-live on for as long as their tensors do.
+live on for as long as their tensors do; a lease that lingers keeps those that are out.
 
 Below Python the arena keeps the budget by itself: an allocation that would exceed it first writes blocks to
 its swap file, the least recently used first; and an access to what is away waits until it is back, on
@@ -39,6 +39,7 @@ _SPARE_BYTES = 32 << 20
 
 _lock = threading.Lock()
 _budgets: dict[Lease, int] = {}
+_lingering: dict[Lease, int] = {}
 _asked = False
 _reason: str | None = None
 
@@ -54,7 +55,8 @@ class Lease:
 
     def __init__(self, budget_bytes: int, swap: tuple[int, int, int] | None = None) -> None:
         with _lock:
-            self.gives_swap: bool = swap is not None and not any(lease.gives_swap for lease in _budgets)
+            held = any(lease.gives_swap for lease in (*_budgets, *_lingering))
+            self.gives_swap: bool = swap is not None and not held
             if swap is not None and self.gives_swap:
                 _native.arena_swap_file(*swap)
             _budgets[self] = budget_bytes
@@ -67,10 +69,19 @@ class Lease:
                 _budgets[self] = budget_bytes
                 _apply()
 
+    def linger(self) -> None:
+        """End the lease, but for the blocks there are: what is out stays out until it is touched, and what is
+        in memory is kept within the budget while no other lease is open. No-op once closed."""
+        with _lock:
+            if (budget_bytes := _budgets.pop(self, None)) is not None:
+                _lingering[self] = budget_bytes
+                _native.arena_kernel_over()
+                _apply()
+
     def close(self) -> None:
         """End the lease. After the last one, new tensors come from the C library again. Idempotent."""
         with _lock:
-            if _budgets.pop(self, None) is None:
+            if _budgets.pop(self, None) is None and _lingering.pop(self, None) is None:
                 return
             _apply()
             if self.gives_swap:
@@ -113,12 +124,14 @@ def stats() -> ArenaStats:
 
 def _apply() -> None:
     """Tell the arena the sum of the budgets. Called with the lock held."""
+    budget_bytes = sum((_budgets or _lingering).values())
+    limit_bytes = budget_bytes + int(budget_bytes * _SPARE_FRACTION) + _SPARE_BYTES
     if _budgets:
-        budget_bytes = sum(_budgets.values())
-        spare_bytes = int(budget_bytes * _SPARE_FRACTION) + _SPARE_BYTES
-        _native.arena_activate(budget_bytes + spare_bytes, budget_bytes)
+        _native.arena_activate(limit_bytes, budget_bytes)
     else:
         _native.arena_deactivate()
+        if _lingering:
+            _native.arena_set_limit(limit_bytes, budget_bytes)
 
 
 def _install() -> str | None:

@@ -61,6 +61,7 @@ GROWTH = 1.05
 
 logger = logging.getLogger("penstock")
 
+_open: list[Offload] = []  # one at most: every operator of the thread belongs to it
 _lingering: list[Offload] = []  # closed, with tensors that are away
 
 
@@ -205,8 +206,14 @@ class Offload:
         smallest_bytes: int,
     ) -> None:
         require_policy(policy)
+        if _open:
+            raise InvalidArgument(
+                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
+                "models too. Close it before you begin another one"
+            )
         if device_budget_bytes <= 0:
             raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
+        _lingering[:] = [run for run in _lingering if not run._settle()]
         self._policy = policy
         self._budget_bytes = device_budget_bytes
         self._device_name = _device_of(model, device)
@@ -274,6 +281,7 @@ class Offload:
             self._spill.close()
             raise
         self._clock.start()
+        _open.append(self)
 
     def _take(self, plan: Plan) -> None:
         """Carry out a plan of the user's."""
@@ -346,6 +354,7 @@ class Offload:
         if entry is not None:
             known.remove(entry)
             known.insert(0, entry)  # the likeliest next time
+            self.trace, self.plan = entry.trace, entry.plan
             (self._recorded_times_s if recording else self._step_times_s).append(step_s)
             self._stalls_s.append(engine.stall_s)
             if clock.touched_bytes > GROWTH * sum(entry.schedule.tensor_bytes):
@@ -362,7 +371,10 @@ class Offload:
             if len(known) < MOST_KINDS:
                 self._recording_wanted.discard(kind)
                 # The step that makes the optimizer's state is not seen again.
-                known.insert(0, self._planned(trace, None, wait=not known and _makes_state(recording)))
+                made = self._planned(trace, None, wait=not known and _makes_state(recording))
+                known.insert(0, made)
+                if self.plan is None:
+                    self.trace, self.plan = made.trace, made.plan
             return
         grown = int(trace.tensor_bytes.sum()) > GROWTH * int(entry.trace.tensor_bytes.sum())
         entry.recordings_left = max(entry.recordings_left - 1, 0)
@@ -374,6 +386,7 @@ class Offload:
             return
         if entry.recordings_left or grown:
             known[0] = self._planned(trace, entry)
+            self.trace, self.plan = known[0].trace, known[0].plan
         else:  # the first steps are over: others can use what they taught
             self._spill.save_tables()
 
@@ -386,7 +399,6 @@ class Offload:
             fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
             trace = replace(trace, kernel_time_s=fastest_s)
         if wait:
-            self.trace = trace
             return _Kind(trace, None, unplanned(trace), RECORDINGS)
         try:
             made = make_plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
@@ -401,7 +413,6 @@ class Offload:
                 return replace(before, recordings_left=left)
             logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
             entry = _Kind(trace, None, unplanned(trace), 0)
-        self.trace, self.plan = trace, entry.plan
         resident.release_free_memory()  # what the solver took
         return entry
 
@@ -435,7 +446,9 @@ class Offload:
         if self.trace is None or not self._steps:
             raise PenstockError("nothing to report yet: run at least one step to its end")
         if self.plan is None and (waiting := next((k for k in self._kinds.get(None, ()) if k.waits), None)):
-            self._kinds[None][self._kinds[None].index(waiting)] = self._planned(waiting.trace, waiting)
+            made = self._planned(waiting.trace, waiting)
+            self._kinds[None][self._kinds[None].index(waiting)] = made
+            self.trace, self.plan = made.trace, made.plan
         predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
         times_s = self._step_times_s or self._recorded_times_s[-1:]
         moved, device = self._last_moved, self._device
@@ -483,15 +496,21 @@ class Offload:
             return
         self._closed = True
         self._clock.stop()
+        _open.remove(self)
         self._engine.drain()
+        if not self._settle():
+            # More than the budget is away: the run's disk space lasts as long as its tensors.
+            _lingering.append(self)
+
+    def _settle(self) -> bool:
+        """Bring back what is away, and give everything back; False where it does not fit."""
         with self._engine.lock:
             self._clock.storages.bury()
             if not self._device.settle(list(self._clock.storages)):
-                # More than the budget is away: the run's budget and disk space last as long as its tensors.
-                _lingering.append(self)
-                return
+                return False
         self._device.close()
         self._spill.close()
+        return True
 
     def __enter__(self) -> Offload:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ class Schedule:
     uses            [T] kernels that use the tensor, ascending
     persistent      [T] the tensor is there again in the next iteration
     tensor_bytes    [T] sizes in the trace
+    is_still        it is planned, and nothing moves
     """
 
     names: tuple[str, ...]
@@ -64,15 +65,11 @@ class Schedule:
     uses: tuple[tuple[int, ...], ...]
     persistent: tuple[bool, ...]
     tensor_bytes: tuple[int, ...]
+    is_still: bool = False
 
     @property
     def kernels(self) -> int:
         return len(self.names)
-
-    @property
-    def is_still(self) -> bool:
-        """Whether nothing moves."""
-        return not self.away_at_start and not any(self.before)
 
     def next_use(self, tensor: int, kernel: int) -> int:
         """The first kernel from ``kernel`` on that uses the tensor; NEVER where none does."""
@@ -106,7 +103,8 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
     for evict in sorted(plan.evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor))
-    return unplanned(trace, before, away)
+    made = unplanned(trace, before, away)
+    return replace(made, is_still=not made.away_at_start and not any(made.before))
 
 
 def _left_over(trace: Trace, plan: Plan) -> Iterator[tuple[int, int]]:

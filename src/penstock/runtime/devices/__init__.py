@@ -19,7 +19,7 @@ class Device(copies.Device, Protocol):
     unplanned_accesses          that were served so far
     infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget                by itself, where an allocation would exceed it
-    views_need_bytes            of a storage that is away no view can be made
+    empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
     """
 
     engine: copies.CopyEngine | None
@@ -29,7 +29,7 @@ class Device(copies.Device, Protocol):
     prefetch_link: str
     infers_needs: bool
     keeps_budget: bool
-    views_need_bytes: bool
+    empties_storages: bool
 
     @property
     def unplanned_accesses(self) -> int: ...
@@ -46,6 +46,9 @@ class Device(copies.Device, Protocol):
 
     def begin_kernel(self, storages: list[ManagedStorage]) -> None:
         """A kernel begins that uses these: what the device moved by itself is told to the engine."""
+
+    def end_kernel(self) -> None:
+        """The kernel is over, or failed."""
 
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it

@@ -8,20 +8,23 @@ the arena itself, below Python (see penstock.runtime.arena).
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import functools
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from penstock import _native
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
-from penstock.runtime.storages import ManagedStorage
+from penstock.runtime.storages import AWAY, LEAVING, ManagedStorage
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
 from penstock.units import format_bytes_up
+
+logger = logging.getLogger("penstock")
 
 
 class CpuDevice:
@@ -34,9 +37,9 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
-    views_need_bytes = False
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
@@ -59,7 +62,6 @@ class CpuDevice:
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
         self._pending: dict[int, PendingTransfer] = {}  # by key: reads under way
         self._gone: set[int] = set()  # keys of what the arena took by itself
-        self._taken: set[int] = set()  # likewise, also where it has come back since
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
@@ -72,8 +74,12 @@ class CpuDevice:
             return False
         serial = self._serial(storage)
         if 0 < serial < self._first_serial:  # of an earlier run, and now of this one
-            self._foreign_bytes -= managed.size_bytes
-            self._set_budget()
+            if _native.arena_state(storage.data_ptr()) == "out":
+                self._gone.add(managed.key)
+                managed.state = AWAY
+            else:
+                self._foreign_bytes -= managed.size_bytes
+                self._set_budget()
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
@@ -105,7 +111,6 @@ class CpuDevice:
             if self._by_place.get(managed.place) is managed:
                 del self._by_place[managed.place]
             self._gone.discard(managed.key)
-            self._taken.discard(managed.key)
             if managed.slot is not None:
                 self.forget(managed, managed.slot)
                 managed.slot = None
@@ -125,33 +130,32 @@ class CpuDevice:
         self._spill.release(slot)
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        try:
-            _native.arena_guard(managed.place)
-        except ValueError:  # the arena took it a moment ago
+        _native.arena_guard(managed.place)
+        if _native.arena_state(managed.place) == "out":  # the arena took it a moment ago
+            managed.void = True
             self._note_events()
             done(None, [])
             return
         managed.guarded = True
-        self._taken.discard(managed.key)
-
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            assert self.engine is not None
-            with self.engine.lock:
-                self._note_events()
-                if managed.key in self._taken:  # amid the copy: what was written may be of other pages
-                    managed.void = True
-                    if isinstance(error, SpillError) and error.errno == errno.EFAULT:
-                        error = None
-                done(error, moved)
-
+        report = _report("disk_write", managed, done)
         self._spill.write(
             managed.slot,
             managed.place,
             _transfer_bytes(managed),
             storage,
-            _report("disk_write", managed, over),
+            functools.partial(self._written, managed, report),
             checksum=managed.lasts,
         )
+
+    def _written(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
+        """The copy is complete. Where the arena took the pages meanwhile it holds anything, and so it counts
+        for nothing: the arena has a copy of its own."""
+        assert self.engine is not None
+        with self.engine.lock:
+            self._note_events()
+            if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
+                transfer = transfer._replace(error=None)
+        report(transfer)
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not _native.arena_leave(
@@ -230,9 +234,10 @@ class CpuDevice:
             managed = self._by_place.get(address)
             if managed is None:
                 continue
+            if managed.state == LEAVING and not managed.queued:
+                managed.void = True  # it left while it was copied
             if what == "out":
                 self._gone.add(managed.key)
-                self._taken.add(managed.key)
                 managed.guarded = False
                 self.engine.note_gone(managed)
             else:
@@ -240,6 +245,9 @@ class CpuDevice:
                 was_gone = managed.key in self._gone
                 self._gone.discard(managed.key)
                 self.engine.note_arrived(managed, clean=not was_gone)
+
+    def end_kernel(self) -> None:
+        _native.arena_kernel_over()
 
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         return 0  # the arena has already let leave what it could
@@ -294,11 +302,20 @@ class CpuDevice:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
         movable = [managed for managed in storages if managed.movable]
-        away = [managed for managed in movable if _native.arena_state(managed.place) == "out"]
-        if self.in_memory_bytes() + sum(managed.size_bytes for managed in away) > self._budget_bytes:
+        if sum(managed.size_bytes for managed in movable) + self._fixed_bytes > self._budget_bytes:
+            self._lease.linger()
             return False
-        for managed in away:
-            _native.arena_bring_in(managed.place)
+        _native.arena_kernel_over()
+        try:
+            for managed in movable:
+                if _native.arena_state(managed.place) == "out":
+                    _native.arena_bring_in(managed.place)
+        except OSError as error:
+            logger.warning(
+                "tensors that are away could not be brought back, and come when they are touched: %s", error
+            )
+            self._lease.linger()
+            return False
         for managed in movable:
             _native.arena_forget_copy(managed.place)
         return True

@@ -13,7 +13,7 @@ import contextlib, json, resource, sys
 options = json.loads(sys.argv[1])
 import torch, torch._dynamo, penstock
 import torch.nn.functional as F
-from tests.disk.families import _Gpt
+from tests.support.families import _Gpt
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name + ":"))

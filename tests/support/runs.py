@@ -1,0 +1,112 @@
+"""Run a training program in memory and inside budgets, and compare what it computes bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+
+HARDWARE = penstock.Hardware(
+    device_bytes=1 << 40,
+    disk_bytes=8 << 30,
+    disk_read_bytes_per_s=2e9,
+    disk_write_bytes_per_s=2e9,
+    disk_read_latency_s=1e-4,
+    disk_write_latency_s=1e-4,
+    disk_shares_bus=False,
+    name="given",
+)
+EVERYTHING = 4096  # bytes: the arena's smallest block, so that every tensor of a small model pages
+
+Bits = list[bytes]
+Step = Callable[..., contextlib.AbstractContextManager[None]]
+# Given what opens a step, trains, and returns the bits of all that must be equal.
+Program = Callable[[Step], Bits]
+
+
+def bits(tensors: Iterable[torch.Tensor | None]) -> Bits:
+    """What the tensors hold, and their shapes, in memory that penstock does not count."""
+    found = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(b"none")
+            continue
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            tensor = tensor.coalesce().to_dense()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if tensor.dtype is torch.bfloat16:
+            tensor = tensor.view(torch.int16)
+        found.append(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+    return found
+
+
+def state_bits(optimizer: torch.optim.Optimizer) -> Bits:
+    """The bits of an optimizer's state."""
+    found: Bits = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.extend(bits([value]))
+        elif isinstance(value, dict):
+            for part in value.values():
+                collect(part)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                collect(part)
+        elif isinstance(value, (int, float)):
+            found.append(repr(value).encode())
+
+    collect(optimizer.state_dict()["state"])
+    return found
+
+
+def in_memory(program: Program) -> Bits:
+    """Run the program without penstock."""
+    torch.manual_seed(7)
+    return program(lambda kind=None: contextlib.nullcontext())
+
+
+def offloaded(
+    program: Program, budget: int | str, spill_dir: Path, **options: Any
+) -> tuple[Bits, penstock.Report]:
+    """Run the program inside a budget, with everything paging; model and optimizer are built inside."""
+    torch.manual_seed(7)
+    options = {"hardware": HARDWARE, "smallest_bytes": EVERYTHING} | options
+    with penstock.offload(device_budget=budget, spill_dir=spill_dir, **options) as run:
+        found = program(run.step)
+        return found, run.report()
+
+
+def budgets(program: Program, spill_dir: Path, *shares: float) -> list[int]:
+    """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1)."""
+    _, report = offloaded(program, "1GiB", spill_dir)
+    least, most = report.minimum_bytes, report.peak_bytes
+    return [int(least + share * (most - least)) for share in shares]
+
+
+def differences(expected: Bits, found: Bits) -> list[int]:
+    """Positions at which the two differ."""
+    assert len(expected) == len(found)
+    return [index for index, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]]
+
+
+def check_same(
+    program: Program, spill_dir: Path, *shares: float, **options: Any
+) -> list[tuple[int, penstock.Report]]:
+    """The program computes the same bits inside the budgets as in memory, and keeps them; the reports."""
+    expected = in_memory(program)
+    reports = []
+    for budget_bytes in budgets(program, spill_dir, *shares):
+        found, report = offloaded(program, budget_bytes, spill_dir, **options)
+        assert differences(expected, found) == [], f"budget {budget_bytes}"
+        assert report.peak_bytes <= budget_bytes
+        assert report.evicted_bytes > 0
+        reports.append((budget_bytes, report))
+    return reports
