@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.runtime.devices.direct import BOUNCE, Paths
 
 import penstock
+from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
 from penstock.storage.files import open_file
 from penstock.storage.spill import SpillSpace, Transfer
@@ -192,6 +192,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
     """Everything that leaves goes to disk: the host's memory is all staging."""
     return {
         "device_budget": "4GiB",
+        "smallest_bytes": 1,
         "spill_dir": tmp_path,
         "hardware": machine,
         "host_budget": "64MiB",
