@@ -5,7 +5,8 @@
 
 Every method trains the same transformer with AdamW on the same batches, in a process of its own: so each
 begins with an empty device, and one that fails ends alone. What is not installed is skipped, and the table
-says why. Times are medians of the steps after the first ones; memory is the allocator's peak of reserved bytes.
+says why. Times are medians of the steps after the first ones; memory is the peak of
+reserved bytes.
 """
 
 from __future__ import annotations
