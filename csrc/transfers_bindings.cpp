@@ -85,8 +85,8 @@ void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::
   }
 }
 
-Priority priority_of(unsigned number) {
-  if (number >= kPriorities) throw nb::value_error("no such priority");
+Priority priority_of(int number) {
+  if (number < 0 || number >= static_cast<int>(kPriorities)) throw nb::value_error("no such priority");
   return static_cast<Priority>(number);
 }
 
@@ -103,7 +103,7 @@ Request request_of(std::uint64_t token, const nb::tuple& fields) {
           nb::cast<std::uint64_t>(fields[2]),
           reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[3])),
           nb::cast<std::uint64_t>(fields[4]),
-          priority_of(nb::cast<unsigned>(fields[8]))};
+          priority_of(nb::cast<int>(fields[8]))};
 }
 
 bool submit(Transfers& self, const std::vector<std::uint64_t>& tokens, const nb::sequence& list) {

@@ -20,6 +20,7 @@ from io_bench.formats import FORMATS, Format
 from io_bench.measure import Sample, Tensors, remove
 from penstock.storage.aligned import view_at
 from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.transports import PREFETCH
 
 KINDS = ("write", "write+fsync", "cold read", "warm read")
 IN_FLIGHT = ("write in flight", "read in flight")
@@ -179,7 +180,8 @@ class Spilled:
 
     def start_read(self, index: int, on_done: Callable[[Transfer], None]) -> None:
         tensor = self.tensors.destinations[index]
-        self.space.read(self._extents[index], tensor.data_ptr(), tensor.nbytes, tensor, on_done)
+        extent = self._extents[index]
+        self.space.read(extent, tensor.data_ptr(), tensor.nbytes, tensor, on_done, priority=PREFETCH)
 
     def write(self, indices: Sequence[int]) -> None:
         """Write these tensors at once, and wait for all."""

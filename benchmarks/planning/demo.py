@@ -50,6 +50,6 @@ def demo_trace() -> penstock.Trace:
     """The iteration of examples/demo.py, with times from a roofline; no tensor is allocated to find it."""
     sys.path.insert(0, str(ROOT / "examples"))
     import gpt
-    from ways import trace_of
+    from methods import trace_of
 
     return trace_of(gpt.Config())

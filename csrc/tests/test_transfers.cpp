@@ -1,6 +1,8 @@
 // Whatever the device does, every request ends once, with its bytes or with an error.
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -152,7 +154,140 @@ void check_everything_moves(const Device::Faults& faults) {
   CHECK(memory == expected_memory);
 }
 
+// A device that ends operations only when it is told to, in the order they began.
+struct Gate {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::uint64_t> began;  // offsets, in this order
+  std::uint64_t in_flight_bytes = 0, most_bytes = 0;
+  std::size_t permits = 0;
+  bool woken = false;
+
+  void let(std::size_t count) {
+    const std::lock_guard lock(mutex);
+    permits += count;
+    changed.notify_all();
+  }
+  std::vector<std::uint64_t> wait_until_began(std::size_t count) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return began.size() >= count; });
+    return began;
+  }
+};
+
+class HeldDevice final : public Io {
+ public:
+  explicit HeldDevice(Gate& gate) : gate_(gate) {}
+  bool register_memory(std::byte*, std::size_t) override { return false; }
+  void prepare(const Operation& operation, std::uint64_t tag) override {
+    const std::lock_guard lock(gate_.mutex);
+    gate_.began.push_back(operation.offset);
+    gate_.in_flight_bytes += operation.size_bytes;
+    gate_.most_bytes = std::max(gate_.most_bytes, gate_.in_flight_bytes);
+    in_flight_.push_back({tag, static_cast<int>(operation.size_bytes)});
+    gate_.changed.notify_all();
+  }
+  void submit() override {}
+  void wait() override {
+    std::unique_lock lock(gate_.mutex);
+    gate_.changed.wait(lock, [&] { return gate_.woken || (gate_.permits > 0 && !in_flight_.empty()); });
+    gate_.woken = false;
+  }
+  bool next(Result& result) override {
+    const std::lock_guard lock(gate_.mutex);
+    if (gate_.permits == 0 || in_flight_.empty()) return false;
+    --gate_.permits;
+    result = in_flight_.front();
+    gate_.in_flight_bytes -= static_cast<std::uint64_t>(result.moved);
+    in_flight_.pop_front();
+    return true;
+  }
+  void wake() override {
+    const std::lock_guard lock(gate_.mutex);
+    gate_.woken = true;
+    gate_.changed.notify_all();
+  }
+
+ private:
+  Gate& gate_;
+  std::deque<Result> in_flight_;
+};
+
+// Token and place are the same number; `pieces` pieces each.
+Request asked_of(std::uint64_t number, Priority priority, std::byte* memory, std::uint64_t pieces = 1) {
+  return {number,  number % 2 == 0, Way::buffered,          true, kBuffered, kDirect, kAlignment,
+          number * 8 * kPiece, memory, pieces * kPiece, priority};
+}
+
 }  // namespace
+
+TEST(requests_begin_by_priority) {
+  std::vector<std::byte> memory(8 * kPiece);
+  Gate gate;
+  Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, {1, kPiece, kPiece, 1});
+  const auto submit = [&](std::uint64_t number, Priority priority, std::uint64_t pieces = 1) {
+    const auto asked = asked_of(number, priority, memory.data(), pieces);
+    CHECK(transfers.submit({&asked, 1}));
+  };
+  submit(0, Priority::evict, 3);
+  gate.wait_until_began(1);  // what has begun is not recalled; the rest of it is overtaken
+  submit(1, Priority::evict);
+  submit(2, Priority::prefetch);
+  submit(3, Priority::demand);
+  submit(4, Priority::prefetch, 2);
+  submit(5, Priority::evict);
+  submit(6, Priority::demand);
+  const std::uint64_t hurried[] = {5, 4, 3, 99};
+  transfers.hurry(hurried);
+  gate.let(100);
+  for (const auto& [token, error] : wait_for(transfers, 7)) CHECK(error == 0);
+  std::vector<std::uint64_t> order;
+  for (const auto offset : gate.began) order.push_back(offset / (8 * kPiece));
+  CHECK(order == (std::vector<std::uint64_t>{0, 3, 6, 5, 4, 4, 2, 0, 0, 1}));
+}
+
+TEST(only_a_demand_begins_beside_many_bytes) {
+  std::vector<std::byte> memory(8 * kPiece);
+  Gate gate;
+  Limits limits{8, kPiece, kPiece, 1};
+  limits.background_bytes = 2 * kPiece;
+  Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, limits);
+  std::vector<Request> evictions;
+  for (std::uint64_t number = 0; number < 6; ++number)
+    evictions.push_back(asked_of(number, number % 2 == 0 ? Priority::evict : Priority::prefetch, memory.data()));
+  CHECK(transfers.submit(evictions));
+  gate.wait_until_began(2);
+  gate.let(3);
+  gate.wait_until_began(5);
+  CHECK_EQUAL(gate.most_bytes, 2 * kPiece);
+  const auto demand = asked_of(7, Priority::demand, memory.data());
+  CHECK(transfers.submit({&demand, 1}));
+  CHECK_EQUAL(gate.wait_until_began(6).back(), 7 * 8 * kPiece);
+  CHECK_EQUAL(gate.most_bytes, 3 * kPiece);
+  const std::uint64_t last = 4;  // an eviction that waits for others, and is waited for now
+  transfers.hurry({&last, 1});
+  CHECK_EQUAL(gate.wait_until_began(7).back(), last * 8 * kPiece);
+  gate.let(100);
+  CHECK_EQUAL(wait_for(transfers, 7).size(), 7U);
+}
+
+TEST(close_gives_up_after_its_time_limit) {
+  std::vector<std::byte> memory(8 * kPiece);
+  Gate gate;
+  Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, {1, kPiece, kPiece, 1});
+  const auto asked = asked_of(0, Priority::evict, memory.data(), 2);
+  CHECK(transfers.submit({&asked, 1}));
+  gate.wait_until_began(1);
+  CHECK(!transfers.close(std::chrono::duration<double>(0.001)));
+  CHECK(!transfers.submit({&asked, 1}));
+  std::atomic<int> closed = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 3; ++thread) threads.emplace_back([&] { closed += transfers.close(); });
+  gate.let(2);
+  for (auto& thread : threads) thread.join();
+  CHECK_EQUAL(closed, 3);
+  CHECK_EQUAL(wait_for(transfers, 1).at(0), 0);
+}
 
 TEST(everything_moves_on_a_device_without_faults) {
   for (unsigned seed = 1; seed <= 6; ++seed) check_everything_moves({seed});

@@ -15,8 +15,8 @@ import torch
 import penstock
 from penstock import checkpoint, cli
 from penstock.checkpoint import loading
-from tests.support.families import FAMILIES
 from tests.disk.states import STATES, numbers, same, trained_gpt
+from tests.support.families import FAMILIES
 
 FLAT = {
     "weight": numbers(3000).view(50, 60),

@@ -15,8 +15,8 @@ import torch
 import penstock
 from penstock import checkpoint
 from penstock.checkpoint.pagecache import cached_share
-from tests.support.families import iterate, small_gpt, weights
 from tests.disk.states import STATES, bits, numbers, same, sharing, trained_gpt
+from tests.support.families import iterate, small_gpt, weights
 
 MODES = [None, True, False]
 

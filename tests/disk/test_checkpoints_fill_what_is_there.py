@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock
 from penstock import checkpoint
-from tests.support.families import FAMILIES, iterate, small_gpt, weights
 from tests.disk.states import STATES, bits, numbers, same, trained_gpt
+from tests.support.families import FAMILIES, iterate, small_gpt, weights
 
 MODES = [True, False]
 

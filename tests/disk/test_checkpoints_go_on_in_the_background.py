@@ -21,8 +21,8 @@ from penstock.errors import CheckpointError
 from penstock.storage.transports.contract import OnComplete, Request, Transport
 from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.posix import PosixTransport
-from tests.support.families import iterate, small_gpt, weights
 from tests.disk.states import STATES, numbers, same
+from tests.support.families import iterate, small_gpt, weights
 
 
 class HeldTransport:

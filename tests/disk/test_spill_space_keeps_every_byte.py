@@ -341,3 +341,39 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
         extent = space.allocate(100)
         with pytest.raises(InvalidArgument, match="do not fit"):
             space.write(extent, 0, 4097, None, lambda _: None)
+
+
+def test_a_file_to_swap_to_has_no_name_and_counts(tmp_path: Path) -> None:
+    with SpillSpace(tmp_path, capacity_bytes=16 * MIB) as space:
+        space.allocate(4 * MIB)
+        direct, buffered, capacity_bytes = space.swap_file()
+        assert capacity_bytes == 12 * MIB
+        assert space.swap_file(2 * MIB) == (direct, buffered, 2 * MIB)  # the same file
+        assert list(tmp_path.iterdir()) == []
+        status = os.fstat(buffered)
+        assert status.st_nlink == 0 and status.st_mode & 0o777 == 0o600
+        if direct >= 0:
+            assert os.path.sameopenfile(direct, buffered)
+        before_bytes = space.file_bytes
+        os.pwrite(buffered, os.urandom(8 * MIB), 3 * MIB)
+        os.fsync(buffered)
+        assert before_bytes + 8 * MIB <= space.file_bytes <= before_bytes + 9 * MIB
+        space.allocate(3 * MIB)
+        with pytest.raises(SpillSpaceFull, match=r"16\.00 MiB is full.*Raise disk_budget"):
+            space.allocate(3 * MIB)
+        os.ftruncate(buffered, 0)
+        space.allocate(3 * MIB)
+    with pytest.raises(OSError):
+        os.fstat(buffered)
+    with pytest.raises(SpillError, match="closed"):
+        space.swap_file()
+
+
+def test_a_file_to_swap_to_gets_what_the_disk_has_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpillSpace([tmp_path, tmp_path]) as space:
+        status = os.statvfs(tmp_path)
+        _, _, capacity_bytes = space.swap_file()
+        assert 0 < capacity_bytes <= status.f_blocks * status.f_frsize
+        assert space.file_bytes == 0

@@ -20,6 +20,9 @@ from hypothesis import strategies as st
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.files import open_file
 from penstock.storage.transports.contract import (
+    DEMAND,
+    EVICT,
+    PREFETCH,
     Completion,
     File,
     Kind,
@@ -43,15 +46,16 @@ class Case(NamedTuple):
     way: str
     has_direct: bool = True  # False: as on a file system that takes no direct I/O
     memory: Callable[[int], Memory] = Memory
+    workers: int = 4  # threads of its own that carry out requests
 
 
 CASES = {
     **{f"posix {way}": Case(PosixTransport, way) for way in PosixTransport.ways},
-    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct"),
+    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=3),
     "posix direct, none there": Case(PosixTransport, "direct", has_direct=False),
     "posix staged, none there": Case(PosixTransport, "staged", has_direct=False),
-    **{f"io_uring {way}": Case(UringTransport, way) for way in UringTransport.ways},
-    "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False),
+    **{f"io_uring {way}": Case(UringTransport, way, workers=1) for way in UringTransport.ways},
+    "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
     "faulty posix": Case(lambda: FaultyTransport(PosixTransport(), lambda request: 0), "direct"),
     "memory": Case(MemoryTransport, "direct"),
     "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped"),
@@ -64,6 +68,7 @@ class Bench:
     def __init__(self, transport: Transport, case: Case, file: File, path: Path) -> None:
         self.transport = transport
         self.way = case.way
+        self.workers = case.workers
         self._make_memory = case.memory
         self._memories: list[Memory] = []
         self.file = file
@@ -397,6 +402,98 @@ def test_memory_is_held_until_the_request_is_over_and_let_go_then(bench: Bench) 
     completing.set()
     assert gone.wait(WAIT_S)
     assert held_while_completing == [True]
+
+
+HELD_BYTES = (1 << 20) + 4096  # larger than what `posix` carries out at once
+
+
+class Hold:
+    """Keeps a transport still: every thread that could begin a request waits in a completion."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._released = threading.Event()
+        holding = threading.Semaphore(0)
+
+        def hold(_: Completion) -> None:
+            holding.release()
+            assert self._released.wait(WAIT_S)
+
+        memory = bench.memory()
+        request = bench.request("read", 0, memory.take(bytes(HELD_BYTES)), HELD_BYTES)
+        for _ in range(bench.workers):
+            bench.transport.submit([request], hold)
+        for _ in range(bench.workers):
+            assert holding.acquire(timeout=WAIT_S)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> None:
+    memory = bench.memory(8 * FILE_BYTES)
+    priorities = [EVICT, PREFETCH, DEMAND, PREFETCH, EVICT, DEMAND, PREFETCH, DEMAND, EVICT]
+    requests = [
+        bench.request(
+            "write" if index % 2 else "read",
+            index * HELD_BYTES,
+            memory.take(DATA[:HELD_BYTES]),
+            HELD_BYTES,
+            priority=priority,
+        )
+        for index, priority in enumerate(priorities)
+    ]
+    hold, gathered = Hold(bench), Gathered(len(requests))
+    for request in requests:
+        bench.transport.submit([request], gathered)
+    bench.transport.hurry([requests[8], requests[1], requests[2]])
+    hold.release()
+    began = sorted(gathered.wait(), key=lambda completion: completion.started_s)
+    order = [requests.index(completion.request) for completion in began]
+    assert set(order[3:5]) == {8, 1}  # hurried together
+    assert [index for index in order if index not in (8, 1)] == [2, 5, 7, 3, 6, 0, 4]
+    assert all(completion.error_number == 0 for completion in began)
+    memory_of_writes = {index * HELD_BYTES: DATA[:HELD_BYTES] for index in range(1, 9, 2)}
+    bench.check_changes(ORIGINAL, memory_of_writes)
+
+
+def test_what_was_hurried_is_not_changed_otherwise(bench: Bench) -> None:
+    memory = bench.memory()
+    address = memory.take(DATA[:5000])
+    requests = [bench.request("write", at, address, 5000, priority=EVICT) for at in (1, 9000, 20_000)]
+    hold, gathered = Hold(bench), Gathered(2 + 1)
+    bench.transport.submit(requests, gathered)
+    bench.transport.hurry(requests[1:])
+    bench.transport.hurry(requests[1:])
+    cancelled = bench.transport.cancel(requests[2:])
+    hold.release()
+    errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+    assert errors == {1: 0, 9000: 0, 20_000: errno.ECANCELED if cancelled else 0}
+    bench.transport.hurry(requests)  # they are over
+    bench.check_changes(ORIGINAL, {at: DATA[:5000] for at, error in errors.items() if not error})
+
+
+def test_an_unknown_priority_is_refused_before_anything_begins(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
+    for priority in (-1, EVICT + 1):
+        with pytest.raises((ValueError, TypeError)):
+            bench.run(request, request._replace(priority=priority))
+    bench.transport.close()
+    bench.check_changes(ORIGINAL, {})
+
+
+def test_close_gives_up_after_its_time_limit_and_can_be_called_again(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 1, memory.take(DATA[:HELD_BYTES]), HELD_BYTES, priority=EVICT)
+    hold, gathered = Hold(bench), Gathered(1)
+    bench.transport.submit([request], gathered)
+    assert not bench.transport.close(0.01)
+    with pytest.raises(ValueError, match="closed"):
+        bench.transport.submit([request], print)
+    hold.release()
+    assert bench.transport.close(WAIT_S)
+    assert gathered.wait()[0].error_number == 0
+    bench.check_changes(ORIGINAL, {1: DATA[:HELD_BYTES]})
 
 
 def test_close_waits_for_everything_and_is_idempotent(bench: Bench) -> None:

@@ -22,7 +22,6 @@ from penstock.storage.files import open_file
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from tests.support.families import _Gpt
 
 # The contract, for what follows as `bench`. Left out are the tests that allocate host memory themselves.
 from tests.disk.test_transport_contract import (  # noqa: F401
@@ -47,6 +46,7 @@ from tests.disk.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, firs
 
 # The families that are trained on a GPU, and how.
 from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, reproducible, train  # noqa: F401
+from tests.support.families import _Gpt
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Loss, every gradient, weights and optimizer state are those of the in-memory run, bit for bit, at any budget."""
+"""Loss, gradients, weights and optimizer state are those of the in-memory run, bit for bit, at any budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import torch
 
 import penstock
 from tests.support.families import FAMILIES
-from tests.support.runs import Bits, Program, Step, bits, budgets, differences, in_memory, offloaded, state_bits
+from tests.support.runs import (
+    Bits,
+    Program,
+    Step,
+    bits,
+    budgets,
+    differences,
+    in_memory,
+    offloaded,
+    state_bits,
+)
 
 STEPS = 6  # one that makes the optimizer's state, one traced, three recorded, one at full speed
 

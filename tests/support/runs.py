@@ -100,7 +100,7 @@ def differences(expected: Bits, found: Bits) -> list[int]:
 def check_same(
     program: Program, spill_dir: Path, *shares: float, **options: Any
 ) -> list[tuple[int, penstock.Report]]:
-    """The program computes the same bits inside the budgets as in memory, and keeps them. Gives the reports."""
+    """The program computes the same bits inside the budgets as in memory, and keeps them; the reports."""
     expected = in_memory(program)
     reports = []
     for budget_bytes in budgets(program, spill_dir, *shares):

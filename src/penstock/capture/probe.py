@@ -20,6 +20,7 @@ from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, Spil
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import Directories, SpillSpace, Transfer
+from penstock.storage.transports import EVICT
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -144,9 +145,11 @@ class _Batches:
             buffer = self.buffers[kind]
             start = self.spill.write if kind == "write" else self.spill.read
             address = buffer.address + index % places * self.size_bytes
-            start(extent, address, self.size_bytes, buffer, partial(on_done, kind))
+            # Of one priority, so that neither direction waits for the other.
+            start(extent, address, self.size_bytes, buffer, partial(on_done, kind), priority=EVICT)
         for _ in moves:
-            over.acquire()
+            if not over.acquire(timeout=self.spill.timeout_s):
+                raise self.spill.hang_error()
         for transfer in done["write"] + done["read"]:
             if transfer.error is not None:
                 raise transfer.error

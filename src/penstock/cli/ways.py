@@ -63,7 +63,8 @@ def _practise(space: SpillSpace, seconds: float) -> None:
                     over.release()
 
                 move(extent, buffer.address, size_bytes, buffer, on_done)
-                over.acquire()
+                if not over.acquire(timeout=space.timeout_s):
+                    raise space.hang_error()
                 if (error := transfers[0].error) is not None:
                     raise error
             space.release(extent)

@@ -202,8 +202,8 @@ class Clock(TorchDispatchMode):
         if not self.entered:
             return operator(*args, **kwargs)
         if not facts.is_kernel:
-            if self._device.views_need_bytes:
-                self._bring_back(args)
+            if self._device.empties_storages:
+                return self._view(operator, args, kwargs)
             return operator(*args, **kwargs)
         if types and any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor of another kind does it with operators on plain ones
@@ -212,6 +212,31 @@ class Clock(TorchDispatchMode):
             if parts is not None:
                 return join(operator, [self._run(operator, facts, *part) for part in parts])
         return self._run(operator, facts, args, kwargs)
+
+    def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch refuses a view of a storage that is empty."""
+        used: list[ManagedStorage] = []
+        with self._lock:
+            if self.storages.dead:
+                self.storages.bury()
+            for tensor in tensors_in(args):
+                for storage in _storages_of(tensor):
+                    managed = self.storages.find(storage)
+                    if managed is not None and managed.movable and managed not in used:
+                        used.append(managed)
+            for managed in used:
+                managed.pins += 1
+            try:
+                if any(managed.state > LEAVING for managed in used):
+                    self._engine.demand(used)
+            except BaseException:
+                self._unpin(used)
+                raise
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._unpin(used)
 
     def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered_s = perf_counter()
@@ -280,13 +305,13 @@ class Clock(TorchDispatchMode):
                     found = storages.find(storage)
                     if found is None:
                         found = storages.meet(storage, True)
-                        found.birth = kernel
+                        found.birth = kernel if self._in_step else -1
                         found.kind = _ACTIVATION
                         taken_bytes += found.size_bytes
                     made.append(found)
             self._unpin(used)
             if self._in_step:
-                self._number(made)
+                self._number(made, True)
                 schedule = self._schedule
                 if schedule is not None and schedule.known[kernel] != len(self._numbered):
                     self._mismatch()  # its numbers mean other tensors
@@ -334,20 +359,6 @@ class Clock(TorchDispatchMode):
                     self._collect(tensor, used)
         return used
 
-    def _bring_back(self, args: tuple[Any, ...]) -> None:
-        """A view is about to be made, of a storage that must have its size."""
-        with self._lock:
-            used: list[ManagedStorage] = []
-            for tensor in tensors_in(args):
-                self._collect(tensor, used)
-            if any(managed.state > LEAVING for managed in used):
-                for managed in used:
-                    managed.pins += 1
-                try:
-                    self._engine.demand(used)
-                finally:
-                    self._unpin(used)
-
     def _collect(self, tensor: torch.Tensor, used: list[ManagedStorage]) -> None:
         for storage in _storages_of(tensor):
             managed = self.storages.meet(storage)
@@ -365,13 +376,18 @@ class Clock(TorchDispatchMode):
 
     # -- the schedule --------------------------------------------------------------------------
 
-    def _number(self, touched: list[ManagedStorage]) -> None:
-        """Number what this step touches for the first time, as the trace does."""
+    def _number(self, touched: list[ManagedStorage], made: bool = False) -> None:
+        """Number what this step touches for the first time, as the trace does.
+
+        made   this kernel made them
+        """
         step = self._step
         for managed in touched:
             if managed.step != step:
                 managed.step = step
                 managed.index = len(self._numbered)
+                if not made and managed.kind == _ACTIVATION:
+                    managed.kind = -1  # made in another step, or between steps
                 self._numbered.append(managed)
 
     def _tensor(self, index: int) -> ManagedStorage | None:
@@ -403,7 +419,7 @@ class Clock(TorchDispatchMode):
         """Another schedule that agrees with the step so far; None where there is none."""
         seen = (*self._seen, name)
         for schedule in self._alternatives:
-            if schedule.names[: len(seen)] == seen and schedule.known[len(seen) - 2] == len(self._numbered):
+            if schedule.names[: len(seen)] == seen:
                 self._follow(schedule)
                 return schedule
         self._mismatch()

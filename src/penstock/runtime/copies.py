@@ -114,9 +114,11 @@ class Device(Protocol):
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
 
-    budget_bytes   of the device
-    victims        storages in the order in which they should leave, where nothing is planned
-    waits, moved   since `begin_step`
+    budget_bytes      of the device
+    victims           storages in the order in which they should leave, where nothing is planned
+    timeout_s         a wait in which no copy completes for so long ends with SpillError
+    in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
+    waits, moved      since `begin_step`
     """
 
     def __init__(
@@ -125,11 +127,13 @@ class CopyEngine:
         budget_bytes: int,
         victims: Callable[[], Iterable[ManagedStorage]] = tuple,
         timeout_s: float = TIMEOUT_S,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
         self._device = device
         self.budget_bytes = budget_bytes
         self.victims = victims
         self._timeout_s = timeout_s
+        self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._evictions: deque[ManagedStorage] = deque()  # that have not begun
@@ -145,6 +149,16 @@ class CopyEngine:
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
+
+    @property
+    def freeing_bytes(self) -> int:
+        """Of what is leaving, and released when its copy is complete."""
+        return self._freeing_bytes
+
+    @property
+    def in_flight_bytes(self) -> tuple[int, int]:
+        """Of copies that have begun: out of the device, and into it."""
+        return self._out_bytes, self._in_bytes
 
     @property
     def stall_s(self) -> float:
@@ -177,7 +191,7 @@ class CopyEngine:
                 self._release(managed)
             return
         storage = managed.storage()
-        if storage is None:
+        if storage is None or managed.pins:  # a kernel of another thread may be about to write to it
             return
         if managed.slot is None:
             managed.slot = self._device.reserve(managed, tier or self.tier)
@@ -295,7 +309,7 @@ class CopyEngine:
         if storage is None:
             return True
         if not self._device.prepare(managed, storage):
-            return False
+            return managed.state == RESIDENT
         managed.state = COMING
         managed.hold = storage
         self._reserved_bytes += managed.size_bytes
@@ -347,6 +361,7 @@ class CopyEngine:
         if used_bytes + size_bytes > self.budget_bytes:
             began_s = time.perf_counter()
             while True:
+                self._reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
                 short_bytes = used_bytes + size_bytes - self.budget_bytes
                 if short_bytes <= 0:
                     break
@@ -432,7 +447,7 @@ class CopyEngine:
         while self._prefetches:
             managed = self._prefetches[0]
             if managed.state == AWAY and managed.queued:
-                if self._in_bytes and self._in_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+                if self._in_bytes and self._in_bytes + managed.size_bytes > self._most_in_flight_bytes:
                     return
                 used_bytes = max(self._device.in_memory_bytes(), self._reserved_bytes)
                 if used_bytes + managed.size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
@@ -443,7 +458,7 @@ class CopyEngine:
     def _start_evictions(self) -> None:
         while self._evictions:
             managed = self._evictions[0]
-            if self._out_bytes and self._out_bytes + managed.size_bytes > IN_FLIGHT_BYTES:
+            if self._out_bytes and self._out_bytes + managed.size_bytes > self._most_in_flight_bytes:
                 return
             self._evictions.popleft()
             managed.queued = False
@@ -472,17 +487,21 @@ class CopyEngine:
     def _wait(self) -> None:
         """Until a copy completes. Raises what went wrong, or SpillError where none completes in time."""
         self.raise_error()
+        self._wait_for_copy()
+        self.raise_error()
+
+    def _wait_for_copy(self) -> None:
         before = self._completions
         deadline = time.monotonic() + self._timeout_s
         while self._completions == before:
             if not (self._out_bytes or self._in_bytes):
+                self._pump()  # one that could not begin left others behind in the queue
                 return
             if not self._changed.wait(min(1.0, self._timeout_s)) and time.monotonic() > deadline:
                 raise SpillError(
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
                 )
-        self.raise_error()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -492,7 +511,8 @@ class CopyEngine:
     # -- the end -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Drop what is queued, and wait for what is in flight."""
+        """Drop what is queued, and wait for what is in flight. Of what fails nothing is lost: it stays where
+        it is. Raises SpillError where no copy completes in time."""
         with self.lock:
             for managed in self._evictions:
                 managed.queued = False
@@ -505,11 +525,7 @@ class CopyEngine:
             self._prefetches.clear()
             self._reserved_bytes = 0
             while self._out_bytes or self._in_bytes:
-                error, self._error = self._error, None
-                try:
-                    self._wait()
-                finally:
-                    self._error = self._error or error
+                self._wait_for_copy()
 
     def note_arrived(self, managed: ManagedStorage, clean: bool) -> None:
         """The device brought the storage back by itself."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from penstock.capture.operators import tensors_in
@@ -18,8 +19,8 @@ from penstock.capture.operators import tensors_in
 # So many answers are kept: shapes that change at every step must not fill memory.
 MOST_ANSWERS = 1 << 14
 
-_VALUES = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout)
-_VALUES += (torch.memory_format,)
+_VALUES: tuple[type, ...] = (int, float, bool, str, complex, type(None))
+_VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Needs:
@@ -63,7 +64,8 @@ class Needs:
         self.inferred += 1
         mode = self._mode
         try:
-            with mode, torch.no_grad():
+            # Other modes of the program must not see what is only tried.
+            with _disable_current_modes(), mode, torch.no_grad():
                 fake_args, fake_kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
                 given = {id_ for tensor in tensors_in((fake_args, fake_kwargs)) for id_ in _storage(tensor)}
                 result = operator(*fake_args, **fake_kwargs)

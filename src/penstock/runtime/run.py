@@ -219,8 +219,8 @@ class Offload:
         require_policy(policy)
         if _open:
             raise InvalidArgument(
-                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several models "
-                "too. Close it before you begin another one"
+                f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
+                "models too. Close it before you begin another one"
             )
         if device_budget_bytes <= 0:
             raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
@@ -365,6 +365,7 @@ class Offload:
         if entry is not None:
             known.remove(entry)
             known.insert(0, entry)  # the likeliest next time
+            self.trace, self.plan = entry.trace, entry.plan
             (self._recorded_times_s if recording else self._step_times_s).append(step_s)
             self._stalls_s.append(engine.stall_s)
             if clock.touched_bytes > GROWTH * sum(entry.schedule.tensor_bytes):
@@ -381,7 +382,10 @@ class Offload:
             if len(known) < MOST_KINDS:
                 self._recording_wanted.discard(kind)
                 # The step that makes the optimizer's state is not seen again.
-                known.insert(0, self._planned(trace, None, wait=not known and _makes_state(recording)))
+                made = self._planned(trace, None, wait=not known and _makes_state(recording))
+                known.insert(0, made)
+                if self.plan is None:
+                    self.trace, self.plan = made.trace, made.plan
             return
         grown = int(trace.tensor_bytes.sum()) > GROWTH * int(entry.trace.tensor_bytes.sum())
         entry.recordings_left = max(entry.recordings_left - 1, 0)
@@ -393,6 +397,7 @@ class Offload:
             return
         if entry.recordings_left or grown:
             known[0] = self._planned(trace, entry)
+            self.trace, self.plan = known[0].trace, known[0].plan
         else:  # the first steps are over: others can use what they taught
             self._spill.save_tables()
 
@@ -405,7 +410,6 @@ class Offload:
             fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
             trace = replace(trace, kernel_time_s=fastest_s)
         if wait:
-            self.trace = trace
             return _Kind(trace, None, unplanned(trace), RECORDINGS)
         try:
             made = make_plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
@@ -420,7 +424,6 @@ class Offload:
                 return replace(before, recordings_left=left)
             logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
             entry = _Kind(trace, None, unplanned(trace), 0)
-        self.trace, self.plan = trace, entry.plan
         resident.release_free_memory()  # what the solver took
         return entry
 
@@ -454,7 +457,9 @@ class Offload:
         if self.trace is None or not self._steps:
             raise PenstockError("nothing to report yet: run at least one step to its end")
         if self.plan is None and (waiting := next((k for k in self._kinds.get(None, ()) if k.waits), None)):
-            self._kinds[None][self._kinds[None].index(waiting)] = self._planned(waiting.trace, waiting)
+            made = self._planned(waiting.trace, waiting)
+            self._kinds[None][self._kinds[None].index(waiting)] = made
+            self.trace, self.plan = made.trace, made.plan
         predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
         times_s = self._step_times_s or self._recorded_times_s[-1:]
         moved, device = self._last_moved, self._device

@@ -57,6 +57,9 @@ class DirectionQueue(Generic[T]):
         if transfer.priority == DEMAND and not self.is_idle:
             transfer.measured = False
             self.give_up_measuring()
+        if not self.waiting_count and self._alone is None and not transfer.measured:  # most of them
+            self.in_flight.add(transfer)
+            return [transfer]
         self._waiting[transfer.priority].append(transfer)
         self.waiting_count += 1
         return self.take_ready()
@@ -78,7 +81,7 @@ class DirectionQueue(Generic[T]):
         self.progress_s = max(self.progress_s, now_s)
         if self._alone is transfer:
             self._alone = None
-        return self.take_ready()
+        return self.take_ready() if self.waiting_count else []
 
     def give_up_measuring(self) -> None:
         """Have nobody wait: neither the one in flight nor those that wait are measured any more."""

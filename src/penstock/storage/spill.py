@@ -158,7 +158,7 @@ class SpillSpace:
         self._watch: threading.Timer | None = None  # while something waits for its turn
         self._hangs = False  # `close` gave up
         self._starting = threading.local()
-        self._telling = 0  # transfers that are over, of which somebody is being told
+        self._telling: set[PendingTransfer] = set()  # they are over, and somebody is being told
         self._asked: dict[Kind, int] = {"write": 0, "read": 0}
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -533,14 +533,16 @@ class SpillSpace:
                     self.read_bytes += size_bytes
                 self.moved_bytes_by_way[name] += size_bytes
             ready = self._queues[kind].ended(transfer, now_s)
-            self._telling += 1
+            self._telling.add(transfer)
         try:
             transfer.on_done(Transfer(error, *times))
         finally:
-            with self._lock:
-                self._telling -= 1
-                self._tell_if_idle()
-            self._start_all(ready)
+            self._telling.discard(transfer)
+            if self._closed:
+                with self._lock:
+                    self._tell_if_idle()
+            if ready:
+                self._start_all(ready)
 
     def _tell_if_idle(self) -> None:
         if self._closed and self._is_idle():

@@ -19,7 +19,7 @@ class Device(copies.Device, Protocol):
     unplanned_accesses          that were served so far
     infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget                by itself, where an allocation would exceed it
-    views_need_bytes            of a storage that is away no view can be made
+    empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
     """
 
     engine: copies.CopyEngine | None
@@ -29,7 +29,7 @@ class Device(copies.Device, Protocol):
     prefetch_link: str
     infers_needs: bool
     keeps_budget: bool
-    views_need_bytes: bool
+    empties_storages: bool
 
     @property
     def unplanned_accesses(self) -> int: ...

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.runtime.copies import EVICT, CopyEngine, Done, Moved
+from penstock.runtime.copies import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
@@ -141,6 +141,8 @@ class AcceleratorDevice:
     evict_link = "device_to_host"
     prefetch_link = "host_to_device"
     admits_anywhere = False  # memory must come from the stream of the kernels
+    empties_storages = True
+    keeps_budget = False
     infers_needs = True
     unplanned_accesses = 0  # they raise
 
@@ -191,7 +193,7 @@ class AcceleratorDevice:
         self._known_bytes = 0  # of movable storages that are on the device
         self._other_bytes = 0  # of everything else, when the allocator was last asked
         self._asked = 0
-        self._peak_bytes = self._fragments_bytes = self._before_bytes = 0
+        self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
         driver.limit(before.reserved_bytes + budget_bytes)
 
     # -- which storages ------------------------------------------------------------------------
@@ -211,6 +213,10 @@ class AcceleratorDevice:
             return
         if managed.state != AWAY:
             self._known_bytes -= managed.size_bytes
+        self._forget_copy(managed)
+
+    def _forget_copy(self, managed: ManagedStorage) -> None:
+        managed.clean = False
         if managed.slot is not None:
             self.forget(managed, managed.slot)
             managed.slot = None
@@ -250,6 +256,7 @@ class AcceleratorDevice:
         self._driver.resize(storage, 0, managed.place)
         self._driver.set_access_error(storage, AWAY_TEXT)
         self._known_bytes -= managed.size_bytes
+        self._emptied_bytes += managed.size_bytes
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         return True
@@ -288,6 +295,9 @@ class AcceleratorDevice:
         self._queues[False, managed.slot.tier].put(
             priority, Copy(managed, storage, managed.slot.block, ready, done)
         )
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        self._queues[False, managed.slot.tier].hurry(managed, DEMAND)
 
     def _record(self, stream: Any) -> Any:
         try:
@@ -502,13 +512,15 @@ class AcceleratorDevice:
         self._driver.synchronize()
         self._driver.reset_peaks()
         self._before_bytes = self._driver.memory().allocated_bytes
+        self._emptied_bytes = 0
 
     def end_measuring(self) -> None:
         self._driver.synchronize()
 
     def workspace_bytes(self) -> int:
         memory = self._driver.memory()
-        return max(0, memory.peak_allocated_bytes - max(memory.allocated_bytes, self._before_bytes))
+        after_bytes = memory.allocated_bytes + self._emptied_bytes  # what left meanwhile is no workspace
+        return max(0, memory.peak_allocated_bytes - max(after_bytes, self._before_bytes))
 
     def synchronize(self) -> None:
         for stream in self._streams:
@@ -540,6 +552,7 @@ class AcceleratorDevice:
         for managed in storages:
             storage = managed.storage()
             if storage is None or managed.state != AWAY:
+                self._forget_copy(managed)
                 continue
             error: object = "no memory"
             if self.prepare(managed, storage):
@@ -547,7 +560,8 @@ class AcceleratorDevice:
                 if (error := over.get()) is not None:
                     self.give_up(managed, storage)
                 elif self.engine is not None:
-                    self.engine.note_arrived(managed, clean=True)
+                    self.engine.note_arrived(managed, clean=False)
+                    self._forget_copy(managed)
             if error is not None:
                 left_bytes += managed.size_bytes
                 logger.warning(

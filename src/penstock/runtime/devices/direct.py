@@ -95,7 +95,7 @@ class Paths:
         copy.wait()  # no stream carries it out that could wait
         assert copy.storage is not None
         move = self._spill.write_from_gpu if kind == "write" else self._spill.read_to_gpu
-        transfer = _wait_for(move, copy.block, copy.storage)
+        transfer = _wait_for(self._spill, move, copy.block, copy.storage)
         if transfer.error is not None:
             return transfer.error, []
         # It occupies both links at once.
@@ -110,21 +110,27 @@ class Paths:
         read = torch.zeros(TRIAL_BYTES, dtype=torch.uint8).to(device)
         try:
             extent = self._spill.allocate(TRIAL_BYTES, on_disk=True)
-            try:
-                for move, content in ((self._spill.write_from_gpu, written), (self._spill.read_to_gpu, read)):
-                    transfer = _wait_for(move, extent, content.untyped_storage())
-                    if transfer.error is not None:
-                        return str(transfer.error)
-            finally:
-                self._spill.release(extent)
+            for move, content in ((self._spill.write_from_gpu, written), (self._spill.read_to_gpu, read)):
+                transfer = _wait_for(self._spill, move, extent, content.untyped_storage())
+                if transfer.error is not None:
+                    break
+            self._spill.release(extent)  # not where the trial hangs: it may still write there
+            if transfer.error is not None:
+                return str(transfer.error)
         except PenstockError as error:
             return str(error)
         return None if torch.equal(written, read) else "bytes come back from it other than they were written"
 
 
 def _wait_for(
-    move: Callable[[Extent, int, int, object, OnDone], Any], extent: Extent, storage: torch.UntypedStorage
+    spill: SpillSpace,
+    move: Callable[[Extent, int, int, object, OnDone], Any],
+    extent: Extent,
+    storage: torch.UntypedStorage,
 ) -> Transfer:
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     move(extent, storage.data_ptr(), storage.nbytes(), storage, over.put)
-    return over.get()
+    try:
+        return over.get(timeout=spill.timeout_s)
+    except queue.Empty:  # the transfer has the memory and the extent, for ever
+        raise spill.hang_error() from None

@@ -85,6 +85,15 @@ class CopyQueue:
             heapq.heappush(self._waiting, (priority, next(self._count), copy))
             self._changed.notify()
 
+    def hurry(self, managed: ManagedStorage, priority: int) -> None:
+        """A copy of the storage that still waits is as urgent as ``priority`` now."""
+        with self._changed:
+            for index, (before, count, copy) in enumerate(self._waiting):
+                if copy.managed is managed and priority < before:
+                    self._waiting[index] = (priority, count, copy)
+                    heapq.heapify(self._waiting)
+                    return
+
     def close(self, timeout_s: float) -> None:
         """Carry out what waits, then end the thread. A copy that hangs is not waited for for longer."""
         with self._changed:

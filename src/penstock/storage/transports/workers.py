@@ -55,6 +55,8 @@ class Workers:
         for request in requests:
             if request.way not in self._ways:
                 raise ValueError(f"there is no way {request.way!r}, only {', '.join(self._ways)}")
+            if not DEMAND <= request.priority <= EVICT:
+                raise ValueError(f"there is no priority {request.priority}, only {DEMAND} to {EVICT}")
         if self._closed:
             raise ValueError("the transport is closed")
 

@@ -1,0 +1,143 @@
+"""Every wait for a disk ends, with an error that names the disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import SpillError
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.sharing import add_tables, read_tables
+from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.tables import Entry, Tables
+from penstock.storage.transports import EVICT, TRANSPORTS, Request
+from penstock.storage.transports.memory import MemoryTransport
+
+WAIT_S = 30
+SIZE = 64 << 10
+
+
+@pytest.fixture
+def disk() -> Iterator[threading.Event]:
+    """Until this is set the disk answers nothing."""
+    answers = threading.Event()
+    yield answers
+    answers.set()
+
+
+@pytest.fixture
+def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch) -> SpillSpace:
+    def wait(_: Request) -> int:
+        assert disk.wait(WAIT_S)
+        return 0
+
+    monkeypatch.setitem(TRANSPORTS, "hanging", lambda: MemoryTransport(1, fault=wait))
+    return SpillSpace(tmp_path, ways=["hanging direct"], timeout_s=0.1)
+
+
+def is_named(error: SpillError | None, directory: Path) -> bool:
+    assert error is not None
+    return str(directory) in str(error) and "hangs" in str(error) and error.errno == errno.ETIMEDOUT
+
+
+def test_what_waits_for_its_turn_fails(space: SpillSpace, disk: threading.Event, tmp_path: Path) -> None:
+    buffer = AlignedBuffer(SIZE)
+    over: list[threading.Event] = [threading.Event() for _ in range(3)]
+    results: dict[int, Transfer] = {}
+
+    def start(number: int) -> None:
+        def on_done(transfer: Transfer) -> None:
+            results[number] = transfer
+            over[number].set()
+
+        space.write(space.allocate(SIZE), buffer.address, SIZE, buffer, on_done, priority=EVICT)
+
+    for number in range(3):  # the first is measured, and hangs; the others wait for it
+        start(number)
+    assert over[1].wait(WAIT_S) and over[2].wait(WAIT_S)
+    assert is_named(results[1].error, tmp_path) and is_named(results[2].error, tmp_path)
+    assert not over[0].is_set()  # its memory is in use
+    disk.set()
+    assert over[0].wait(WAIT_S)
+    assert results[0].error is None
+    space.close()
+
+
+def test_close_gives_up_and_what_has_not_begun_fails(
+    space: SpillSpace, disk: threading.Event, tmp_path: Path
+) -> None:
+    buffer, transfers = AlignedBuffer(SIZE), []
+    extents = [space.allocate(SIZE) for _ in range(4)]
+    for extent in extents[:2]:
+        space.write(extent, buffer.address, SIZE, buffer, transfers.append, priority=EVICT)
+    # Demands wait for no measurement: these are in the transport, which has one thread.
+    for extent in extents[2:]:
+        space.write(extent, buffer.address, SIZE, buffer, transfers.append, priority=0)
+    with pytest.raises(SpillError) as refused:
+        space.close()
+    assert is_named(refused.value, tmp_path)
+    assert len(transfers) == 3
+    assert all(is_named(transfer.error, tmp_path) for transfer in transfers)
+    with pytest.raises(SpillError, match="hangs"):
+        space.close()
+    assert space.file_bytes > 0
+    disk.set()  # it comes back after all
+    while len(transfers) < 4:
+        assert disk.wait(WAIT_S)
+    assert transfers[3].error is None
+
+
+def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ways.json"
+    tables = Tables(
+        (Entry(class_bytes=1 << 20, kind="write", way="x", domain="disk", samples=3, s_per_byte=1e-9),)
+    )
+    add_tables(path, "disk", tables)
+    holder = os.open(tmp_path / ".ways.json.lock", os.O_RDWR)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        add_tables(path, "other", tables, timeout_s=0.02)
+    finally:
+        os.close(holder)
+    assert str(tmp_path / ".ways.json.lock") in caplog.text and "was not saved" in caplog.text
+    assert read_tables(path, "other") == Tables()
+    add_tables(path, "other", tables, timeout_s=0.02)
+    assert read_tables(path, "other") == tables
+
+
+# A pipe that nobody writes to hangs as a disk does, in the kernel.
+HANGING_READ = """
+import os, sys
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.transports import uring
+from penstock.storage.transports.contract import File, Request
+
+try:
+    transport = uring.UringTransport()
+except uring.TransportUnavailable as reason:
+    sys.exit(f"unavailable: {reason}")
+reading, writing = os.pipe()
+buffer = AlignedBuffer(4096)
+transport.submit([Request("read", File(reading), 0, buffer.address, 4096, "buffered")], print)
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["assert not transport.close(0.05)", "uring.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
+)
+def test_a_process_ends_though_io_uring_waits_for_its_disk(then: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING_READ + then], check=False, capture_output=True, text=True, timeout=60
+    )
+    if "unavailable" in ended.stderr:
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 0, ended.stderr
+    assert "the disk hangs" in ended.stderr

@@ -1,0 +1,112 @@
+"""Random programs on the checked accelerator: the bits of the plain run, never more than the budget, no race.
+
+A few hundred by default; ``PENSTOCK_PROGRAMS=10000`` runs so many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.capture.recorder import make_trace
+from penstock.runtime.clock import Recording
+from penstock.runtime.schedule import Action, Evict, Prefetch, Release, Schedule, unplanned
+from penstock.storage.spill import SpillSpace
+from tests.support.checked import checked_run
+from tests.support.programs import begin, make_program, run_step
+
+PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "300"))
+PARTS = 10
+
+
+@pytest.fixture(scope="module")
+def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
+    directory = tmp_path_factory.mktemp("spill")
+    with SpillSpace(directory, ways=["posix buffered"], page_cache_bytes=64 << 20) as space:
+        yield space
+
+
+def bits(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [tensor.contiguous().clone().numpy().tobytes() for tensor in tensors]
+
+
+def random_schedule(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Any actions at any kernel: a plan is advice, and this one is bad."""
+    before: list[list[Action]] = [[] for _ in range(schedule.kernels)]
+    tensors = len(schedule.uses)
+    for _ in range(rng.randint(0, 3 * schedule.kernels)):
+        tensor = rng.randrange(tensors)
+        action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), Prefetch(tensor)])
+        before[rng.randrange(schedule.kernels)].append(action)
+    away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
+    return Schedule(
+        schedule.names,
+        schedule.known,
+        tuple(map(tuple, before)),
+        tuple(away),
+        schedule.needs_bytes,
+        schedule.uses,
+        schedule.persistent,
+        schedule.tensor_bytes,
+    )
+
+
+def run_plainly(seed: int) -> list[bytes]:
+    program = make_program(seed)
+    values = begin(program)
+    found: list[bytes] = []
+    for kind in program.order:
+        found += bits(run_step(program, values, kind))
+    return found + bits([values[number].detach() for number in sorted(values)])
+
+
+def run_inside(
+    seed: int, spill: SpillSpace, budget_bytes: int, **options: object
+) -> tuple[list[bytes], int, int]:
+    """The bits, the largest kernel, and how many bytes moved."""
+    program, rng = make_program(seed), random.Random(seed)
+    host_bytes = rng.choice([0, 1 << 12, 1 << 16])
+    with checked_run(spill, budget_bytes, seed=seed, host_bytes=host_bytes, **options) as run:  # type: ignore[arg-type]
+        values = begin(program)
+        found: list[bytes] = []
+        known: dict[int, Schedule] = {}
+        for kind in program.order:
+            recording = Recording() if kind not in known else None
+            likely = [known[kind]] if kind in known else list(known.values())
+            run.engine.begin_step()
+            run.device.begin_step()
+            run.clock.begin_step(likely, recording)
+            results = run_step(program, values, kind)
+            run.clock.end_step()
+            if recording is not None and recording.kernels:
+                trace = make_trace(recording.kernels, recording.tensors, measured=True)
+                known[kind] = random_schedule(unplanned(trace), rng)
+            found += bits(results)
+            del results
+        found += bits([values[number].detach() for number in sorted(values)])
+        moved = sum(copy.size_bytes for copy in run.engine.moved)
+        return found, run.driver.kernel_bytes, moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs(part: int, spill: SpillSpace) -> None:
+    moved = 0
+    for seed in range(part, PROGRAMS, PARTS):
+        expected = run_plainly(seed)
+        found, kernel_bytes, _ = run_inside(seed, spill, 1 << 30)
+        assert found == expected, f"program {seed}, everything in memory"
+        rng = random.Random(seed)
+        budget_bytes = kernel_bytes + rng.choice([0, 0, 512, 2048, 8192])
+        try:
+            found, _, moved_bytes = run_inside(seed, spill, budget_bytes)
+        except Exception as error:
+            raise AssertionError(f"program {seed} in {budget_bytes} bytes") from error
+        assert found == expected, f"program {seed} in {budget_bytes} bytes"
+        moved += moved_bytes
+    assert moved > 0
+    assert spill.used_bytes == 0

@@ -1,0 +1,130 @@
+"""Single situations of the copy engine, each of which once went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from penstock.errors import SpillError
+from penstock.runtime.copies import CopyEngine
+from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
+from tests.support.scripted import ScriptedDevice
+
+PIECE = 100
+
+
+class Bench:
+    """Storages of 100 bytes on a device of ``budget`` bytes."""
+
+    def __init__(self, budget: int = 10 * PIECE, *, anywhere: bool = False, **limits: float) -> None:
+        self.device = ScriptedDevice(anywhere=anywhere)
+        self.storages = Storages(lambda *_: True, lambda managed: None, 1)
+        self.engine = CopyEngine(
+            self.device,
+            budget,
+            lambda: list(self.storages.by_use.values()),
+            **limits,  # type: ignore[arg-type]
+        )
+        self.kept: list[torch.UntypedStorage] = []
+
+    def make(self) -> ManagedStorage:
+        storage = torch.UntypedStorage(PIECE)
+        storage.fill_(len(self.kept))
+        self.kept.append(storage)
+        managed = self.storages.meet(storage, True)
+        self.device.take(managed.key, managed.size_bytes)
+        return managed
+
+    def away(self) -> ManagedStorage:
+        managed = self.make()
+        self.engine.evict(managed, release=True)
+        self.device.finish(self.device.pending[-1])
+        assert managed.state == AWAY
+        return managed
+
+
+def test_what_stays_queued_when_another_cannot_begin_is_begun_later() -> None:
+    bench = Bench(3 * PIECE, in_flight_bytes=PIECE, timeout_s=5.0)
+    first, second, third = bench.make(), bench.make(), bench.make()
+    for managed in (first, second, third):
+        bench.engine.evict(managed, release=True)
+    bench.device.trouble = 1.0
+    bench.device.finish(bench.device.pending[0])  # the second cannot begin, the third stays queued
+    bench.device.trouble = 0.0
+    assert (first.state, second.state, third.state) == (AWAY, RESIDENT, LEAVING)
+    bench.engine.begin_step()
+
+    with bench.device.serving(bench.engine):
+        bench.engine.make_room(2 * PIECE)
+
+    assert third.state == AWAY
+
+
+def test_what_a_kernel_of_another_thread_may_write_is_not_copied() -> None:
+    bench = Bench()
+    managed = bench.make()
+    managed.pins += 1
+    bench.engine.will_write(managed)
+    bench.engine.evict(managed, release=True)
+    assert managed.state == RESIDENT and not bench.device.pending
+    managed.pins -= 1
+    bench.engine.evict(managed, release=True)
+    assert managed.state == LEAVING and bench.device.pending
+
+
+def test_prefetches_do_not_take_the_room_that_a_kernel_waits_for() -> None:
+    bench = Bench(4 * PIECE, anywhere=True, timeout_s=5.0)
+    wanted = [bench.away() for _ in range(2)]
+    for _ in range(4):
+        bench.make()
+    for managed in wanted:
+        bench.engine.prefetch(managed)  # there is no room
+
+    with bench.device.serving(bench.engine):
+        bench.engine.make_room(2 * PIECE)
+        bench.device.take(-1, 2 * PIECE)
+
+    assert [managed.state for managed in wanted] == [AWAY, AWAY]
+    assert bench.device.in_memory_bytes() <= 4 * PIECE
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda bench, managed: bench.engine.make_room(bench.engine.budget_bytes),
+        lambda bench, managed: bench.engine.demand([managed]),
+        lambda bench, managed: bench.engine.free(PIECE),
+        lambda bench, managed: bench.engine.drain(),
+    ],
+    ids=["make_room", "demand", "free", "drain"],
+)
+def test_every_wait_for_a_disk_that_hangs_ends(wait: Callable[[Bench, ManagedStorage], None]) -> None:
+    bench = Bench(timeout_s=0.05)
+    managed = bench.away()
+    bench.engine.evict(bench.make(), release=True)
+
+    with pytest.raises(SpillError, match="the disk of the test does not answer"), bench.engine.lock:
+        wait(bench, managed)
+
+
+def test_a_disk_that_answers_again_is_used_again() -> None:
+    bench = Bench(timeout_s=0.05)
+    managed = bench.away()
+    with pytest.raises(SpillError), bench.engine.lock:
+        bench.engine.demand([managed])
+    bench.engine.begin_step()
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([managed])
+    assert managed.state == RESIDENT
+
+
+def test_a_copy_that_fails_does_not_end_drain_before_the_others_are_over() -> None:
+    bench = Bench(timeout_s=5.0)
+    for managed in (bench.make(), bench.make()):
+        bench.engine.evict(managed, release=True)
+    bench.device.finish(bench.device.pending[0], SpillError("Input/output error"))
+    with bench.device.serving(bench.engine):
+        bench.engine.drain()
+    assert bench.engine.in_flight_bytes == (0, 0)

@@ -1,0 +1,187 @@
+"""A device whose copies are over when a test says so, in any order, with any error.
+
+Storages are storages in CPU memory, emptied and filled again. The bytes of a copy are moved when it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError, SpillError, SpillSpaceFull
+from penstock.runtime.copies import CopyEngine, Done, Moved
+from penstock.runtime.storages import ManagedStorage
+
+MOST_QUESTIONS = 100_000
+
+
+class Pending:
+    """A copy that has begun."""
+
+    def __init__(self, out: bool, managed: ManagedStorage, storage: Any, done: Done) -> None:
+        self.out, self.managed, self.storage, self.done = out, managed, storage, done
+
+
+class ScriptedDevice:
+    """See penstock.runtime.copies.Device.
+
+    random    decides which copy is over next, and which are over before their call returns
+    trouble   probability that a call fails: no space, no memory now, an error at once
+    pending   copies that have begun
+    """
+
+    place_text = "the disk of the test"
+
+    def __init__(
+        self, seed: int = 0, *, anywhere: bool = True, trouble: float = 0.0, at_once: float = 0.0
+    ) -> None:
+        self.random = random.Random(seed)
+        self.admits_anywhere = anywhere
+        self.trouble = trouble
+        self.at_once = at_once
+        self.pending: list[Pending] = []
+        self.slots: dict[int, bytes] = {}
+        self.live: dict[int, int] = {}  # bytes on the device, by key
+        self.peak_bytes = 0
+        self.questions = 0
+        self.engine: CopyEngine | None = None
+        self.kernels_thread = threading.get_ident()
+        self._numbers = 0
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def in_memory_bytes(self) -> int:
+        self.questions += 1
+        assert self.questions < MOST_QUESTIONS, "the engine spins"
+        return sum(self.live.values())
+
+    def take(self, key: int, size_bytes: int) -> None:
+        self.live[key] = size_bytes
+        self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+
+    # -- the protocol ------------------------------------------------------------------------------
+
+    def _in_trouble(self) -> bool:
+        return self.random.random() < self.trouble
+
+    def reserve(self, managed: ManagedStorage, tier: str) -> int:
+        if self._in_trouble():
+            raise SpillSpaceFull("the disk of the test is full")
+        self._numbers += 1
+        self.slots[self._numbers] = b""
+        return self._numbers
+
+    def forget(self, managed: ManagedStorage, slot: int) -> None:
+        assert not any(copy.managed is managed for copy in self.pending), (
+            "forgotten while a copy is under way"
+        )
+        del self.slots[slot]
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        assert storage.nbytes() == managed.size_bytes, "copied out, and not there"
+        self._begin(Pending(True, managed, storage, done))
+
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        assert self.admits_anywhere or threading.get_ident() == self.kernels_thread
+        assert storage.nbytes() == 0, "prepared, and there"
+        if self._in_trouble() and self.engine is not None and any(self.engine.in_flight_bytes):
+            return False
+        storage.resize_(managed.size_bytes)
+        self.take(managed.key, managed.size_bytes)
+        return True
+
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
+    ) -> None:
+        self._begin(Pending(False, managed, storage, done))
+
+    def _begin(self, copy: Pending) -> None:
+        if self._in_trouble():
+            raise SpillError("the copy cannot begin")
+        assert not any(other.managed is copy.managed for other in self.pending), "two copies at once"
+        self.pending.append(copy)
+        if self.random.random() < self.at_once:
+            self.finish(copy)
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        assert not managed.pins, "released while a kernel uses it"
+        assert self.slots[managed.slot] == content(storage), "released, and its copy is another"
+        storage.resize_(0)
+        del self.live[managed.key]
+        return True
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        pass
+
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        return True
+
+    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+        del self.live[managed.key]
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        pass
+
+    def is_gone(self, managed: ManagedStorage) -> bool:
+        return False
+
+    # -- the end of copies -------------------------------------------------------------------------
+
+    def finish(self, copy: Pending, error: PenstockError | None = None) -> None:
+        """The copy is over; on this thread."""
+        self.pending.remove(copy)
+        managed, storage = copy.managed, copy.storage
+        copy.storage = None
+        if error is None:
+            if copy.out:
+                self.slots[managed.slot] = content(storage)
+            else:
+                fill(storage, self.slots[managed.slot])
+        elif not copy.out:
+            fill(storage, b"\xa5" * managed.size_bytes)
+        else:
+            self.slots[managed.slot] = b"\xa5" * managed.size_bytes
+        del storage
+        moved = [
+            Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, managed.size_bytes)
+        ]
+        copy.done(error, moved if error is None else [])
+
+    @contextlib.contextmanager
+    def serving(self, engine: CopyEngine) -> Iterator[None]:
+        """Copies are over, one after the other in any order, whenever the engine waits."""
+        stop = threading.Event()
+
+        def serve() -> None:
+            while not stop.is_set():
+                with engine.lock:
+                    for _ in range(self.random.randint(1, 2)):
+                        if self.pending:
+                            self.finish(self.random.choice(self.pending))
+                time.sleep(2e-4)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        with engine.lock:
+            thread.start()
+            try:
+                yield
+            finally:
+                stop.set()
+        thread.join()
+
+
+def content(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+def fill(storage: torch.UntypedStorage, data: bytes) -> None:
+    assert len(data) == storage.nbytes(), "the slot holds bytes of another size"
+    ctypes.memmove(storage.data_ptr(), data, len(data))
