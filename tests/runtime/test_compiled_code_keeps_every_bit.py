@@ -32,14 +32,34 @@ pytestmark = [
 WIDTH = 64
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))).sin())  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def build(whole: bool) -> nn.Module:
     torch.manual_seed(3)
-    blocks = [
-        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        for _ in range(4)
-    ]
-    model = nn.Sequential(*blocks)
-    for part in [model] if whole else blocks:
+    model = Blocks()
+    for part in [model] if whole else model.blocks:
         part.compile()
     return model
 
@@ -86,7 +106,7 @@ def test_regions_are_kernels(tmp_path: Path) -> None:
         assert run.trace is not None
         names = run.trace.kernel_name
     assert sum("inductor_compiled_code" in name for name in names) == 8, "4 forward, 4 backward"
-    assert not any(name.startswith("addmm") for name in names)
+    assert not any(name.removeprefix("aten.").startswith("addmm") for name in names)
 
 
 def test_compiled_before(tmp_path: Path) -> None:
