@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo demo-samples test lint bench bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan
+.PHONY: setup demo demo-samples test lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan
 
 setup: $(INSTALLED)
 
@@ -31,8 +31,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A quarter of an hour on two cores that do nothing else, 4 GB of free disk and 8 GB of memory.
 bench: setup
 	$(BIN)/python benchmarks/step_time.py -o out/step_time.json
+
+# Needs root, for a memory control group and a swap file: half an hour, 8 GB of free disk.
+bench-limit: setup
+	$(BIN)/python benchmarks/memory_limit.py -o out/memory_limit.json
+
+bench-shapes: setup
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[bench-train]'
+	$(BIN)/python benchmarks/changing_shapes.py -o out/changing_shapes.json
 
 # Needs 10 GB of free disk and 8 GB of memory, and a machine that does nothing else for half an hour.
 bench-io: setup

@@ -1,15 +1,17 @@
-"""Seconds and resident bytes of one training step, by the way memory is managed.
+"""Seconds and bytes of one training step, by the method that manages memory.
 
     python benchmarks/step_time.py -o out/step_time.json
 
-The ways take turns, step by step, in processes that live throughout: in memory (the reference),
-torch.utils.checkpoint on each block, penstock at 45 % of the activations' memory, penstock at the
-peak of checkpointing, and saved-tensor hooks that write every tensor to a file and read it back.
-Each trains the same GPT from the same seed on the same batches; losses and weights are compared
-bit for bit after the timing. The files of the last way go through the page cache and are never
-synced; penstock's transfers bypass the page cache where the disk allows it, never synced either.
+The methods take turns, step by step, in processes that live throughout: in memory (the reference),
+torch.utils.checkpoint on each block, saved-tensor hooks that write every tensor to a file and read it back,
+and penstock with budgets from a fifth of the whole in-memory peak (weights, gradients, optimizer state and
+activations) to one that holds everything. With penstock the model is built inside the budget. Each trains the
+same GPT from the same seed on the same batches; losses, weights and optimizer state are compared bit for bit
+after the timing. The files of the hooks go through the page cache and are never synced; penstock's transfers
+bypass the page cache where the disk allows it, never synced either.
 
-The JSON holds every sample. See `--quick` for a check that it all works, in less than a minute.
+The JSON holds every sample, and penstock's own reports. See `--quick` for a check that it all works, in less
+than two minutes; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +40,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import gpt  # noqa: E402
+from methods import UNSETTLED_STEPS, Job, Result, Worker, trace_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from ways import UNSETTLED_STEPS, Job, Result, Worker, trace_of  # noqa: E402
 
 import penstock  # noqa: E402
-from penstock.core.pressure import minimum_bytes  # noqa: E402
-from penstock.units import format_bytes, format_bytes_up, format_seconds  # noqa: E402
+from penstock.units import format_bytes, format_seconds  # noqa: E402
 
-FRACTION = 0.45
-QUICK = gpt.Config(layers=12, width=64, heads=4, context=64, batch=2)
+PERCENT = (105, 65, 35, 20)  # of the whole in-memory peak
 REFERENCE = "in memory"
 
 
@@ -56,75 +56,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=24, help="of each way; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=24, help="of each method; default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument(
-        "--spill-dir", default=tempfile.gettempdir(), metavar="DIR", help="default: %(default)s"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, for a few steps")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "out" / "step_time.json", metavar="FILE")
+    add_common_arguments(parser, "step_time")
     options = parser.parse_args(arguments)
     if options.steps <= UNSETTLED_STEPS:
         parser.error(f"--steps: give {UNSETTLED_STEPS + 1} or more")
 
     steps = UNSETTLED_STEPS + 2 if options.quick else options.steps
-    config = replace(QUICK if options.quick else gpt.Config(batch=options.batch), seed=options.seed)
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    config = replace(gpt.QUICK if options.quick else gpt.Config(batch=options.batch), seed=options.seed)
+    console = wide_console()
+    peak_bytes = trace_of(config).peak_bytes
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
         hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
         hardware.save(hardware_file)
-        jobs, left_out = plan_jobs(config, hardware_file, options.spill_dir)
+        jobs = {
+            name: Job(name, config, spill_dir=options.spill_dir)
+            for name in (REFERENCE, "checkpoint", "files")
+        }
+        for percent in PERCENT:
+            jobs[f"penstock, {percent} %"] = Job(
+                "penstock",
+                config,
+                device_budget_bytes=peak_bytes * percent // 100,
+                hardware_file=str(hardware_file),
+                spill_dir=options.spill_dir,
+            )
         results = measure(jobs, steps, console)
 
     summaries = {name: summary(jobs[name], result, results[REFERENCE]) for name, result in results.items()}
     document = {
-        "benchmark": "step_time",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "machine": machine(),
+        **heading("step_time"),
         "hardware": msgspec.to_builtins(hardware),
-        "versions": versions(),
         "config": asdict(config),
+        "in_memory_peak_bytes": peak_bytes,
         "unsettled_steps": UNSETTLED_STEPS,
-        "left_out": left_out,
-        "ways": summaries,
+        "methods": summaries,
     }
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
     console.print(drawn(summaries))
-    for name, reason in left_out.items():
-        console.print(f"{name}: left out, {reason}")
-    console.print(f"wrote {options.output}")
+    write(document, options.output, console)
     return 0
 
 
-def plan_jobs(
-    config: gpt.Config, hardware_file: Path, spill_dir: str
-) -> tuple[dict[str, Job], dict[str, str]]:
-    """What each way is to do, by name; and what is left out, and why."""
-    trace, checkpointed = trace_of(config), trace_of(replace(config, checkpoint=True))
-    minimum = minimum_bytes(trace)
-    budgets = {
-        f"penstock at {FRACTION:.0%}": trace.persistent_bytes
-        + int(FRACTION * (trace.peak_bytes - trace.persistent_bytes)),
-        "penstock at checkpoint's peak": checkpointed.peak_bytes,
-    }
-    jobs = {way: Job(way, config, spill_dir=spill_dir) for way in (REFERENCE, "checkpoint", "files")}
-    left_out = {}
-    for name, budget in budgets.items():
-        if budget < minimum:
-            left_out[name] = f"{format_bytes(budget)} is below the minimum of {format_bytes_up(minimum)}"
-        else:
-            jobs[name] = Job("penstock", config, budget, str(hardware_file), spill_dir=spill_dir)
-    return jobs, left_out
+# -- what the benchmarks of training share ---------------------------------------------------------
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "--spill-dir", default=tempfile.gettempdir(), metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, for a few steps")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "out" / f"{name}.json", metavar="FILE")
+
+
+def wide_console() -> Console:
+    console = Console(highlight=False)
+    console.width = max(console.width, 150)
+    return console
 
 
 def measure(jobs: dict[str, Job], steps: int, console: Console) -> dict[str, Result]:
-    """Let the ways take turns; each round begins with another one."""
+    """Let the methods take turns; each round begins with another one."""
     names = list(jobs)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(job)) for name, job in jobs.items()}
@@ -140,7 +134,8 @@ def measure(jobs: dict[str, Job], steps: int, console: Console) -> dict[str, Res
 
 
 def summary(job: Job, result: Result, reference: Result) -> dict[str, Any]:
-    lower, median, upper = statistics.quantiles(result.settled_s, n=4, method="inclusive")
+    """As a row of the table, and of the document. Ratios are to the reference."""
+    lower, median, upper = quartiles(result.settled_s)
     return {
         "device_budget_bytes": job.device_budget_bytes or None,
         "median_s": median,
@@ -150,28 +145,81 @@ def summary(job: Job, result: Result, reference: Result) -> dict[str, Any]:
         "peak_resident_bytes": result.peak_resident_bytes,
         "memory_ratio": result.peak_resident_bytes / reference.peak_resident_bytes,
         "same_bits": result.same_bits(reference),
+        "report": msgspec.to_builtins(result.report),
         "loss": [step.loss for step in result.steps],
         "samples_s": [step.step_s for step in result.steps],
     }
 
 
+def quartiles(samples_s: Sequence[float]) -> tuple[float, float, float]:
+    if len(samples_s) == 1:
+        return (samples_s[0],) * 3
+    lower, median, upper = statistics.quantiles(samples_s, n=4, method="inclusive")
+    return lower, median, upper
+
+
 def drawn(summaries: dict[str, dict[str, Any]]) -> Table:
-    columns = ("", "median", "of in memory", "least", "quartiles", "peak resident", "of in memory", "bits")
-    table = Table(*columns, box=None)
+    columns = (
+        "",
+        "step",
+        "ratio",
+        "least",
+        "quartiles",
+        "predicted",
+        "stalls",
+        "clock",
+        "moved out, in",
+        "budget",
+        "peak",
+        "predicted",
+        "resident",
+        "bits",
+    )
+    table = Table(*columns, box=None, padding=(0, 1))
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for name, row in summaries.items():
+        report = row["report"]
+        own = [""] * 7
+        if report is not None:
+            own = [
+                format_seconds(report["predicted_step_s"]),
+                format_seconds(report["stall_s"]),
+                format_seconds(report["clock_s"]),
+                f"{format_bytes(report['evicted_bytes'])}, {format_bytes(report['loaded_bytes'])}",
+                format_bytes(report["device_budget_bytes"]),
+                format_bytes(report["peak_bytes"]),
+                format_bytes(report["predicted_peak_bytes"]),
+            ]
         table.add_row(
             name,
             format_seconds(row["median_s"]),
             f"{row['ratio']:.2f} x",
             format_seconds(row["min_s"]),
             " - ".join(map(format_seconds, row["quartiles_s"])),
+            *own,
             format_bytes(row["peak_resident_bytes"]),
-            f"{row['memory_ratio']:.0%}",
             "equal" if row["same_bits"] else "DIFFERENT",
         )
     return table
+
+
+def heading(benchmark: str) -> dict[str, Any]:
+    """What was measured, when, where and with what."""
+    return {
+        "benchmark": benchmark,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def write(document: dict[str, Any], path: Path, console: Console) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    console.print(f"wrote {path}")
 
 
 def commit() -> str:
@@ -193,6 +241,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": os.getloadavg(),
     }
 

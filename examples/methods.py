@@ -110,7 +110,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._steps: list[Step] = []
-        self._is_built = False
+        self._is_loaded = self._is_built = False
         command = [sys.executable, __file__]
         if job.control_group:  # the whole process, from its first byte on
             members = str(Path(job.control_group) / "cgroup.procs")
@@ -126,7 +126,8 @@ class Worker:
 
     def build(self) -> None:
         """Wait until its code is loaded, and let it build the model. `step` does so too."""
-        self.wait_until_loaded()
+        if not self._is_loaded:
+            self.wait_until_loaded()
         self._send({"do": "build"})
         self._is_built = True
 
@@ -134,6 +135,7 @@ class Worker:
         """Python, torch and all code are loaded then, and nothing of the training is in memory."""
         if self._receive() != {"loaded": True}:
             raise RuntimeError(f"{self.job.method}: the process did not say that it is ready")
+        self._is_loaded = True
 
     def step(self) -> Step:
         """Let it train one step, and wait for that."""

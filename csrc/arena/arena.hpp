@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -24,15 +25,16 @@
 
 namespace penstock {
 
-// Blocks of this size and more have chunks of their own. Smaller ones share chunks, in a region of
-// their own, so that long-lived ones do not pin big chunks.
-inline constexpr std::size_t kLargeBytes = std::size_t{1} << 20;
+// Blocks of this size and more have chunks of addresses of their own, and memory for what they need of
+// them. Smaller ones share chunks, in a region of their own, so that long-lived ones do not pin big chunks.
+inline constexpr std::size_t kLargeBytes = std::size_t{256} << 10;
+inline constexpr std::size_t kGivenUpCounts = 65'536;
 inline constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
 struct ArenaStats {
   std::uint64_t in_use_bytes = 0;          // as requested, of the blocks alive
   std::uint64_t peak_in_use_bytes = 0;     // since reset_peak
-  std::uint64_t resident_bytes = 0;        // of the frames held
+  std::uint64_t resident_bytes = 0;        // memory held
   std::uint64_t peak_resident_bytes = 0;   // since reset_peak
   std::uint64_t limit_bytes = kUnlimited;  // what resident_bytes is kept below, where blocks allow it
   std::uint64_t serial = 0;                // of the newest block; the first has 1
@@ -69,7 +71,7 @@ class Arena {
  public:
   explicit Arena(std::size_t reserve_bytes);
 
-  bool usable() const { return frames_.base() != nullptr; }
+  bool usable() const { return frames_.base() != nullptr && given_up_now_.usable() && given_up_here_.usable(); }
   // Empty if blocks can leave on this system.
   const std::string& paging_problem() const { return paging_problem_; }
   bool contains(const void* address) const {
@@ -88,13 +90,16 @@ class Arena {
   void trim();
   void reset_peak();
   ArenaStats stats() const;
+  // Of stats(), without waiting for anyone.
+  std::uint64_t in_memory_bytes() const { return in_memory_bytes_.load(std::memory_order_relaxed); }
   std::optional<ArenaBlock> block(const void* address) const;
 
   // Of the calls below, those on a block give kUnknown where none starts at the address.
   enum class Answer { kYes, kNo, kUnknown, kError };
 
   // A kernel begins on this thread: pins the blocks that hold these addresses, and those that it will
-  // allocate, until it is over or the next one begins. Gives the number of events pending. With `blocks_out`, counts those that the arena has moved out: bring_in_pinned.
+  // allocate, until it is over or the next one begins. Gives the number of events pending. With
+  // `blocks_out`, counts those that the arena has moved out: see bring_in_moved.
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
   void kernel_over();
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
@@ -126,9 +131,10 @@ class Arena {
   // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why.
   Answer serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes);
 
-  // Around fork(), so that the child finds the arena whole. In the child no block leaves.
+  // Around fork(), so that the child finds the arena whole. In the child no block leaves, and one whose
+  // copy the parent has given up since is refused (ESTALE): other bytes may be in its place.
   void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
+  void unlock_in_parent();
   void unlock_in_child();
 
  private:
@@ -147,17 +153,24 @@ class Arena {
   std::optional<std::size_t> place(std::size_t owned_bytes) const;
   std::optional<std::size_t> place_large(std::size_t owned_bytes) const;
   std::optional<std::size_t> room_without_frames(std::size_t size_bytes) const;
-  std::optional<std::size_t> occupy(std::size_t owned_bytes, bool* no_addresses);
+  std::optional<std::size_t> occupy(std::size_t owned_bytes, std::size_t memory_bytes, bool* no_addresses);
+  void recycle(std::size_t offset, std::size_t owned_bytes, std::size_t memory_bytes);
+  bool cool_one();
+  std::size_t held_bytes() const { return frames_.held_bytes() + scratch_bytes_; }
+  std::size_t free_bytes() const { return frames_.free_bytes() + warm_bytes_; }
+  void hold_at_most(std::uint64_t size_bytes);
 
   // What is in memory.
   void count_in(std::size_t requested_bytes);
   void note_peaks();
   bool pages() const { return stats_.budget_bytes != kUnlimited && paging_problem_.empty() && !in_child_; }
-  bool fits(std::size_t requested_bytes, std::size_t frame_bytes) const;
-  bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t frame_bytes, Need need);
-  Block* victim(Need need, bool frames_wanted, const std::vector<std::uint64_t>& tried) const;
+  bool fits(std::size_t requested_bytes, std::size_t memory_bytes) const;
+  bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
+  Block* victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const;
   bool evict(Lock& lock, Block& block);
-  std::shared_ptr<const Copy> hold_extent(std::size_t offset, std::size_t size_bytes);
+  std::shared_ptr<const Copy> hold(Copy copy);
+  bool given_up(std::uint64_t serial) const;
+  std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);
   void note_event(Block& block, Block::Event event);
@@ -176,10 +189,18 @@ class Arena {
   Frames frames_;
   std::size_t large_begin_ = 0;  // offsets below it hold blocks under kLargeBytes
   Ranges small_, large_;         // free addresses
+  // Copies from before a fork that were given up since, counted by serial number of their block. A child
+  // sees what the parent counts, and compares it with what was counted when it was forked.
+  SparseTable<std::atomic<std::uint32_t>> given_up_now_;
+  SparseTable<std::uint32_t> given_up_here_;
+  std::uint64_t forks_ = 0;
+  // Released blocks that end in a tail, which still have their memory: a block of the same size takes both.
+  std::set<Ranges::Range> warm_;  // memory, offset
+  std::size_t warm_bytes_ = 0;
   SparseTable<Block*> small_pages_, large_chunks_;  // whose they are
+  SwapFile swap_;  // outlives the copies in it
   std::unordered_map<std::uint64_t, std::unique_ptr<Block>> blocks_;  // by serial
   UseOrder use_;
-  SwapFile swap_;
   std::uint64_t tick_ = 1;
   pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
   std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial
@@ -188,7 +209,8 @@ class Arena {
   std::size_t reads_ = 0;   // into landings, under way
   std::size_t scratch_bytes_ = 0;  // of landings outside of the arena's addresses
   bool in_child_ = false;
-  ArenaStats stats_;
+  std::atomic<std::uint64_t> in_memory_bytes_{0};  // changed with the lock held
+  ArenaStats stats_;  // but for what is counted elsewhere
 };
 
 }  // namespace penstock

@@ -246,6 +246,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_forget_copy", &forget_copy, nb::arg("address"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);
+  module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });
   module.def("arena_set_fault_timeout", &set_fault_timeout, nb::arg("seconds"));
 }
 

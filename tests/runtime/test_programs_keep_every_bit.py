@@ -293,7 +293,10 @@ def test_complex_numbers_and_their_views(tmp_path: Path) -> None:
             for row in self.filter:
                 spectrum = torch.fft.rfft(self.mix(x)) * row
                 parts = torch.view_as_real(spectrum)
-                x = torch.tanh(torch.fft.irfft(torch.view_as_complex(parts * 0.5).conj())) + spectrum.real.mean()
+                x = (
+                    torch.tanh(torch.fft.irfft(torch.view_as_complex(parts * 0.5).conj()))
+                    + spectrum.real.mean()
+                )
             return x
 
     check_same(trained(Spectral, square_loss), tmp_path, 0.15)

@@ -74,7 +74,10 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 def same(found: object, wanted: object) -> bool:
     return bool(
-        all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(found, wanted, strict=True))  # type: ignore[call-overload]
+        all(
+            np.array_equal(np.asarray(one), np.asarray(other))
+            for one, other in zip(found, wanted, strict=True)
+        )  # type: ignore[call-overload]
     )
 
 

@@ -9,27 +9,16 @@ import numpy as np
 
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
-from penstock.core.trace import KINDS, FloatArray, IntArray, Trace
+from penstock.core.trace import KINDS, Trace
 from penstock.errors import PenstockError
-from penstock.report.plot import FAINT, GRID, INK
-from penstock.report.presence import device_bytes_by_kind, thinned
+from penstock.report.plot import FAINT, GRID, INK, KIND_COLOURS, RESERVED, RESERVED_COLOUR
+from penstock.report.presence import stack_bytes, thinned
 from penstock.report.rows import Row
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# From the bottom of the stack to its top, with colours.
-KIND_COLOURS = {
-    "weight": "#56657a",
-    "optimizer_state": "#8b99ac",
-    "gradient": "#c8b68a",
-    "input": "#9dbb8f",
-    "activation": "#e9ae7d",
-    "workspace": "#d5dbe3",
-}
-assert set(KIND_COLOURS) == set(KINDS)
-RESERVED, RESERVED_COLOUR = "reserved for copies", "#eef1f5"
 MEASURED_COLOUR = "#0b3c5d"
 
 TALL, CUT = 4.0, 2.2  # in budgets: a peak above the first is cut off at the second
@@ -148,7 +137,7 @@ def figure(
 def _memory(
     go: Any, trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | None, sizes: Sizes
 ) -> list[Any]:
-    times_s, stack = _stack(trace, plan, predicted)
+    times_s, stack = stack_bytes(trace, plan, predicted, SAMPLES)
     drawn = []
     names = {KINDS.index(kind): colour for kind, colour in KIND_COLOURS.items()}
     layers = [(KINDS[kind].replace("_", " "), colour, stack[:, kind]) for kind, colour in names.items()]
@@ -186,22 +175,6 @@ def _memory(
             )
         )
     return drawn
-
-
-def _stack(trace: Trace, plan: Plan, predicted: Timeline) -> tuple[FloatArray, IntArray]:
-    """Times [N] and bytes [N, kinds + 1]; the last column is what the simulator counts beyond the kinds:
-    memory that copies have been given and do not fill yet."""
-    times_s, kinds = device_bytes_by_kind(trace, plan, predicted)
-    samples = predicted.memory.get("device", ())
-    if not samples or not len(times_s):
-        return times_s, np.pad(kinds, ((0, 0), (0, 1)))
-    sample_s = np.array([sample.time_s for sample in samples])
-    total = np.array([sample.size_bytes for sample in samples], dtype=np.int64)
-    grid = np.unique(np.concatenate([times_s, sample_s]))
-    by_kind = kinds[np.maximum(np.searchsorted(times_s, grid, side="right") - 1, 0)]
-    in_use = total[np.maximum(np.searchsorted(sample_s, grid, side="right") - 1, 0)]
-    beyond = np.maximum(in_use - by_kind.sum(axis=1), 0)
-    return thinned(grid, np.column_stack([by_kind, beyond]), SAMPLES)
 
 
 def _top(chart: Figure, trace: Trace, plan: Plan, predicted: Timeline, sizes: Sizes) -> float:

@@ -12,18 +12,30 @@ import numpy as np
 from penstock.core.hardware import LINKS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import PHASES, Trace
+from penstock.core.trace import KINDS, PHASES, Trace
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.report.presence import stack_bytes
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-PREDICTED, PREDICTED_FILL, MEASURED = "#6fa8c9", "#d8e8f1", "#0b3c5d"
+MEASURED = "#0b3c5d"
 PHASE_COLOURS = dict(zip(PHASES, ("#8fb8d0", "#33658a", "#b9a779"), strict=True))
 PHASE_SHADES = dict(zip(PHASES, ("#ffffff", "#f3f6f8", "#ffffff"), strict=True))
 OUT_OF_DEVICE, INTO_DEVICE, STALL = "#3a9188", "#8c6bb1", "#d1343c"
+# From the bottom of the stack to its top, with colours.
+KIND_COLOURS = {
+    "weight": "#56657a",
+    "optimizer_state": "#8b99ac",
+    "gradient": "#c8b68a",
+    "input": "#9dbb8f",
+    "activation": "#e9ae7d",
+    "workspace": "#d5dbe3",
+}
+assert set(KIND_COLOURS) == set(KINDS)
+RESERVED, RESERVED_COLOUR = "reserved for copies", "#eef1f5"
 LINK_COLOURS = {
     "device_to_host": OUT_OF_DEVICE,
     "host_to_device": INTO_DEVICE,
@@ -34,6 +46,7 @@ LINK_ORDER = ("device_to_host", "disk_write", "disk_read", "host_to_device")
 assert set(LINK_ORDER) == set(LINKS)
 
 SIZE_INCHES, DOTS_PER_INCH = (16, 10), 100
+SAMPLES = 1600  # of a curve, at most: about one for each pixel
 SMALLEST_GAP = 1 / 2000  # of the time axis: bars closer than this are drawn as one
 
 Interval = tuple[float, float]
@@ -119,11 +132,7 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
         label="everything in memory",
         zorder=2,
     )
-    times_s, sizes = _curve(timelines["predicted"])
-    axes.fill_between(times_s, sizes * scale, step="post", color=PREDICTED_FILL, linewidth=0, zorder=1)
-    axes.step(
-        times_s, sizes * scale, where="post", color=PREDICTED, linewidth=1.4, label="predicted", zorder=3
-    )
+    _draw_kinds(axes, trace, plan, timelines["predicted"], scale)
     if "measured" in timelines:
         times_s, sizes = _curve(timelines["measured"])
         axes.step(
@@ -132,7 +141,6 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
     lines = [
         ("budget", plan.device_budget_bytes, INK, "-", 1.6),
         ("minimum", plan.minimum_bytes, FAINT, (0, (1, 2)), 1.4),
-        ("weights and\noptimizer state", trace.persistent_bytes, FAINT, (0, (1, 4)), 1.0),
     ]
     top = max(trace.peak_bytes, plan.device_budget_bytes) * scale * 1.1
     axes.set_ylim(0, top)
@@ -150,12 +158,41 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
             linespacing=1.25,
         )
     axes.legend(
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=11, labelcolor=INK
+        loc="lower left",
+        bbox_to_anchor=(-0.006, 0.995),
+        ncols=9,
+        frameon=False,
+        fontsize=10.5,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.4,
     )
     axes.set_ylabel(f"device memory ({unit})", color=INK, fontsize=12)
     axes.grid(axis="y", color=GRID, linewidth=0.8, zorder=0)
     _strip(axes)
     axes.tick_params(axis="x", length=0)
+
+
+def _draw_kinds(axes: Axes, trace: Trace, plan: Plan, predicted: Timeline, scale: float) -> None:
+    """What the plan keeps on the device, kind upon kind."""
+    times_s, stack = stack_bytes(trace, plan, predicted, SAMPLES)
+    layers = [(kind, colour, stack[:, KINDS.index(kind)]) for kind, colour in KIND_COLOURS.items()]
+    layers.append((RESERVED, RESERVED_COLOUR, stack[:, len(KINDS)]))
+    below = np.zeros(len(times_s))
+    for name, colour, sizes in layers:
+        if sizes.any():
+            above = below + sizes * scale
+            axes.fill_between(
+                times_s,
+                below,
+                above,
+                step="post",
+                color=colour,
+                linewidth=0,
+                zorder=1,
+                label=name.replace("_", " "),
+            )
+            below = above
 
 
 def _curve(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:

@@ -68,6 +68,25 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
     return changes.total()
 
 
+def stack_bytes(trace: Trace, plan: Plan, predicted: Timeline, points: int) -> tuple[FloatArray, IntArray]:
+    """At most ``points`` times [N], and bytes [N, len(KINDS) + 1] from each on.
+
+    The last column is what the simulator counts beyond the kinds: memory that copies have been given and do
+    not fill yet.
+    """
+    times_s, kinds = device_bytes_by_kind(trace, plan, predicted)
+    samples = predicted.memory.get("device", ())
+    if not samples or not len(times_s):
+        return times_s, np.pad(kinds, ((0, 0), (0, 1)))
+    sample_s = np.array([sample.time_s for sample in samples])
+    total = np.array([sample.size_bytes for sample in samples], dtype=np.int64)
+    grid = np.unique(np.concatenate([times_s, sample_s]))
+    by_kind = kinds[np.maximum(np.searchsorted(times_s, grid, side="right") - 1, 0)]
+    in_use = total[np.maximum(np.searchsorted(sample_s, grid, side="right") - 1, 0)]
+    beyond = np.maximum(in_use - by_kind.sum(axis=1), 0)
+    return thinned(grid, np.column_stack([by_kind, beyond]), points)
+
+
 def kernel_times(trace: Trace, timeline: Timeline) -> tuple[FloatArray, FloatArray]:
     """[K] when each kernel started, and [K] when it ended; those of the ideal where it is not shown."""
     starts_s, ends_s = trace.start_s[:-1].copy(), trace.start_s[1:].copy()
