@@ -80,33 +80,92 @@ std::optional<std::size_t> Arena::room_without_frames(std::size_t size_bytes) co
 }
 
 // Addresses with memory. Nothing if there are none; errno says whether memory is what lacks (ENOMEM).
-std::optional<std::size_t> Arena::occupy(std::size_t owned_bytes, bool* no_addresses) {
-  const auto offset = place(owned_bytes);
+std::optional<std::size_t> Arena::occupy(std::size_t owned_bytes, std::size_t memory_bytes, bool* no_addresses) {
+  *no_addresses = false;
+  const bool large = owned_bytes % kChunkBytes == 0;
+  if (large && memory_bytes % kChunkBytes != 0) {
+    const auto same = warm_.lower_bound({memory_bytes, 0});
+    if (same != warm_.end() && same->first == memory_bytes) {
+      const auto offset = same->second;
+      warm_.erase(same);
+      warm_bytes_ -= memory_bytes;
+      return offset;
+    }
+  }
+  auto offset = place(owned_bytes);
+  while (!offset && cool_one()) offset = place(owned_bytes);
   *no_addresses = !offset;
   if (!offset) return std::nullopt;
   region(*offset).take(*offset, owned_bytes);
-  const auto wanted = frames_.frame_bytes() + frames_.growth_bytes(*offset, owned_bytes);
-  if (wanted > frames_.frame_bytes() && wanted > stats_.limit_bytes)
-    stats_.purged_bytes += frames_.purge(wanted - stats_.limit_bytes);
-  if (frames_.occupy(*offset, owned_bytes)) return offset;
-  stats_.purged_bytes += frames_.purge(frames_.free_bytes());
-  if (frames_.occupy(*offset, owned_bytes)) return offset;
+  const auto growth = [&] {
+    return large ? frames_.block_growth_bytes(*offset, memory_bytes) : frames_.growth_bytes(*offset, owned_bytes);
+  };
+  while (growth() > 0 && cool_one()) {
+  }
+  // All that is free is not enough, or lies in parts where whole frames are needed.
+  while (growth() > 0 && held_bytes() + growth() > stats_.limit_bytes) {
+    const auto purged = frames_.purge_grains(held_bytes() + growth() - stats_.limit_bytes);
+    if (purged == 0) break;
+    stats_.purged_bytes += purged;
+  }
+  const bool roomy = held_bytes() + round_up(growth(), kChunkBytes) <= stats_.limit_bytes;
+  const auto give = [&] {
+    return large ? frames_.occupy_block(*offset, memory_bytes, roomy) : frames_.occupy(*offset, owned_bytes);
+  };
+  if (give()) return offset;
+  hold_at_most(0);
+  if (give()) return offset;
   region(*offset).give(*offset, owned_bytes);
   return std::nullopt;
+}
+
+// What occupy gave is free, and writable.
+void Arena::recycle(std::size_t offset, std::size_t owned_bytes, std::size_t memory_bytes) {
+  if (owned_bytes % kChunkBytes != 0) {
+    frames_.vacate(offset, owned_bytes);
+  } else if (memory_bytes % kChunkBytes != 0) {
+    warm_.emplace(memory_bytes, offset);
+    warm_bytes_ += memory_bytes;
+    return;
+  } else {
+    frames_.vacate_block(offset, memory_bytes);
+  }
+  region(offset).give(offset, owned_bytes);
+}
+
+// The largest block kept warm gives its memory and its addresses to any. False if there is none.
+bool Arena::cool_one() {
+  if (warm_.empty()) return false;
+  const auto [memory, offset] = *warm_.rbegin();
+  warm_.erase(std::prev(warm_.end()));
+  warm_bytes_ -= memory;
+  frames_.vacate_block(offset, memory);
+  region(offset).give(offset, round_up(memory, kChunkBytes));
+  return true;
+}
+
+// As far as it is free.
+void Arena::hold_at_most(std::uint64_t size_bytes) {
+  if (held_bytes() <= size_bytes) return;
+  while (cool_one()) {
+  }
+  stats_.purged_bytes += frames_.purge(held_bytes() - size_bytes);
 }
 
 Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   if (size_bytes > frames_.size_bytes()) return Outcome::kNoAddresses;
   const auto capacity = round_up(std::max<std::size_t>(size_bytes, 1), kPageBytes);
-  const auto owned = capacity < kLargeBytes ? capacity : round_up(capacity, kChunkBytes);
+  const bool large = capacity >= kLargeBytes;
+  const auto owned = large ? round_up(capacity, kChunkBytes) : capacity;
+  const auto memory = large ? round_up(capacity, kGrainBytes) : capacity;
   Lock lock(mutex_);
   const auto refuse = [&] {
     stats_.refused_bytes = size_bytes;
     return Outcome::kNoMemory;
   };
-  if (!make_room(lock, size_bytes, owned < kLargeBytes ? 0 : owned, Need::kBlock)) return refuse();
+  if (!make_room(lock, size_bytes, memory, Need::kBlock)) return refuse();
   bool no_addresses = false;
-  const auto offset = occupy(owned, &no_addresses);
+  const auto offset = occupy(owned, memory, &no_addresses);
   // Memory from elsewhere would be outside of the budget.
   if (!offset && pages()) return refuse();
   if (!offset) return no_addresses ? Outcome::kNoAddresses : Outcome::kNoMemory;
@@ -116,6 +175,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.requested_bytes = size_bytes;
   block.capacity_bytes = capacity;
   block.owned_bytes = owned;
+  block.memory_bytes = memory;
   block.serial = ++stats_.serial;
   block.pinned_tick = pthread_equal(kernel_thread_, pthread_self()) ? tick_ : 0;
   blocks_.emplace(block.serial, std::move(created));
@@ -131,29 +191,34 @@ bool Arena::release(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return false;
-  const auto offset = block->offset, owned = block->owned_bytes;
-  stats_.in_use_bytes -= block->requested_bytes;
+  const auto offset = block->offset, owned = block->owned_bytes, memory = block->memory_bytes;
+  const bool large = block->large();
+  bool has_memory = block->in_memory;
   bool reusable = true;
+  stats_.in_use_bytes -= block->requested_bytes;
   drop_staging(*block);
   if (block->in_memory) {
     use_.remove(*block);
-    stats_.in_memory_bytes -= block->requested_bytes;
-    if (block->guarded && !protect(frames_.base() + offset, owned, PROT_READ | PROT_WRITE)) {
-      if (block->large())
-        frames_.discard(offset, owned);
+    in_memory_bytes_ -= block->requested_bytes;
+    if (block->guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {
+      has_memory = false;
+      if (large)
+        frames_.discard_block(offset, memory);
       else
         reusable = false;
     }
   } else {
     stats_.out_bytes -= block->requested_bytes;
-    if (!block->large()) reusable = frames_.renew_pages(offset, owned);
+    if (!large) reusable = has_memory = frames_.renew_pages(offset, owned);
   }
   if (block->event != Block::Event::kNone) --events_pending_;
   enter(*block, nullptr);
   blocks_.erase(block->serial);
   // Where the system refuses to make them writable again, these few addresses are not used any more.
-  if (reusable) {
-    frames_.vacate(offset, owned);
+  if (has_memory) {
+    recycle(offset, owned, memory);
+  } else if (reusable) {
+    frames_.vacate_block(offset, memory);
     region(offset).give(offset, owned);
   }
   changed_.notify();
@@ -162,18 +227,18 @@ bool Arena::release(void* address) {
 
 void Arena::note_peaks() {
   stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
-  stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, stats_.in_memory_bytes);
+  stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, in_memory_bytes());
   if (stats_.peak_in_memory_bytes > stats_.budget_bytes)
     stats_.over_budget_bytes =
         std::max(stats_.over_budget_bytes, stats_.peak_in_memory_bytes - stats_.budget_bytes);
-  const std::uint64_t resident = frames_.held_bytes() + scratch_bytes_;
+  const std::uint64_t resident = held_bytes();
   stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, resident);
   if (resident > stats_.limit_bytes)
     stats_.over_limit_bytes = std::max(stats_.over_limit_bytes, resident - stats_.limit_bytes);
 }
 
 void Arena::count_in(std::size_t requested_bytes) {
-  stats_.in_memory_bytes += requested_bytes;
+  in_memory_bytes_ += requested_bytes;
   note_peaks();
 }
 
@@ -181,8 +246,7 @@ void Arena::set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes) {
   const Lock lock(mutex_);
   stats_.limit_bytes = std::min(limit_bytes, kUnlimited);
   stats_.budget_bytes = in_child_ ? kUnlimited : std::min(budget_bytes, kUnlimited);
-  if (frames_.frame_bytes() > stats_.limit_bytes)
-    stats_.purged_bytes += frames_.purge(frames_.frame_bytes() - stats_.limit_bytes);
+  hold_at_most(stats_.limit_bytes);
 }
 
 bool Arena::set_swap_file(int direct, int buffered, std::size_t capacity_bytes) {
@@ -192,21 +256,22 @@ bool Arena::set_swap_file(int direct, int buffered, std::size_t capacity_bytes) 
 
 void Arena::trim() {
   const Lock lock(mutex_);
-  stats_.purged_bytes += frames_.purge(frames_.free_bytes());
+  hold_at_most(0);
 }
 
 void Arena::reset_peak() {
   const Lock lock(mutex_);
   stats_.peak_in_use_bytes = stats_.in_use_bytes;
-  stats_.peak_in_memory_bytes = stats_.in_memory_bytes;
-  stats_.peak_resident_bytes = frames_.held_bytes() + scratch_bytes_;
+  stats_.peak_in_memory_bytes = in_memory_bytes();
+  stats_.peak_resident_bytes = held_bytes();
   stats_.over_limit_bytes = stats_.over_budget_bytes = stats_.refused_bytes = 0;
 }
 
 ArenaStats Arena::stats() const {
   const Lock lock(mutex_);
   auto stats = stats_;
-  stats.resident_bytes = frames_.held_bytes() + scratch_bytes_;
+  stats.in_memory_bytes = in_memory_bytes();
+  stats.resident_bytes = held_bytes();
   stats.swap_used_bytes = swap_.used_bytes();
   return stats;
 }

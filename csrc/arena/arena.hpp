@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -24,15 +25,15 @@
 
 namespace penstock {
 
-// Blocks of this size and more have chunks of their own. Smaller ones share chunks, in a region of
-// their own, so that long-lived ones do not pin big chunks.
-inline constexpr std::size_t kLargeBytes = std::size_t{1} << 20;
+// Blocks of this size and more have chunks of addresses of their own, and memory for what they need of
+// them. Smaller ones share chunks, in a region of their own, so that long-lived ones do not pin big chunks.
+inline constexpr std::size_t kLargeBytes = std::size_t{256} << 10;
 inline constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
 struct ArenaStats {
   std::uint64_t in_use_bytes = 0;          // as requested, of the blocks alive
   std::uint64_t peak_in_use_bytes = 0;     // since reset_peak
-  std::uint64_t resident_bytes = 0;        // of the frames held
+  std::uint64_t resident_bytes = 0;        // memory held
   std::uint64_t peak_resident_bytes = 0;   // since reset_peak
   std::uint64_t limit_bytes = kUnlimited;  // what resident_bytes is kept below, where blocks allow it
   std::uint64_t serial = 0;                // of the newest block; the first has 1
@@ -88,6 +89,8 @@ class Arena {
   void trim();
   void reset_peak();
   ArenaStats stats() const;
+  // Of stats(), without waiting for anyone.
+  std::uint64_t in_memory_bytes() const { return in_memory_bytes_.load(std::memory_order_relaxed); }
   std::optional<ArenaBlock> block(const void* address) const;
 
   // Of the calls below, those on a block give kUnknown where none starts at the address.
@@ -113,6 +116,8 @@ class Arena {
   Answer arrive(void* address, int* error);
   Answer unstage(void* address);
   Answer bring_in(void* address, int* error);
+  // Everything that is out comes back, and no copy is kept. 0, or an errno; then some may still be out.
+  int bring_in_all();
   enum class State { kIn, kGuarded, kOut, kStaged };
   Answer state(void* address, State* state) const;
   // kNo if it is out.
@@ -145,15 +150,20 @@ class Arena {
   std::optional<std::size_t> place(std::size_t owned_bytes) const;
   std::optional<std::size_t> place_large(std::size_t owned_bytes) const;
   std::optional<std::size_t> room_without_frames(std::size_t size_bytes) const;
-  std::optional<std::size_t> occupy(std::size_t owned_bytes, bool* no_addresses);
+  std::optional<std::size_t> occupy(std::size_t owned_bytes, std::size_t memory_bytes, bool* no_addresses);
+  void recycle(std::size_t offset, std::size_t owned_bytes, std::size_t memory_bytes);
+  bool cool_one();
+  std::size_t held_bytes() const { return frames_.held_bytes() + scratch_bytes_; }
+  std::size_t free_bytes() const { return frames_.free_bytes() + warm_bytes_; }
+  void hold_at_most(std::uint64_t size_bytes);
 
   // What is in memory.
   void count_in(std::size_t requested_bytes);
   void note_peaks();
   bool pages() const { return stats_.budget_bytes != kUnlimited && paging_problem_.empty() && !in_child_; }
-  bool fits(std::size_t requested_bytes, std::size_t frame_bytes) const;
-  bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t frame_bytes, Need need);
-  Block* victim(Need need, bool frames_wanted, const std::vector<std::uint64_t>& tried) const;
+  bool fits(std::size_t requested_bytes, std::size_t memory_bytes) const;
+  bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
+  Block* victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const;
   bool evict(Lock& lock, Block& block);
   std::shared_ptr<const Copy> hold_extent(std::size_t offset, std::size_t size_bytes);
   bool put_out(Block& block, bool natively);
@@ -174,6 +184,9 @@ class Arena {
   Frames frames_;
   std::size_t large_begin_ = 0;  // offsets below it hold blocks under kLargeBytes
   Ranges small_, large_;         // free addresses
+  // Released blocks that end in a tail, which still have their memory: a block of the same size takes both.
+  std::set<Ranges::Range> warm_;  // memory, offset
+  std::size_t warm_bytes_ = 0;
   SparseTable<Block*> small_pages_, large_chunks_;  // whose they are
   std::unordered_map<std::uint64_t, std::unique_ptr<Block>> blocks_;  // by serial
   UseOrder use_;
@@ -186,7 +199,8 @@ class Arena {
   std::size_t reads_ = 0;   // into landings, under way
   std::size_t scratch_bytes_ = 0;  // of landings outside of the arena's addresses
   bool in_child_ = false;
-  ArenaStats stats_;
+  std::atomic<std::uint64_t> in_memory_bytes_{0};  // changed with the lock held
+  ArenaStats stats_;  // but for what is counted elsewhere
 };
 
 }  // namespace penstock

@@ -215,6 +215,15 @@ void bind_arena(nb::module_& module) {
              nb::arg("capacity_bytes"));
   module.def("arena_touch", &touch, nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
   module.def("arena_kernel_over", [] { arena().kernel_over(); });
+  module.def("arena_bring_in_all", [] {
+    auto& current = arena();
+    int error = 0;
+    {
+      const nb::gil_scoped_release release;
+      error = current.bring_in_all();
+    }
+    if (error != 0) raise_os_error(error);
+  });
   module.def(
       "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
       nb::arg("address"));
@@ -237,6 +246,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_forget_copy", &forget_copy, nb::arg("address"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);
+  module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });
   module.def("arena_set_fault_timeout", &set_fault_timeout, nb::arg("seconds"));
 }
 

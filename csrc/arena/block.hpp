@@ -26,7 +26,7 @@ struct Copy {
 struct Landing {
   char* address = nullptr;
   std::size_t size_bytes = 0;
-  bool in_arena = false;  // of whole chunks; else a mapping of its own
+  bool in_arena = false;  // like a block's; else a mapping of its own
 };
 
 struct Block {
@@ -34,6 +34,7 @@ struct Block {
   std::size_t requested_bytes = 0;
   std::size_t capacity_bytes = 0;  // in whole pages
   std::size_t owned_bytes = 0;     // of addresses: in whole chunks if it has chunks of its own
+  std::size_t memory_bytes = 0;    // while it is in memory: in whole grains if it has chunks of its own
   std::uint64_t serial = 0;
 
   bool in_memory = true;

@@ -1,6 +1,7 @@
 #include "arena/frames.hpp"
 
 #include <algorithm>
+#include <cerrno>
 
 namespace penstock {
 
@@ -8,6 +9,11 @@ namespace {
 
 std::size_t first_chunk(std::size_t offset) { return offset / kChunkBytes; }
 std::size_t end_chunk(std::size_t end) { return (end + kChunkBytes - 1) / kChunkBytes; }
+
+constexpr std::size_t kLeastHomes = 64;
+
+std::size_t body_bytes(std::size_t size_bytes) { return size_bytes / kChunkBytes * kChunkBytes; }
+std::size_t tail_bytes(std::size_t size_bytes) { return size_bytes % kChunkBytes; }
 
 // Half of `size_bytes` as often as the system refuses it.
 char* reserve(std::size_t& size_bytes, std::size_t& mapping_bytes) {
@@ -27,7 +33,8 @@ Frames::Frames(std::size_t size_bytes, bool frames_move)
     : frames_move_(frames_move),
       mapping_(reserve(size_bytes, mapping_bytes_)),
       size_bytes_(size_bytes),
-      chunks_(size_bytes / kChunkBytes) {
+      chunks_(size_bytes / kChunkBytes),
+      tails_(frames_move ? std::max<std::size_t>(size_bytes / kChunkBytes / 8, kLeastHomes) : 0) {
   if (mapping_ == nullptr || !chunks_.usable()) {
     size_bytes_ = 0;
     return;
@@ -46,8 +53,21 @@ std::size_t Frames::growth_bytes(std::size_t offset, std::size_t size_bytes) con
     missing += !chunks_[i].framed;
     own += chunks_[i].framed && chunks_[i].live_pages == 0;
   }
-  const auto movable = frames_move_ ? free_bytes_ / kChunkBytes - own : 0;
+  const auto movable = frames_move_ ? free_bytes_ / kChunkBytes - own + tails_.whole_frames() : 0;
   return (missing - std::min(missing, movable)) * kChunkBytes;
+}
+
+std::size_t Frames::block_growth_bytes(std::size_t offset, std::size_t size_bytes) const {
+  const auto body = body_bytes(size_bytes), tail = tail_bytes(size_bytes);
+  const auto growth = growth_bytes(offset, body);
+  if (tail == 0) return growth;
+  if (!frames_move_) return growth + tail;
+  // What the body leaves of the free memory.
+  std::size_t taken = 0;
+  for (auto i = first_chunk(offset); i < first_chunk(offset + body); ++i)
+    taken += !chunks_[i].framed || chunks_[i].live_pages == 0 ? kChunkBytes : 0;
+  const auto left = free_bytes() - std::min(free_bytes(), taken - growth);
+  return growth + tail - std::min(tail, left);
 }
 
 void Frames::give_free(std::size_t first, std::size_t last) {
@@ -88,6 +108,12 @@ bool Frames::fill(std::size_t first, std::size_t last) {
   while (first < last) {
     const auto wanted = (last - first) * kChunkBytes;
     std::size_t moved = 0;
+    if (frames_move_ && free_.by_size().empty() && tails_.take_frame(base_ + first * kChunkBytes)) {
+      chunks_[first].framed = true;
+      ++frames_;
+      ++first;
+      continue;
+    }
     if (frames_move_ && !free_.by_size().empty()) {
       auto run = free_.by_size().lower_bound({wanted, 0});
       if (run == free_.by_size().end()) --run;
@@ -154,39 +180,108 @@ void Frames::vacate(std::size_t offset, std::size_t size_bytes) {
   }
 }
 
-void Frames::withdraw(std::size_t offset, std::size_t size_bytes, std::size_t to) {
-  auto moved = move_memory(base_ + offset, base_ + to, size_bytes, kChunkBytes);
-  const auto from = offset / kChunkBytes, target = to / kChunkBytes, count = moved / kChunkBytes;
-  set_framed(from, from + count, false);
-  if (moved > 0 && protect(base_ + to, moved, PROT_READ | PROT_WRITE)) {
-    set_framed(target, target + count, true);
-    give_free(target, target + count);
-  } else if (moved > 0) {
-    map_nothing(base_ + to, moved);
-    frames_ -= count;
-  }
-  map_nothing(base_ + offset, moved);
-  if (moved < size_bytes) discard(offset + moved, size_bytes - moved);
+bool Frames::cut_free_frame() {
+  if (free_.by_size().empty()) return false;
+  const auto [size, offset] = *free_.by_size().begin();
+  return cut_frame((offset + size) / kChunkBytes - 1);
 }
 
-void Frames::discard(std::size_t offset, std::size_t size_bytes) {
+// A free one. Its chunk has none afterwards, even if the system refuses to move it.
+bool Frames::cut_frame(std::size_t chunk) {
+  auto* from = base_ + chunk * kChunkBytes;
+  auto* home = tails_.vacant_home();
+  const bool moved = home != nullptr && move_memory(from, home, kChunkBytes, kGrainBytes) == kChunkBytes;
+  map_nothing(from, kChunkBytes);
+  take_free(chunk, chunk + 1);
+  chunks_[chunk].framed = false;
+  --frames_;
+  if (moved)
+    tails_.add_frame();
+  else if (home != nullptr)
+    map_nothing(home, kChunkBytes);
+  return moved;
+}
+
+// Its pages come now, so that they lie together, in one huge page where the system has one.
+bool Frames::cut_new_frame() {
+  auto* home = tails_.vacant_home();
+  if (home == nullptr || !map_fresh(home, kChunkBytes)) return false;
+  for (std::size_t at = 0; at < kChunkBytes; at += kPageBytes) static_cast<volatile char*>(home)[at] = 0;
+  tails_.add_frame();
+  return true;
+}
+
+bool Frames::give_tail(char* tail, std::size_t size_bytes, bool roomy) {
+  if (!frames_move_) return tails_.gather(tail, size_bytes);
+  if (tails_.lend(tail, size_bytes)) return true;
+  if (cut_free_frame() && tails_.lend(tail, size_bytes)) return true;
+  if (tails_.free_bytes() < size_bytes && roomy && cut_new_frame() && tails_.lend(tail, size_bytes)) return true;
+  return tails_.gather(tail, size_bytes);
+}
+
+bool Frames::occupy_block(std::size_t offset, std::size_t size_bytes, bool roomy) {
+  const auto body = body_bytes(size_bytes), tail = tail_bytes(size_bytes);
+  if (!occupy(offset, body)) return false;
+  if (tail == 0) return true;
+  const auto last = first_chunk(offset + body);
+  if (chunks_[last].framed) cut_frame(last);
+  if (give_tail(base_ + offset + body, tail, roomy)) return true;
+  vacate(offset, body);
+  return false;
+}
+
+void Frames::vacate_block(std::size_t offset, std::size_t size_bytes) {
+  const auto body = body_bytes(size_bytes), tail = tail_bytes(size_bytes);
+  vacate(offset, body);
+  if (tail == 0) return;
+  tails_.give_back(base_ + offset + body);
+  map_nothing(base_ + offset + body, tail);
+}
+
+void Frames::withdraw_block(std::size_t offset, std::size_t size_bytes, std::optional<std::size_t> to) {
+  const auto body = body_bytes(size_bytes);
+  std::size_t moved = 0;
+  if (to && body > 0) {
+    moved = move_memory(base_ + offset, base_ + *to, body, kChunkBytes);
+    const auto target = *to / kChunkBytes, count = moved / kChunkBytes;
+    set_framed(first_chunk(offset), first_chunk(offset) + count, false);
+    if (moved > 0 && protect(base_ + *to, moved, PROT_READ | PROT_WRITE)) {
+      set_framed(target, target + count, true);
+      give_free(target, target + count);
+    } else if (moved > 0) {
+      map_nothing(base_ + *to, moved);
+      frames_ -= count;
+    }
+  }
+  if (body < size_bytes) tails_.give_back(base_ + offset + body);
+  discard_block(offset, size_bytes);
+}
+
+void Frames::discard_block(std::size_t offset, std::size_t size_bytes) {
+  const auto body = body_bytes(size_bytes);
+  if (body < size_bytes) tails_.drop(base_ + offset + body);
   map_nothing(base_ + offset, size_bytes);
-  for (auto i = first_chunk(offset); i < end_chunk(offset + size_bytes); ++i)
+  for (auto i = first_chunk(offset); i < first_chunk(offset + body); ++i)
     if (chunks_[i].framed) lose(i);
 }
 
-bool Frames::transfer(std::size_t from, std::size_t to, std::size_t size_bytes) {
-  const auto moved = move_memory(base_ + from, base_ + to, size_bytes, kChunkBytes);
-  const auto source = from / kChunkBytes, target = to / kChunkBytes, count = moved / kChunkBytes;
+bool Frames::transfer_block(std::size_t from, std::size_t to, std::size_t size_bytes) {
+  const auto body = body_bytes(size_bytes);
+  const auto moved = body > 0 ? move_memory(base_ + from, base_ + to, body, kChunkBytes) : 0;
+  const auto source = first_chunk(from), target = first_chunk(to), count = moved / kChunkBytes;
   set_framed(source, source + count, false);
-  if (moved > 0) map_nothing(base_ + from, moved);
-  if (moved < size_bytes) {
-    if (moved > 0) map_nothing(base_ + to, moved);
-    frames_ -= count;
-    return false;
-  }
   set_framed(target, target + count, true);
-  return true;
+  const bool whole =
+      moved == body && (body == size_bytes || tails_.move(base_ + from + body, base_ + to + body));
+  const int error = errno;
+  if (whole) {
+    map_nothing(base_ + from, size_bytes);
+    return true;
+  }
+  discard_block(from, size_bytes);
+  discard_block(to, size_bytes);
+  errno = error;
+  return false;
 }
 
 bool Frames::drop_pages(std::size_t offset, std::size_t size_bytes) {
@@ -195,9 +290,9 @@ bool Frames::drop_pages(std::size_t offset, std::size_t size_bytes) {
   return true;
 }
 
-bool Frames::adopt(std::size_t offset, std::size_t size_bytes, char* scratch) {
+bool Frames::adopt_block(std::size_t offset, std::size_t size_bytes, char* scratch) {
   if (!replace_memory(scratch, base_ + offset, size_bytes)) return false;
-  const auto first = offset / kChunkBytes, last = (offset + size_bytes) / kChunkBytes;
+  const auto first = first_chunk(offset), last = first_chunk(offset + body_bytes(size_bytes));
   set_framed(first, last, true);
   frames_ += last - first;
   return true;
@@ -227,7 +322,7 @@ std::size_t Frames::purge(std::size_t wanted_bytes) {
     for (auto i = begin / kChunkBytes; i < (begin + part) / kChunkBytes; ++i) lose(i);
     purged += part;
   }
-  return purged;
+  return purged < wanted_bytes ? purged + tails_.purge(wanted_bytes - purged, false) : purged;
 }
 
 }  // namespace penstock

@@ -16,19 +16,19 @@ constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
 }  // namespace
 
-bool Arena::fits(std::size_t requested_bytes, std::size_t frame_bytes) const {
-  const auto used = frames_.frame_bytes() - frames_.free_bytes();
-  return stats_.in_memory_bytes + requested_bytes <= stats_.budget_bytes && used + frame_bytes <= stats_.limit_bytes;
+bool Arena::fits(std::size_t requested_bytes, std::size_t memory_bytes) const {
+  const auto used = held_bytes() - free_bytes();
+  return in_memory_bytes_ + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= stats_.limit_bytes;
 }
 
 // The least recently used block of the cheapest kind: what has a copy, what must be written, what
 // somebody else is writing just now.
-Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint64_t>& tried) const {
+Block* Arena::victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const {
   Block* best = nullptr;
   int lowest = 0;
   const auto now = now_ns();
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
-    if (block->pinned_tick == tick_ || block->writing || (frames_wanted && !block->large())) continue;
+    if (block->pinned_tick == tick_ || block->writing || (memory_wanted && !block->large())) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
     if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
@@ -41,18 +41,18 @@ Block* Arena::victim(Need need, bool frames_wanted, const std::vector<std::uint6
   return best;
 }
 
-// May release the lock meanwhile. False if the budget does not allow it; the limit on frames is met as
+// May release the lock meanwhile. False if the budget does not allow it; the limit on memory is met as
 // far as blocks can leave.
-bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t frame_bytes, Need need) {
+bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need) {
   std::vector<std::uint64_t> tried;
   bool possible = need == Need::kFault;
-  while (pages() && !fits(requested_bytes, frame_bytes)) {
-    const bool over = stats_.in_memory_bytes + requested_bytes > stats_.budget_bytes;
+  while (pages() && !fits(requested_bytes, memory_bytes)) {
+    const bool over = in_memory_bytes_ + requested_bytes > stats_.budget_bytes;
     if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
         if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
-      if (stats_.in_memory_bytes - may_leave + requested_bytes > stats_.budget_bytes) return false;
+      if (in_memory_bytes_ - may_leave + requested_bytes > stats_.budget_bytes) return false;
       possible = true;
     }
     auto* found = victim(need, !over, tried);
@@ -87,7 +87,9 @@ bool Arena::evict(Lock& lock, Block& block) {
   const auto extent = swap_.take(capacity);
   if (!extent) return false;
   auto copy = hold_extent(*extent, capacity);
-  if (!block.guarded && !protect(address_of(block), block.owned_bytes, PROT_READ)) return false;
+  if (!block.guarded &&
+      !protect_or_undo(address_of(block), block.memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
+    return false;
   block.guarded = block.writing = true;
   block.dirtied = false;
   ++writes_;
@@ -115,21 +117,17 @@ bool Arena::evict(Lock& lock, Block& block) {
 // The block has a valid copy. False if the system refuses; then nothing has changed.
 bool Arena::put_out(Block& block, bool natively) {
   if (block.large()) {
-    if (!protect(address_of(block), block.owned_bytes, PROT_NONE)) {
-      protect(address_of(block), block.owned_bytes, block.guarded ? PROT_READ : PROT_READ | PROT_WRITE);
-      return false;
-    }
-    if (const auto to = room_without_frames(block.owned_bytes))
-      frames_.withdraw(block.offset, block.owned_bytes, *to);
-    else
-      frames_.discard(block.offset, block.owned_bytes);
+    const int before = block.guarded ? PROT_READ : PROT_READ | PROT_WRITE;
+    if (!protect_or_undo(address_of(block), block.memory_bytes, PROT_NONE, before)) return false;
+    const auto body = block.memory_bytes / kChunkBytes * kChunkBytes;
+    frames_.withdraw_block(block.offset, block.memory_bytes, room_without_frames(body));
   } else if (!frames_.drop_pages(block.offset, block.owned_bytes)) {
     return false;
   }
   use_.remove(block);
   block.in_memory = block.guarded = false;
   block.moved_natively = natively;
-  stats_.in_memory_bytes -= block.requested_bytes;
+  in_memory_bytes_ -= block.requested_bytes;
   stats_.out_bytes += block.requested_bytes;
   if (natively) note_event(block, Block::Event::kOut);
   return true;

@@ -27,6 +27,16 @@ bool protect(char* address, std::size_t size_bytes, int protection) {
   return mprotect(address, size_bytes, protection) == 0;
 }
 
+bool protect_or_undo(char* address, std::size_t size_bytes, int protection, int before) {
+  if (protect(address, size_bytes, protection)) return true;
+  // What lacks is a mapping, to split the last one at the end of the range. It fails again, after all
+  // before it are as they were.
+  const int error = errno;
+  protect(address, size_bytes, before);
+  errno = error;
+  return false;
+}
+
 std::size_t move_memory(char* from, char* to, std::size_t size_bytes, std::size_t unit_bytes) {
   constexpr int kFlags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (mremap(from, size_bytes, size_bytes, kFlags, to) != MAP_FAILED) return size_bytes;

@@ -19,6 +19,8 @@ bool map_nothing(char* address, std::size_t size_bytes);
 // Makes addresses from map_nothing writable; memory comes at the first touch, as huge pages where it can.
 bool map_fresh(char* address, std::size_t size_bytes);
 bool protect(char* address, std::size_t size_bytes, int protection);
+// The same, for addresses that all have the protection `before`: where it fails they have that again.
+bool protect_or_undo(char* address, std::size_t size_bytes, int protection, int before);
 // Moves memory with its protection; what stays behind are mapped addresses without memory. Moves in
 // pieces of whole units where it must, and gives the bytes moved: less than `size_bytes` if the system
 // refuses one.

@@ -42,7 +42,7 @@ void describe(const Block& block, const char* address, const Segment& segment, i
 }  // namespace
 
 bool Arena::make_writable(Block& block) {
-  if (!protect(address_of(block), block.owned_bytes, PROT_READ | PROT_WRITE)) return false;
+  if (!protect_or_undo(address_of(block), block.memory_bytes, PROT_READ | PROT_WRITE, PROT_READ)) return false;
   block.guarded = false;
   block.written = block.dirtied = true;
   if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves
@@ -53,7 +53,8 @@ Arena::Answer Arena::guard(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory && !block->guarded && !protect(address_of(*block), block->owned_bytes, PROT_READ))
+  if (block->in_memory && !block->guarded &&
+      !protect_or_undo(address_of(*block), block->memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
     return Answer::kError;
   block->guarded = block->in_memory;
   block->written = false;
@@ -109,26 +110,27 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
 }
 
 bool Arena::take_landing(const Block& block, Landing* landing) {
-  landing->size_bytes = block.owned_bytes;
+  landing->size_bytes = block.memory_bytes;
   // A child's handler may bring this in: it takes no memory of its own for it.
   landing->in_arena = block.large() && !in_child_;
   if (!landing->in_arena) {
-    landing->address = map_scratch(block.owned_bytes);
+    landing->address = map_scratch(landing->size_bytes);
     if (landing->address == nullptr) return false;
-    scratch_bytes_ += block.owned_bytes;
+    scratch_bytes_ += landing->size_bytes;
     return true;
   }
   bool no_addresses = false;
-  const auto offset = occupy(block.owned_bytes, &no_addresses);
+  const auto offset = occupy(block.owned_bytes, block.memory_bytes, &no_addresses);
   if (offset) landing->address = frames_.base() + *offset;
   return offset.has_value();
 }
 
 void Arena::drop_landing(Landing& landing) {
-  if (landing.in_arena) {
+  if (landing.size_bytes == 0) {
+    // Its memory was lost on the way.
+  } else if (landing.in_arena) {
     const auto offset = static_cast<std::size_t>(landing.address - frames_.base());
-    frames_.vacate(offset, landing.size_bytes);
-    region(offset).give(offset, landing.size_bytes);
+    recycle(offset, round_up(landing.size_bytes, kChunkBytes), landing.size_bytes);
   } else {
     munmap(landing.address, landing.size_bytes);
     scratch_bytes_ -= landing.size_bytes;
@@ -140,26 +142,28 @@ void Arena::drop_staging(Block& block) {
   if (block.staging.address == nullptr) return;
   drop_landing(block.staging);
   block.staged_copy.reset();
-  stats_.in_memory_bytes -= block.requested_bytes;
+  in_memory_bytes_ -= block.requested_bytes;
   changed_.notify();
 }
 
 // The bytes appear at the block's address, all at once for each run of frames, and right from the first.
 // 0, or an errno; then the block is still out.
 int Arena::land(Block& block, Landing& landing) {
-  if (!protect(landing.address, landing.size_bytes, PROT_READ)) return errno;
+  if (!protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
   if (landing.in_arena) {
     const auto from = static_cast<std::size_t>(landing.address - frames_.base());
-    if (!frames_.transfer(from, block.offset, block.owned_bytes)) {
-      const int error = errno;
-      if (!protect(landing.address, landing.size_bytes, PROT_READ | PROT_WRITE))
-        frames_.discard(from, landing.size_bytes);
+    const bool moved = frames_.transfer_block(from, block.offset, block.memory_bytes);
+    const int error = errno;
+    frames_.vacate_block(from, block.memory_bytes);  // only its addresses are left
+    region(from).give(from, block.owned_bytes);
+    if (!moved) {
+      landing.size_bytes = 0;
       return error;
     }
-    drop_landing(landing);
+    landing = {};
   } else {
-    if (block.large() ? !frames_.adopt(block.offset, block.owned_bytes, landing.address)
-                      : !frames_.take_pages(block.offset, block.owned_bytes, landing.address))
+    if (block.large() ? !frames_.adopt_block(block.offset, block.memory_bytes, landing.address)
+                      : !frames_.take_pages(block.offset, block.memory_bytes, landing.address))
       return errno;
     scratch_bytes_ -= landing.size_bytes;
     landing = {};
@@ -183,7 +187,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     }
     block->reading = true;
     const auto requested = block->requested_bytes;
-    const bool room = make_room(lock, requested, block->large() ? block->owned_bytes : 0, need);
+    const bool room = make_room(lock, requested, block->memory_bytes, need);
     block = again(offset, serial);
     if (block == nullptr) return 0;
     const auto stop = [&](int error) {
@@ -214,7 +218,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     if (wanted && error == 0) error = land(*block, landing);
     if (landing.address != nullptr) {
       drop_landing(landing);
-      stats_.in_memory_bytes -= requested;
+      in_memory_bytes_ -= requested;
     } else {
       stats_.swapped_in_bytes += requested;
     }
@@ -242,6 +246,20 @@ Arena::Answer Arena::bring_in(void* address, int* error) {
   return *error == 0 ? Answer::kYes : Answer::kError;
 }
 
+int Arena::bring_in_all() {
+  Lock lock(mutex_);
+  std::vector<std::pair<std::size_t, std::uint64_t>> all;
+  for (const auto& [serial, block] : blocks_) all.emplace_back(block->offset, serial);
+  for (const auto& [offset, serial] : all) {
+    const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
+    if (error != 0) return error;
+    auto* block = again(offset, serial);
+    if (block == nullptr || !block->in_memory) continue;
+    if ((block->guarded || block->copy) && !make_writable(*block)) return errno;
+  }
+  return 0;
+}
+
 Arena::Answer Arena::stage(void* address, char** staging) {
   const Lock lock(mutex_);
   auto* block = start(address);
@@ -249,7 +267,7 @@ Arena::Answer Arena::stage(void* address, char** staging) {
   if (block == nullptr) return Answer::kUnknown;
   if (block->in_memory) return Answer::kNo;
   if (block->staging.address == nullptr) {
-    if (pages() && !fits(block->requested_bytes, block->large() ? block->owned_bytes : 0)) return Answer::kNo;
+    if (pages() && !fits(block->requested_bytes, block->memory_bytes)) return Answer::kNo;
     if (!take_landing(*block, &block->staging)) {
       block->staging = {};
       return Answer::kNo;

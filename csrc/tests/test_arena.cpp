@@ -113,15 +113,35 @@ TEST(a_limit_below_what_is_in_use_fails_nothing_and_is_reported) {
   CHECK_EQUAL(arena.stats().peak_resident_bytes, 0u);
 }
 
-TEST(blocks_from_1_mib_on_have_chunks_of_their_own_and_smaller_ones_share) {
+TEST(large_blocks_have_addresses_of_their_own_and_smaller_ones_share) {
   Arena arena(kReserveBytes);
   auto* first = static_cast<char*>(allocate(arena, 3 * kMiB));
-  auto* second = static_cast<char*>(allocate(arena, kMiB));
+  auto* second = static_cast<char*>(allocate(arena, kMiB / 4));
   CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(first) % kChunkBytes, 0u);
   CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(second) % kChunkBytes, 0u);
-  auto* third = static_cast<char*>(allocate(arena, kMiB / 2));
-  CHECK(allocate(arena, kMiB / 2) == third + kMiB / 2);
-  CHECK_EQUAL(arena.stats().resident_bytes, 8 * kMiB);
+  auto* third = static_cast<char*>(allocate(arena, kMiB / 8));
+  CHECK(allocate(arena, kMiB / 8) == third + kMiB / 8);
+}
+
+TEST(memory_is_what_blocks_need_not_whole_huge_pages) {
+  Arena arena(kReserveBytes);
+  if (!arena.paging_problem().empty()) return;
+  std::vector<void*> blocks;
+  std::size_t requested = 0;
+  for (int i = 0; i < 10; ++i) {
+    for (const auto size : {kMiB, 3 * kMiB, kMiB / 2, kMiB + 20'000}) {
+      blocks.push_back(allocate(arena, size));
+      std::memset(blocks.back(), 'x', size);
+      requested += size;
+    }
+  }
+  CHECK(arena.stats().resident_bytes <= requested + requested / 50 + 2 * kMiB);
+  for (std::size_t i = 1; i < blocks.size(); i += 2) CHECK(arena.release(blocks[i]));
+  const auto held = arena.stats().resident_bytes;
+  for (int i = 0; i < 10; ++i) std::memset(allocate(arena, 3 * kMiB + 500'000), 'y', 3 * kMiB + 500'000);
+  CHECK(arena.stats().resident_bytes <= held + 8 * kMiB);  // of the 40 MiB that were free
+  arena.trim();
+  CHECK(arena.stats().resident_bytes <= 56 * kMiB);
 }
 
 TEST(free_memory_moves_to_where_it_is_needed) {

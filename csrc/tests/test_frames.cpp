@@ -83,13 +83,13 @@ TEST(withdrawn_frames_come_back_with_the_bytes_written_meanwhile) {
   CHECK(frames.occupy(0, 2 * kC));
   for (std::size_t i = 0; i < 2 * kC; ++i) frames.base()[i] = 'a';
   CHECK(protect(frames.base(), 2 * kC, PROT_NONE));
-  frames.withdraw(0, 2 * kC, 8 * kC);
+  frames.withdraw_block(0, 2 * kC, 8 * kC);
   CHECK(frames.live(0) && !frames.framed(0) && frames.framed(8));
   CHECK_EQUAL(frames.held_bytes(), 2 * kC);
   CHECK_EQUAL(frames.free_bytes(), 2 * kC);
   CHECK(frames.occupy(8 * kC, 2 * kC));
   for (std::size_t i = 0; i < 2 * kC; ++i) frames.base()[8 * kC + i] = 'b';
-  CHECK(frames.transfer(8 * kC, 0, 2 * kC));
+  CHECK(frames.transfer_block(8 * kC, 0, 2 * kC));
   CHECK(frames.framed(0) && !frames.framed(8));
   CHECK(std::all_of(frames.base(), frames.base() + 2 * kC, [](char byte) { return byte == 'b'; }));
 }

@@ -16,14 +16,16 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from penstock.runtime.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Outcome, Paths
-from penstock.runtime.mover import Moved, Saved
 
 from penstock.errors import InvalidArgument, SpillError
+from penstock.runtime.copies import Moved
+from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
+from penstock.runtime.devices.queues import Copy, Outcome
+from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.engine import Engine
 from penstock.storage.extents import Extent
@@ -319,11 +321,6 @@ def test_the_page_cache_holds_nothing_of_it(kvikio: StandIn, tmp_path: Path) -> 
 # -- the choice between the paths -------------------------------------------------------------------------
 
 
-class Copy(NamedTuple):
-    block: Extent
-    ready: Any
-
-
 class Runner:
     """Moves storages as a CUDA device does, with a bounce path that takes as long as it is told."""
 
@@ -338,20 +335,25 @@ class Runner:
         moved: list[Moved] = []
         for _ in range(times):
             storage = torch.frombuffer(bytearray(DATA[:size_bytes]), dtype=torch.uint8).untyped_storage()
-            saved = Saved(0, storage, 0)
-            saved.copy = Copy(self.paths.allocate(size_bytes), types.SimpleNamespace(synchronize=self._wait))
-            error, moves = self.paths.write(saved, storage, self._bounce)
+            block = self.paths.allocate(size_bytes)
+            error, moves = self.paths.write(self.copy(storage, block), self._bounce)
             assert error is None
             target = torch.UntypedStorage(size_bytes)
-            error, more = self.paths.read(saved, target, self._bounce)
+            error, more = self.paths.read(self.copy(target, block), self._bounce)
             assert error is None
             if self.bounced == 0:
                 assert ctypes.string_at(target.data_ptr(), size_bytes) == DATA[:size_bytes]
             moved += [*moves, *more]
-            self.space.release(saved.copy.block)
+            self.space.release(block)
         return moved
 
-    def _bounce(self, saved: Saved, storage: torch.UntypedStorage) -> Outcome:
+    def copy(self, storage: torch.UntypedStorage, block: Extent, lasts: bool = False) -> Copy:
+        managed = ManagedStorage(storage, storage.nbytes(), lambda _: None)
+        managed.lasts = lasts
+        ready = types.SimpleNamespace(synchronize=self._wait)
+        return Copy(managed, storage, block, [ready], lambda error, moved: None)
+
+    def _bounce(self, copy: Copy) -> Outcome:
         time.sleep(self.bounce_s)
         self.bounced += 1
         return None, []
@@ -395,6 +397,18 @@ def test_a_pinned_direct_path_moves_all_but_the_smallest(kvikio: StandIn, tmp_pa
         assert pinned.bounced == 2
 
 
+def test_what_outlives_a_step_goes_where_it_is_checksummed(kvikio: StandIn, tmp_path: Path) -> None:
+    with runner(tmp_path, reexplore=0) as both:
+        block, storage = both.paths.allocate(MIB), torch.UntypedStorage(MIB)
+        for _ in range(10):
+            both.paths.write(both.copy(storage, block, lasts=True), both._bounce)
+        assert both.bounced == 10
+    with runner(tmp_path, ways=[WAY]) as pinned:
+        block = pinned.paths.allocate(MIB)
+        pinned.paths.write(pinned.copy(storage, block, lasts=True), pinned._bounce)
+        assert pinned.bounced == 0
+
+
 def test_other_ways_only_means_the_bounce_path_only(kvikio: StandIn, tmp_path: Path) -> None:
     with runner(tmp_path, ways=["posix direct"]) as other:
         other.cycle(MIB, 4)
@@ -428,11 +442,9 @@ def test_a_path_that_does_not_bring_bytes_back_is_not_used(
 def test_a_failed_transfer_is_reported_and_teaches_nothing(kvikio: StandIn, tmp_path: Path) -> None:
     with runner(tmp_path, ways=[WAY]) as pinned:
         storage = torch.UntypedStorage(MIB)
-        saved = Saved(0, storage, 0)
-        ready = types.SimpleNamespace(synchronize=lambda: None)
-        saved.copy = Copy(pinned.paths.allocate(MIB), ready)
+        block = pinned.paths.allocate(MIB)
         kvikio.move_error = errno.ENOSPC
-        error, moved = pinned.paths.write(saved, storage, pinned._bounce)
+        error, moved = pinned.paths.write(pinned.copy(storage, block), pinned._bounce)
         assert isinstance(error, SpillError) and error.errno == errno.ENOSPC and not moved
         assert pinned.paths.choice is not None and not pinned.paths.choice.tables().entries
 

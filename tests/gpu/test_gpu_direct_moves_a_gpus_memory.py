@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.runtime.direct import BOUNCE, Paths
 
 import penstock
+from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
 from penstock.storage.files import open_file
 from penstock.storage.spill import SpillSpace, Transfer

@@ -337,7 +337,7 @@ def test_the_peak_is_that_of_the_storages_alive(name: str) -> None:
     assert penstock.trace(step, fake=False, warmup=0).peak_bytes == watcher.peak_bytes
 
 
-@pytest.mark.skipif(arena.available() is not None, reason="needs the arena")
+@pytest.mark.skipif(arena.unavailable() is not None, reason="needs the arena")
 @pytest.mark.parametrize("name", ["gpt", "tied_embeddings", "dropout", "checkpoint_inside", "dense"])
 def test_the_peak_is_what_the_allocator_gave_out(name: str) -> None:
     """But for what the arena leaves to the C library, tensors below a page; and kernels' workspace."""

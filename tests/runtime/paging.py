@@ -55,3 +55,25 @@ class Away:
         content = os.pread(file, size, offset)
         ctypes.memmove(staging, content, size)
         return _native.arena_arrive(tensor.data_ptr())
+
+
+class Limits:
+    """The arena in use with these limits: what `runtime.arena.Lease` does with limits of its own choice."""
+
+    def __init__(self, limit_bytes: int, budget_bytes: int | None = None) -> None:
+        self.limit_bytes, self.budget_bytes = limit_bytes, budget_bytes
+        _native.arena_activate(limit_bytes, budget_bytes)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        _native.arena_set_limit(limit_bytes, self.budget_bytes)
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        _native.arena_set_limit(self.limit_bytes, budget_bytes)
+
+    def __enter__(self) -> Limits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _native.arena_deactivate()

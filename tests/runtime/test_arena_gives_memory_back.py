@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.errors import InvalidArgument
+from penstock import _native
 from penstock.runtime import arena
+from tests.runtime.paging import Limits
 
-if arena.available() is not None:
-    pytest.skip(f"no arena here: {arena.available()}", allow_module_level=True)
+if arena.unavailable() is not None:
+    pytest.skip(f"no arena here: {arena.unavailable()}", allow_module_level=True)
 
 pytestmark = pytest.mark.disk
 
@@ -27,8 +28,8 @@ LARGE = 1 << 40
 
 
 @pytest.fixture
-def lease() -> Iterator[arena.Lease]:
-    with arena.activate(LARGE) as lease:
+def lease() -> Iterator[Limits]:
+    with Limits(LARGE) as lease:
         yield lease
 
 
@@ -57,11 +58,11 @@ def python(code: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_tensors_are_aligned_for_direct_io(lease: arena.Lease) -> None:
+def test_tensors_are_aligned_for_direct_io(lease: Limits) -> None:
     tensors = [torch.empty(size, dtype=torch.uint8) for size in (4096, 4097, 100_000, MIB, 3 * MIB + 5)]
     for tensor in tensors:
         assert tensor.data_ptr() % 4096 == 0
-        found = arena.block(tensor.data_ptr() + tensor.numel() - 1)
+        found = _native.arena_block(tensor.data_ptr() + tensor.numel() - 1)
         assert found is not None
         start, capacity_bytes, _ = found
         assert start == tensor.data_ptr()
@@ -70,32 +71,32 @@ def test_tensors_are_aligned_for_direct_io(lease: arena.Lease) -> None:
 
 def test_small_tensors_and_those_from_before_are_not_in_the_arena() -> None:
     before = torch.empty(MIB)
-    with arena.activate(LARGE):
-        assert arena.block(before.data_ptr()) is None
-        assert arena.block(torch.empty(4095, dtype=torch.uint8).data_ptr()) is None
+    with Limits(LARGE):
+        assert _native.arena_block(before.data_ptr()) is None
+        assert _native.arena_block(torch.empty(4095, dtype=torch.uint8).data_ptr()) is None
         del before
-    assert arena.block(0) is None
+    assert _native.arena_block(0) is None
 
 
-def test_bytes_in_use_are_exact(lease: arena.Lease) -> None:
+def test_bytes_in_use_are_exact(lease: Limits) -> None:
     base = counters().in_use_bytes
     sizes = [4096, 10_001, 5 * MIB + 3, MIB]
     tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     assert counters().in_use_bytes - base == sum(sizes)
-    arena.reset_peak()
+    _native.arena_reset_peak()
     peak = torch.empty(8 * MIB, dtype=torch.uint8)
     del peak, tensors[2]
     assert counters().in_use_bytes - base == sum(sizes) - sizes[2]
     assert counters().peak_in_use_bytes - base == sum(sizes) + 8 * MIB
-    arena.reset_peak()
+    _native.arena_reset_peak()
     assert counters().peak_in_use_bytes == counters().in_use_bytes
     tensors.clear()
     assert counters().in_use_bytes == base
 
 
-def test_every_block_has_a_serial_number_of_its_own(lease: arena.Lease) -> None:
+def test_every_block_has_a_serial_number_of_its_own(lease: Limits) -> None:
     def serial(tensor: torch.Tensor) -> int:
-        found = arena.block(tensor.data_ptr())
+        found = _native.arena_block(tensor.data_ptr())
         assert found is not None
         return found[2]
 
@@ -108,7 +109,7 @@ def test_every_block_has_a_serial_number_of_its_own(lease: arena.Lease) -> None:
     assert counters().serial == serial(second)
 
 
-def test_contents_survive_what_other_threads_do(lease: arena.Lease) -> None:
+def test_contents_survive_what_other_threads_do(lease: Limits) -> None:
     failures: list[str] = []
 
     def work(seed: int) -> None:
@@ -124,7 +125,7 @@ def test_contents_survive_what_other_threads_do(lease: arena.Lease) -> None:
                 size = int(4096 * 2 ** draw.uniform(0, 9))
                 held.append((torch.full((size,), value, dtype=torch.uint8), value))
             if draw.random() < 0.05:
-                arena.trim()
+                _native.arena_trim()
 
     base = counters().in_use_bytes
     lease.set_limit(4 * MIB)
@@ -138,20 +139,20 @@ def test_contents_survive_what_other_threads_do(lease: arena.Lease) -> None:
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    with arena.activate(LARGE):
+    with Limits(LARGE):
         before = resident_bytes()
         tensors = [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(16)]
         full = resident_bytes()
         assert full - before >= 120 * MIB
         tensors.clear()
         assert counters().resident_bytes >= 128 * MIB, "kept for reuse below the limit"
-        arena.trim()
+        _native.arena_trim()
         assert resident_bytes() - before <= 8 * MIB
         assert counters().purged_bytes >= 120 * MIB
 
 
 def test_closing_the_last_lease_returns_free_memory() -> None:
-    with arena.activate(LARGE):
+    with Limits(LARGE):
         tensor = torch.ones(64 * MIB, dtype=torch.uint8)
         del tensor
         full = resident_bytes()
@@ -159,8 +160,8 @@ def test_closing_the_last_lease_returns_free_memory() -> None:
 
 
 def rounded(size_bytes: int) -> int:
-    """What a tensor takes of memory: whole chunks of 2 MiB from 1 MiB on, else whole pages."""
-    unit = 2 * MIB if size_bytes > MIB - 4096 else 4096
+    """What a tensor takes of memory: whole grains of 32 KiB from 256 KiB on, else whole pages."""
+    unit = 32 << 10 if size_bytes > (256 << 10) - 4096 else 4096
     return -(-size_bytes // unit) * unit
 
 
@@ -172,7 +173,7 @@ def play(seed: int, limit_bytes: int | None) -> int:
     draw = random.Random(seed)
     layers = [[int(MIB * 2 ** draw.uniform(-2, 4)) for _ in range(4)] for _ in range(5)]
     gradients = [int(MIB * 2 ** draw.uniform(-6, 2)) for _ in range(5)]
-    arena.reset_peak()
+    _native.arena_reset_peak()
     live = peak = 0
 
     def empty(size_bytes: int) -> torch.Tensor:
@@ -202,25 +203,25 @@ def play(seed: int, limit_bytes: int | None) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_resident_memory_is_within_three_percent_and_some_mib_of_what_blocks_take(seed: int) -> None:
-    with arena.activate(LARGE) as lease:
-        arena.trim()
+    with Limits(LARGE) as lease:
+        _native.arena_trim()
         base_resident = counters().resident_bytes
         peak_bytes = play(seed, None)
-        arena.trim()
+        _native.arena_trim()
         limit_bytes = base_resident + int(1.03 * peak_bytes) + 4 * MIB
         lease.set_limit(limit_bytes)
         play(seed, limit_bytes)
 
 
-def test_a_limit_purges_at_once_and_never_fails_an_allocation(lease: arena.Lease) -> None:
-    arena.trim()
+def test_a_limit_purges_at_once_and_never_fails_an_allocation(lease: Limits) -> None:
+    _native.arena_trim()
     base = counters().resident_bytes
     held = torch.ones(32 * MIB, dtype=torch.uint8)
     freed = torch.ones(64 * MIB, dtype=torch.uint8)
     del freed
     lease.set_limit(base + 40 * MIB)
     assert counters().resident_bytes <= base + 40 * MIB
-    arena.reset_peak()
+    _native.arena_reset_peak()
     more = torch.ones(32 * MIB, dtype=torch.uint8)
     assert 20 * MIB <= counters().over_limit_bytes <= 32 * MIB
     assert held.sum(dtype=torch.int64).item() == more.sum(dtype=torch.int64).item() == 32 * MIB
@@ -229,31 +230,31 @@ def test_a_limit_purges_at_once_and_never_fails_an_allocation(lease: arena.Lease
 def test_leases_add_up() -> None:
     with arena.activate(10 * MIB) as first:
         with arena.activate(20 * MIB) as second:
-            assert counters().limit_bytes == 30 * MIB
-            second.set_limit(5 * MIB)
-            assert counters().limit_bytes == 15 * MIB
-        assert counters().limit_bytes == 10 * MIB
-        assert (first.limit_bytes, second.limit_bytes) == (10 * MIB, 0)
-        assert arena.block(torch.empty(MIB).data_ptr()) is not None
+            assert counters().budget_bytes == 30 * MIB
+            second.set_budget(5 * MIB)
+            assert counters().budget_bytes == 15 * MIB
+        assert counters().budget_bytes == 10 * MIB
+        assert _native.arena_block(torch.empty(MIB).data_ptr()) is not None
         second.close()
-        second.set_limit(MIB)
-        assert counters().limit_bytes == 10 * MIB, "a closed lease counts no more"
-    assert arena.block(torch.empty(MIB).data_ptr()) is None
-    with pytest.raises(InvalidArgument):
-        arena.activate(-1)
+        second.set_budget(MIB)
+        assert counters().budget_bytes == 10 * MIB, "a closed lease counts no more"
+        first.set_budget(20 * MIB)
+        assert counters().budget_bytes == 20 * MIB
+    assert _native.arena_block(torch.empty(MIB).data_ptr()) is None
+    assert counters().budget_bytes is None
 
 
 def test_blocks_outlive_the_lease() -> None:
-    with arena.activate(LARGE):
+    with Limits(LARGE):
         tensor = torch.arange(MIB)
-    assert arena.block(tensor.data_ptr()) is not None
+    assert _native.arena_block(tensor.data_ptr()) is not None
     assert bool((tensor == torch.arange(MIB)).all())
     base = counters().in_use_bytes
     del tensor
     assert base - counters().in_use_bytes == 8 * MIB
 
 
-def test_numpy_shares_the_memory(lease: arena.Lease) -> None:
+def test_numpy_shares_the_memory(lease: Limits) -> None:
     tensor = torch.zeros(MIB)
     array = tensor.numpy()
     array[5] = 3
@@ -262,10 +263,10 @@ def test_numpy_shares_the_memory(lease: arena.Lease) -> None:
     again = torch.from_numpy(array)
     assert again[5].item() == 3
     borrowed = torch.from_numpy(np.ones(MIB))
-    assert arena.block(borrowed.data_ptr()) is None
+    assert _native.arena_block(borrowed.data_ptr()) is None
     grown = torch.empty(MIB)
     grown.resize_(2 * MIB)
-    assert arena.block(grown.data_ptr()) is not None
+    assert _native.arena_block(grown.data_ptr()) is not None
     grown.untyped_storage().resize_(0)
 
 
@@ -284,15 +285,17 @@ def test_training_gives_the_same_bits() -> None:
         return found
 
     expected = losses()
-    with arena.activate(0):
+    with Limits(0):
         assert losses() == expected
 
 
 def test_a_forked_child_can_use_and_free_what_it_inherits() -> None:
     out = python("""
         import os, threading, torch
+        from penstock import _native
         from penstock.runtime import arena
         torch.set_num_threads(1)
+        assert arena.unavailable() is None
         lease = arena.activate(1 << 40)
         held = torch.ones(1 << 22)
         stop = threading.Event()
@@ -307,7 +310,7 @@ def test_a_forked_child_can_use_and_free_what_it_inherits() -> None:
                 ok = float(held.sum()) == 1 << 22
                 del held
                 more = torch.full((1 << 20,), 2.0)
-                arena.trim()
+                _native.arena_trim()
                 os._exit(0 if ok and float(more.sum()) == 2 << 20 else 1)
             codes.append(os.waitpid(child, 0)[1])
         stop.set(); thread.join()
@@ -319,8 +322,10 @@ def test_a_forked_child_can_use_and_free_what_it_inherits() -> None:
 def test_a_limit_on_data_is_respected_and_freed_memory_counts() -> None:
     out = python("""
         import resource, torch
+        from penstock import _native
         from penstock.runtime import arena
         torch.set_num_threads(1)
+        assert arena.unavailable() is None
         lease = arena.activate(1 << 40)
         torch.ones(1 << 20)
         with open("/proc/self/status") as file:
@@ -346,13 +351,15 @@ def test_a_limit_on_data_is_respected_and_freed_memory_counts() -> None:
 def test_limited_addresses_leave_the_program_its_own() -> None:
     out = python("""
         import resource, torch
+        from penstock import _native
         from penstock.runtime import arena
         limit = 16 << 30
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        print(arena.available())
+        print(arena.unavailable())
+        assert arena.unavailable() is None
         lease = arena.activate(1 << 40)
         tensor = torch.ones(1 << 28, dtype=torch.uint8)
-        print(arena.block(tensor.data_ptr()) is not None)
+        print(_native.arena_block(tensor.data_ptr()) is not None)
     """)
     assert out.split() == ["None", "True"]
 
@@ -360,20 +367,14 @@ def test_limited_addresses_leave_the_program_its_own() -> None:
 def test_it_can_be_switched_off_and_says_so() -> None:
     out = python(
         """
-        import logging, torch
-        logging.basicConfig(format="%(name)s %(message)s")
+        from penstock import _native
         from penstock.runtime import arena
-        assert arena.memory_manager() == "system"
-        for _ in range(2):
-            with arena.activate(1 << 30) as lease:
-                assert torch.ones(1 << 22).sum() == 1 << 22
-        assert arena.stats() is None and arena.block(5) is None
-        arena.trim(); arena.reset_peak()
-        print(arena.memory_manager(), "|", arena.available())
+        print(arena.unavailable())
+        print(arena.unavailable())
         """,
         PENSTOCK_ARENA="0",
     )
-    assert out.strip() == "mmap threshold | PENSTOCK_ARENA=0 is set"
+    assert out.splitlines() == ["PENSTOCK_ARENA=0 is set"] * 2
 
 
 def test_a_library_that_does_not_allocate_is_refused() -> None:
@@ -388,7 +389,7 @@ def test_a_library_that_does_not_allocate_is_refused() -> None:
     assert out.split() == ["False", "False", "True", "True", "0"]
 
 
-def test_counters_are_cheap(lease: arena.Lease) -> None:
+def test_counters_are_cheap(lease: Limits) -> None:
     import timeit
 
     from penstock import _native

@@ -19,7 +19,7 @@ from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
 
-PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "300"))
+PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "200"))
 PARTS = 10
 
 

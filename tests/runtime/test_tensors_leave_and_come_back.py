@@ -17,10 +17,10 @@ import torch
 
 from penstock import _native
 from penstock.runtime import arena
-from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
+from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_file
 
-if arena.paging_unavailable() is not None:
-    pytest.skip(f"no paging here: {arena.paging_unavailable()}", allow_module_level=True)
+if arena.unavailable() is not None:
+    pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
 pytestmark = pytest.mark.disk
 
@@ -31,7 +31,7 @@ SIZES = [4096, 5001, 100_000, MIB - 1, MIB, 3 * MIB + 5, 16 * MIB, 64 * MIB]
 @pytest.fixture
 def away(tmp_path: Path) -> Iterator[Away]:
     file = unnamed_file(tmp_path)
-    with arena.activate(1 << 40):
+    with Limits(1 << 40):
         yield Away(file)
     os.close(file)
 
@@ -236,7 +236,7 @@ def test_resident_bytes_fall_when_tensors_leave(away: Away) -> None:
     full = vm_rss()
     for tensor in tensors:
         assert away.leave(tensor)
-    arena.trim()
+    _native.arena_trim()
     assert full - vm_rss() >= 80 * MIB
     for tensor in tensors:
         assert torch.equal(tensor[:100], tensor_of(random_bytes(tensor.numel()))[:100])

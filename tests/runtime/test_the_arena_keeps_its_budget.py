@@ -18,12 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.errors import InvalidArgument
 from penstock.runtime import arena
-from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
+from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_file
 
-if arena.paging_unavailable() is not None:
-    pytest.skip(f"no paging here: {arena.paging_unavailable()}", allow_module_level=True)
+if arena.unavailable() is not None:
+    pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
 pytestmark = pytest.mark.disk
 
@@ -35,7 +34,7 @@ LARGE = 1 << 40
 def swap(tmp_path: Path) -> Iterator[int]:
     file = unnamed_file(tmp_path)
     _native.arena_swap_file(-1, file, 1 << 30)
-    arena.reset_peak()
+    _native.arena_reset_peak()
     yield file
     _native.arena_swap_file(-1, -1, 0)
     os.close(file)
@@ -52,10 +51,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         import numpy as np, torch
         from penstock import _native
         from penstock.runtime import arena
-        from tests.runtime.paging import Away, random_bytes, tensor_of, unnamed_file
+        from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_file
         MIB = 1 << 20
         torch.set_num_threads(1)
-        assert arena.available() is None
+        assert arena.unavailable() is None
         file = unnamed_file(tempfile.gettempdir())
         away = Away(file)
     """
@@ -69,7 +68,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap: int) -> None:
-    with arena.activate(LARGE, budget_above_what_is_there(24 * MIB)) as lease:
+    with Limits(LARGE, budget_above_what_is_there(24 * MIB)) as lease:
         tensors = []
         for i in range(6):
             _native.arena_touch([])
@@ -99,7 +98,7 @@ def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap
 
 
 def test_tensors_with_a_copy_are_dropped_before_any_is_written(swap: int, tmp_path: Path) -> None:
-    with arena.activate(LARGE, budget_above_what_is_there(12 * MIB)):
+    with Limits(LARGE, budget_above_what_is_there(12 * MIB)):
         away = Away(unnamed_file(tmp_path))
         old, copied = torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(4 * MIB, dtype=torch.uint8)
         assert away.leave(copied)
@@ -117,7 +116,7 @@ def test_tensors_with_a_copy_are_dropped_before_any_is_written(swap: int, tmp_pa
 
 
 def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
-    with arena.activate(LARGE, budget_above_what_is_there(8 * MIB)):
+    with Limits(LARGE, budget_above_what_is_there(8 * MIB)):
         held = torch.ones(5 * MIB, dtype=torch.uint8)
         with pytest.raises(RuntimeError, match="allocate"):
             torch.ones(5 * MIB, dtype=torch.uint8)  # the other one is pinned
@@ -143,8 +142,8 @@ def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
 def test_a_full_swap_file_refuses_and_loses_nothing(tmp_path: Path) -> None:
     file = unnamed_file(tmp_path)
     _native.arena_swap_file(-1, file, 3 * MIB)
-    arena.reset_peak()
-    with arena.activate(LARGE, budget_above_what_is_there(8 * MIB)):
+    _native.arena_reset_peak()
+    with Limits(LARGE, budget_above_what_is_there(8 * MIB)):
         tensors = [torch.full((2 * MIB,), i, dtype=torch.uint8) for i in range(4)]
         _native.arena_touch([])
         tensors.append(torch.full((2 * MIB,), 4, dtype=torch.uint8))
@@ -159,9 +158,9 @@ def test_a_full_swap_file_refuses_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_physical_memory_is_kept_below_the_limit_too(swap: int) -> None:
-    arena.trim()
+    _native.arena_trim()
     resident = _native.arena_stats().resident_bytes
-    with arena.activate(resident + 32 * MIB, budget_above_what_is_there(64 * MIB)):
+    with Limits(resident + 32 * MIB, budget_above_what_is_there(64 * MIB)):
         tensors = []
         for i in range(20):
             _native.arena_touch([])
@@ -186,10 +185,10 @@ def test_random_programs_keep_the_budget_and_every_byte(
     held: list[tuple[torch.Tensor, np.ndarray]] = []
     segments: dict[int, tuple[int, int, int, int]] = {}
     budget = budget_above_what_is_there(budget_bytes)
-    arena.trim()
+    _native.arena_trim()
     limit = _native.arena_stats().resident_bytes + 2 * budget_bytes if limited else LARGE
-    with arena.activate(limit, budget) as lease:
-        arena.reset_peak()
+    with Limits(limit, budget) as lease:
+        _native.arena_reset_peak()
         for step in range(steps):
             action = draw.randrange(6)
             if action < 2 or not held:
@@ -232,13 +231,13 @@ def test_random_programs_keep_the_budget_and_every_byte(
 
 
 def test_a_fault_makes_room_and_exceeds_the_budget_only_where_it_must(swap: int) -> None:
-    with arena.activate(LARGE, budget_above_what_is_there(12 * MIB)):
+    with Limits(LARGE, budget_above_what_is_there(12 * MIB)):
         tensors = []
         for i in range(6):
             _native.arena_touch([])
             tensors.append(torch.full((4 * MIB,), i, dtype=torch.uint8))
         _native.arena_touch([])
-        arena.reset_peak()
+        _native.arena_reset_peak()
         assert int(tensors[0].numpy()[5]) == 0
         assert _native.arena_stats().over_budget_bytes == 0
         states = [_native.arena_state(tensor.data_ptr()) for tensor in tensors]
@@ -250,14 +249,9 @@ def test_a_fault_makes_room_and_exceeds_the_budget_only_where_it_must(swap: int)
         del tensors
 
 
-def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(InvalidArgument):
-        arena.activate(LARGE, -1)
-
-
 def test_a_forked_child_reads_what_is_out_and_moves_nothing() -> None:
     result = python("""
-        lease = arena.activate(1 << 40)
+        lease = Limits(1 << 40)
         tensors = [tensor_of(random_bytes(size)) for size in (5000, 3 * MIB + 7)]
         for tensor in tensors:
             assert away.leave(tensor)
@@ -279,7 +273,7 @@ def test_faulthandler_and_the_arena_get_along(when: str) -> None:
     result = python(f"""
         if {when == "before"}:
             faulthandler.enable()
-        lease = arena.activate(1 << 40)
+        lease = Limits(1 << 40)
         if {when == "after"}:
             faulthandler.enable()
             assert _native.arena_own_faults()
@@ -296,7 +290,7 @@ def test_faulthandler_and_the_arena_get_along(when: str) -> None:
 
 def test_a_wild_access_still_ends_the_process() -> None:
     result = python("""
-        lease = arena.activate(1 << 40)
+        lease = Limits(1 << 40)
         tensor = torch.zeros(MIB)
         ctypes.string_at(8)
     """)
@@ -305,7 +299,7 @@ def test_a_wild_access_still_ends_the_process() -> None:
 
 def test_bytes_that_cannot_be_read_end_the_process_with_a_clear_line() -> None:
     result = python("""
-        lease = arena.activate(1 << 40)
+        lease = Limits(1 << 40)
         tensor = tensor_of(random_bytes(3 * MIB))
         assert away.leave(tensor)
         os.ftruncate(file, MIB)

@@ -278,11 +278,11 @@ class CheckedDriver:
             yield
 
     def dawdle(self) -> None:
-        """Be told of a completion late."""
+        """Go on a little later: copies may be over, or begin, meanwhile."""
         with self.lock:
-            draw = self.random.random()
-        if draw < self.lag / 2:
-            time.sleep(draw * 1e-3)
+            late, delay_s = self.random.random() < self.lag / 3, self.random.random() * 2e-3
+        if late:
+            time.sleep(delay_s)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -450,6 +450,7 @@ class CheckedDriver:
         if not facts.is_kernel:
             return operator(*args, **kwargs)
         stream = self.current_stream()
+        self.dawdle()
         with self.at_random():
             access, times = self._launch(stream, f"kernel {facts.name} {self._launched(stream)} on {stream}")
             written = {tensor.untyped_storage()._cdata for tensor in written_tensors(facts, args, kwargs)}
@@ -542,17 +543,16 @@ def checked_run(
         clock.start()
         try:
             yield CheckedRun(clock, engine, device, driver)
-        except BaseException:
-            driver.check()  # what it has led to is of less interest
-            raise
         finally:
             clock.stop()
-            engine.drain()
-            with engine.lock:
-                clock.storages.bury()
-                device.settle(list(clock.storages))
-            device.close()
-    driver.check()
+            try:
+                engine.drain()
+                with engine.lock:
+                    clock.storages.bury()
+                    device.settle(list(clock.storages))
+                device.close()
+            finally:
+                driver.check()  # what a violation has led to is of less interest
 
 
 def _join(times: Times, other: Times) -> None:

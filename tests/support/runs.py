@@ -30,13 +30,13 @@ Program = Callable[[Step], Bits]
 
 
 def bits(tensors: Iterable[torch.Tensor | None]) -> Bits:
-    """What the tensors hold, and their shapes, in memory that penstock does not count."""
+    """What the tensors hold, and their shapes. They are copied by a kernel first: NumPy sees what is there."""
     found = []
     for tensor in tensors:
         if tensor is None:
             found.append(b"none")
             continue
-        tensor = tensor.detach()
+        tensor = tensor.detach().clone()
         if tensor.layout is not torch.strided:
             tensor = tensor.coalesce().to_dense()
         if tensor.is_complex():

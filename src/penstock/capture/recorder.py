@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
+from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
 from penstock.core.repeat import harmless_makers
 from penstock.core.trace import IntArray, Lists, Trace
 
@@ -97,7 +97,7 @@ def make_trace(
         inputs=inputs,
         outputs=outputs,
         tensor_bytes=sizes,
-        tensor_kind=_integers(record.kind for record in records),
+        tensor_kind=_integers(_kind(record) for record in records),
         tensor_persistent=lasting,
         tensor_birth=birth,
         tensor_death=death,
@@ -114,6 +114,11 @@ def _order_of_touch(kernels: Sequence[KernelRecord], tensors: int) -> list[int]:
     """[T] which record becomes which tensor: those that no kernel touches come last."""
     touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
     return list(dict.fromkeys([*touched, *range(tensors)]))
+
+
+def _kind(record: TensorRecord) -> int:
+    """What an earlier iteration computed is an input to this one."""
+    return INPUT if record.before and record.kind in (ACTIVATION, WORKSPACE) else record.kind
 
 
 def _is_persistent(record: TensorRecord) -> bool:

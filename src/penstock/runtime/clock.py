@@ -452,6 +452,7 @@ class Clock(TorchDispatchMode):
     def _victims(self) -> Iterator[ManagedStorage]:
         """What should leave first: what is used furthest in the future where that is known, else what was
         used least recently."""
+        self.storages.bury()  # a copy that is over may have been the last to hold one
         schedule = self._schedule
         by_use = list(self.storages.by_use.values())
         if schedule is None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from penstock.errors import BudgetTooSmall, PenstockError, SpillError
+from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
 
@@ -194,7 +194,7 @@ class CopyEngine:
         if storage is None or managed.pins:  # a kernel of another thread may be about to write to it
             return
         if managed.slot is None:
-            managed.slot = self._device.reserve(managed, tier or self.tier)
+            managed.slot = self._reserve(managed, tier or self.tier)
         managed.state = LEAVING
         managed.void = False
         managed.queued = True
@@ -203,6 +203,27 @@ class CopyEngine:
             self._mark_released(managed)
         self._evictions.append(managed)
         self._pump()
+
+    def _reserve(self, managed: ManagedStorage, tier: str) -> Any:
+        try:
+            return self._device.reserve(managed, tier)
+        except SpillSpaceFull:
+            if not self._drop_copies():
+                raise
+        return self._device.reserve(managed, tier)
+
+    def _drop_copies(self) -> bool:
+        """Give up copies of what is on the device too. Whether there were any."""
+        dropped = False
+        for managed in self.victims():
+            if managed.state == RESIDENT and managed.slot is not None:
+                if managed.clean:
+                    managed.clean = False
+                    self._device.will_write(managed)
+                self._device.forget(managed, managed.slot)
+                managed.slot = None
+                dropped = True
+        return dropped
 
     def release(self, managed: ManagedStorage, tier: str | None = None) -> None:
         """Give the storage's memory back now if it has a copy, else as soon as it has one."""
@@ -261,7 +282,10 @@ class CopyEngine:
             elif not managed.void:
                 managed.clean = True
                 if release:
-                    self._release(managed)
+                    try:
+                        self._release(managed)
+                    except Exception as refused:
+                        self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
             if self._device.is_gone(managed):
                 managed.state, managed.clean = AWAY, False
             if managed.state != LEAVING:
@@ -331,9 +355,12 @@ class CopyEngine:
             assert storage is not None
             managed.hold = None
             if error is None:
-                managed.clean = self._device.arrive(managed, storage)
-                managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
-            else:
+                try:
+                    managed.clean = self._device.arrive(managed, storage)
+                    managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
+                except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
+                    error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
+            if error is not None:
                 self._device.give_up(managed, storage)
                 managed.state = AWAY
                 if priority == DEMAND:

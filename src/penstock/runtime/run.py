@@ -65,6 +65,17 @@ _open: list[Offload] = []  # one at most: every operator of the thread belongs t
 _lingering: list[Offload] = []  # closed, with tensors that are away
 
 
+def _leave_to_parent() -> None:
+    """In a process made by fork: copies are the parent's. What is away is read here when it is touched."""
+    for run in _open:
+        run._closed = True
+        run._clock.entered = False
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def offload(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.core.plan import Plan
 from penstock.core.pressure import resident_bytes
-from penstock.core.trace import Trace
+from penstock.core.trace import IntArray, Lists, Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.storages import NEVER
 
@@ -134,8 +134,12 @@ def unplanned(
     """What is known of an iteration for which nothing is planned, or the actions given."""
     count = trace.kernels
     born = np.zeros(count, dtype=np.int64)
-    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < count))
-    np.add.at(born, trace.tensor_birth[made], trace.tensor_bytes[made])
+    made, maker = _entries(trace.outputs)
+    read, reader = _entries(trace.inputs)
+    # What was there before, and dies, has birth 0 too: its first kernel reads it, or is a later one.
+    fresh = ~trace.tensor_persistent[made] & (trace.tensor_birth[made] == maker)
+    fresh &= ~np.isin(maker * trace.tensors + made, reader * trace.tensors + read)
+    np.add.at(born, maker[fresh], trace.tensor_bytes[made[fresh]])
     first = np.full(trace.tensors, count, dtype=np.int64)
     uses = trace.uses
     used = np.flatnonzero(np.diff(uses.starts) > 0)
@@ -151,6 +155,11 @@ def unplanned(
         persistent=tuple(trace.tensor_persistent.tolist()),
         tensor_bytes=tuple(trace.tensor_bytes.tolist()),
     )
+
+
+def _entries(lists: Lists) -> tuple[IntArray, IntArray]:
+    """The tensors of all kernels, and the kernel of each."""
+    return lists.values, np.repeat(np.arange(len(lists.starts) - 1), np.diff(lists.starts))
 
 
 def _refuse(plan: Plan) -> None:

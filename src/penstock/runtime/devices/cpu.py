@@ -198,14 +198,15 @@ class CpuDevice:
             done(None, [])
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        managed.guarded = True
-        if managed.key in self._gone:
+        self._pending.pop(managed.key, None)
+        if self._staging.pop(managed.key, None) is None:  # the arena has read its own copy
+            managed.guarded = True
             self._gone.discard(managed.key)
             return False
-        del self._staging[managed.key]
-        self._pending.pop(managed.key, None)
-        if not _native.arena_arrive(managed.place):  # touched, written and taken again meanwhile
-            managed.guarded = False
+        managed.guarded = _native.arena_arrive(managed.place)
+        if managed.guarded:
+            self._gone.discard(managed.key)
+        else:  # touched, written and taken again meanwhile
             self._gone.add(managed.key)
         return True
 
@@ -301,23 +302,19 @@ class CpuDevice:
     def settle(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
-        movable = [managed for managed in storages if managed.movable]
-        if sum(managed.size_bytes for managed in movable) + self._fixed_bytes > self._budget_bytes:
+        stats = arena.stats()
+        if stats.budget_bytes is not None and stats.in_use_bytes > stats.budget_bytes:
             self._lease.linger()
             return False
         _native.arena_kernel_over()
         try:
-            for managed in movable:
-                if _native.arena_state(managed.place) == "out":
-                    _native.arena_bring_in(managed.place)
+            _native.arena_bring_in_all()  # those, too, that no kernel has used
         except OSError as error:
             logger.warning(
-                "tensors that are away could not be brought back, and come when they are touched: %s", error
+                "tensors that are away cannot be brought back now, and come when they are touched: %s", error
             )
             self._lease.linger()
             return False
-        for managed in movable:
-            _native.arena_forget_copy(managed.place)
         return True
 
     def close(self) -> None:
