@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.runtime import offload
+from penstock.runtime import run as runtime
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.memory import MemoryTransport
@@ -27,7 +27,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         for name in list(TRANSPORTS):
             monkeypatch.delitem(TRANSPORTS, name)
         monkeypatch.setitem(TRANSPORTS, "faulty", lambda: MemoryTransport(**faults))  # type: ignore[arg-type]
-        monkeypatch.setattr(offload, "SpillSpace", functools.partial(SpillSpace, pinned="faulty direct"))
+        monkeypatch.setattr(runtime, "SpillSpace", functools.partial(SpillSpace, pinned="faulty direct"))
 
     yield use
 
