@@ -30,7 +30,7 @@ Program = Callable[[Step], Bits]
 
 
 def bits(tensors: Iterable[torch.Tensor | None]) -> Bits:
-    """What the tensors hold, and their shapes. They are copied by a kernel first: NumPy sees what is there."""
+    """What the tensors hold, and their shapes. A kernel copies them first: NumPy sees what is there."""
     found = []
     for tensor in tensors:
         if tensor is None:
