@@ -62,7 +62,7 @@ def test_a_slow_disk_costs_time_only(
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-@pytest.mark.parametrize("failing", [1, 30, 120, 250])
+@pytest.mark.parametrize("failing", [30, 120, 200])
 def test_a_failing_disk_is_an_error_and_the_next_step_works(
     kind: str, failing: int, disk: Callable[..., None], tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
         device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
     ) as run:
         for step in range(STEPS):
-            before = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+            before = [parameter.detach().clone() for parameter in model.parameters()]
             while True:
                 try:
                     with run.step():
@@ -92,7 +92,7 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
                     optimizer.zero_grad()
                     with torch.no_grad():
                         for parameter, value in zip(model.parameters(), before, strict=True):
-                            parameter.copy_(torch.from_numpy(value))
+                            parameter.copy_(value)
                 else:
                     break
     assert count >= failing
