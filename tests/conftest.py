@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Tests run side by side, on small tensors: threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.runtime import run
 
 
 @pytest.fixture
@@ -24,6 +26,14 @@ def hardware() -> penstock.Hardware:
         disk_shares_bus=False,
         name="given",
     )
+
+
+@pytest.fixture(autouse=True)
+def no_run_stays_open() -> Iterator[None]:
+    """A test that fails amid a run leaves the next one a thread of its own."""
+    yield
+    for left in list(run._open):
+        left.close()
 
 
 @pytest.fixture(autouse=True)

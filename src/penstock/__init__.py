@@ -24,7 +24,6 @@ from penstock.errors import (
     InvalidSize,
     PenstockError,
     SampleError,
-    SavedTensorModified,
     SpillError,
     SpillSpaceFull,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "Report",
     "SampleError",
     "SaveHandle",
-    "SavedTensorModified",
     "SpillError",
     "SpillSpaceFull",
     "Timeline",

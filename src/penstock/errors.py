@@ -12,8 +12,7 @@
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
     ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
-    ├── SampleError           a sample store cannot be written or read (also an OSError)
-    └── SavedTensorModified   a tensor that backward needs was edited in place (also a RuntimeError)
+    └── SampleError           a sample store cannot be written or read (also an OSError)
 """
 
 from __future__ import annotations
@@ -85,7 +84,3 @@ class CheckpointError(PenstockError, OSError):
 
 class SampleError(PenstockError, OSError):
     """A sample store cannot be written or read."""
-
-
-class SavedTensorModified(PenstockError, RuntimeError):
-    """A tensor that backward needs was changed in place after it was saved."""

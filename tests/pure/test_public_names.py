@@ -34,7 +34,6 @@ PUBLIC = [
     "Report",
     "SampleError",
     "SaveHandle",
-    "SavedTensorModified",
     "SpillError",
     "SpillSpaceFull",
     "Timeline",
@@ -147,7 +146,6 @@ def test_errors_are_also_what_python_would_raise() -> None:
     assert issubclass(penstock.SpillError, OSError)
     assert issubclass(penstock.CheckpointError, OSError)
     assert issubclass(penstock.SpillSpaceFull, penstock.SpillError)
-    assert issubclass(penstock.SavedTensorModified, RuntimeError)
 
 
 def test_errors_carry_their_numbers() -> None:

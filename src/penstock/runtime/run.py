@@ -535,6 +535,8 @@ class Offload:
         where the budget has room, else when it is touched. Idempotent."""
         if self._closed:
             return
+        if self._in_step:
+            raise InvalidArgument("a step is open: leave it before you close the run")
         self._closed = True
         self._clock.stop()
         self._compiled_as_before()

@@ -18,110 +18,50 @@ from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
 
 
-@pytest.fixture
-def least_bytes(tmp_path: Path, hardware: penstock.Hardware) -> int:
-    """The minimum budget of the model."""
-    model, optimizer = small_gpt()
-    with penstock.offload(
-        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
-    ) as run:
-        for step in range(4):
-            with run.step():
-                iterate(model, optimizer, step)
-        return run.report().minimum_bytes
-
-
-def test_an_edit_of_a_saved_tensor_raises_as_autograd_does(
-    tmp_path: Path, hardware: penstock.Hardware
-) -> None:
-    weight = torch.randn(64, 64, requires_grad=True)
-    model = nn.ParameterList([weight])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(edit: bool) -> torch.Tensor:
-        hidden = torch.tanh(weight @ weight)
-        result = (hidden * weight).sum()
-        if edit:
-            hidden.mul_(2)
-        return result
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss(edit=True).backward()
-    with penstock.offload(
-        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
-    ) as run:
-        for _ in range(3):
-            with (
-                pytest.raises(penstock.SavedTensorModified, match="modified by an inplace operation"),
-                run.step(),
-            ):
-                loss(edit=True).backward()
-            with run.step():
-                loss(edit=False).backward()
-
-
-def test_an_edit_of_a_weight_before_backward_raises_as_autograd_does(
+def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     model, optimizer = small_gpt()
     with (
         penstock.offload(
-            model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+            device_budget="40KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
         ) as run,
-        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        pytest.raises(penstock.BudgetTooSmall) as refusal,
         run.step(),
     ):
-        loss = FAMILIES["gpt"].loss(model, 0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.0)
-        loss.backward()
-
-
-def test_a_budget_below_the_minimum_is_refused_with_the_minimum(
-    tmp_path: Path, hardware: penstock.Hardware, least_bytes: int
-) -> None:
-    model, optimizer = small_gpt()
-    run = penstock.offload(
-        model, optimizer, device_budget=least_bytes - 4096, spill_dir=tmp_path, hardware=hardware
-    )
-    with pytest.raises(penstock.BudgetTooSmall) as refusal, run.step():
         iterate(model, optimizer, 0)
-    assert least_bytes - 4096 < refusal.value.minimum_bytes <= least_bytes
-    after = weights(model)
-    with pytest.raises(penstock.BudgetTooSmall), run.step():
-        iterate(model, optimizer, 1)  # is not run
-    run.close()
-    assert weights(model) == after
-
-
-def test_weights_that_exceed_the_budget_are_refused_at_once(tmp_path: Path) -> None:
-    model, optimizer = small_gpt()
-    with pytest.raises(penstock.BudgetTooSmall) as refusal:
-        penstock.offload(model, optimizer, device_budget=1000, spill_dir=tmp_path)
-    assert refusal.value.minimum_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+    assert refusal.value.minimum_bytes > 40 << 10
 
 
 def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     model, optimizer = small_gpt()
-    run = penstock.offload(
-        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, disk_budget="64KiB", hardware=hardware
-    )
     before = weights(model)
-    with pytest.raises(penstock.SpillSpaceFull, match="disk_budget"), run.step():
+    with (
+        penstock.offload(
+            device_budget="300KiB",
+            spill_dir=tmp_path,
+            disk_budget="64KiB",
+            hardware=hardware,
+            smallest_bytes=4096,
+        ) as run,
+        pytest.raises(penstock.SpillSpaceFull, match="disk_budget"),
+        run.step(),
+    ):
         iterate(model, optimizer, 0)
-    run.close()
     assert weights(model) == before
     optimizer.zero_grad()
     with (
         penstock.offload(
-            model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+            device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
         ) as run,
         run.step(),
     ):
         iterate(model, optimizer, 0)
+    expected, same = small_gpt()
+    iterate(expected, same, 0)
+    assert weights(model) == weights(expected)
 
 
 @pytest.fixture
@@ -135,14 +75,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mount.returncode:
         pytest.skip("mounting a small file system needs root")
     yield point
-    subprocess.run(["umount", str(point)], check=True)
+    subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Hardware) -> None:
-    model, optimizer = small_gpt()
+    model, _ = small_gpt()
     with (
         penstock.offload(
-            model, optimizer, device_budget="1GiB", spill_dir=small_disk, hardware=hardware
+            device_budget="300KiB", spill_dir=small_disk, hardware=hardware, smallest_bytes=4096
         ) as run,
         pytest.raises(penstock.SpillSpaceFull, match=str(small_disk)),
         run.step(),
@@ -191,7 +131,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 3, 5])
 def test_training_goes_on_after_an_exception_with_the_same_bits(
-    failing: int, tmp_path: Path, hardware: penstock.Hardware, least_bytes: int
+    failing: int, tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     class Interruption(Exception):
         pass
@@ -201,7 +141,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
         run = None
         if offloaded:
             run = penstock.offload(
-                model, optimizer, device_budget=int(least_bytes * 1.1), spill_dir=tmp_path, hardware=hardware
+                device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
             )
         for step in range(7):
             if step == failing:
@@ -234,6 +174,38 @@ def test_a_step_inside_a_step_and_a_step_after_close_are_refused(
     run.close()
     with pytest.raises(penstock.InvalidArgument, match="closed"), run.step():
         pass
+
+
+def test_a_second_run_at_once_is_refused(tmp_path: Path) -> None:
+    with (
+        penstock.offload(device_budget="1GiB", spill_dir=tmp_path),
+        pytest.raises(penstock.InvalidArgument, match="another run is open"),
+    ):
+        penstock.offload(device_budget="1GiB", spill_dir=tmp_path)
+
+
+def test_runs_one_after_the_other_on_the_same_model(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """What a closed run left on its disk space is there in the next one, whatever its budget."""
+    model, optimizer = small_gpt()
+    expected, same = small_gpt()
+    for step, budget in enumerate(["240KiB", "300KiB", "1GiB", "240KiB"]):
+        with penstock.offload(
+            model, optimizer, device_budget=budget, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        ) as run:
+            for part in range(3):
+                with run.step():
+                    iterate(model, optimizer, 3 * step + part)
+                iterate(expected, same, 3 * step + part)
+        assert weights(model) == weights(expected)
+
+
+def test_a_run_closed_inside_its_step(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    model, optimizer = small_gpt()
+    run = penstock.offload(device_budget="1GiB", spill_dir=tmp_path, hardware=hardware)
+    with pytest.raises(penstock.InvalidArgument, match="step"), run.step():
+        run.close()
+    iterate(model, optimizer, 0)
+    run.close()
 
 
 def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) -> None:

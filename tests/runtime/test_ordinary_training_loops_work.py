@@ -69,31 +69,24 @@ def test_workers_schedulers_clipping_and_accumulation(
     assert report.peak_bytes <= penstock.units.parse_bytes(budget)
 
 
-def test_two_models_train_in_turn_each_in_its_budget(tmp_path: Path, hardware: penstock.Hardware) -> None:
+def test_two_models_train_in_turn_in_one_budget(tmp_path: Path, hardware: penstock.Hardware) -> None:
     def train(budget: str | None) -> list[bytes]:
         torch.manual_seed(0)
-        pairs = []
-        for _ in range(2):
-            model = FAMILIES["gpt"].make()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = (
-                penstock.offload(
-                    model, optimizer, device_budget=budget, spill_dir=tmp_path, hardware=hardware
-                )
-                if budget
-                else None
-            )
-            pairs.append((model, optimizer, run))
-        for step in range(5):
-            for model, optimizer, run in pairs:
-                with run.step() if run else nullcontext():
-                    FAMILIES["gpt"].loss(model, step).backward()
+        models = [FAMILIES[name].make() for name in ("gpt", "lstm")]
+        pairs = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        run = None
+        if budget:
+            run = penstock.offload(device_budget=budget, spill_dir=tmp_path, hardware=hardware)
+        for step in range(6):
+            for name, (model, optimizer) in zip(("gpt", "lstm"), pairs, strict=True):
+                with run.step(name) if run else nullcontext():
+                    FAMILIES[name].loss(model, step).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-        for _, _, run in pairs:
-            if run:
-                assert run.report().evicted_bytes > 0
-                run.close()
-        return [p.detach().numpy().tobytes() for model, _, _ in pairs for p in model.parameters()]
+        if run:
+            assert run.report().peak_bytes <= penstock.units.parse_bytes(budget or 0)
+            assert run.report().loaded_bytes > 0
+            run.close()
+        return [p.detach().numpy().tobytes() for model in models for p in model.parameters()]
 
-    assert train("900KiB") == train(None)
+    assert train("1400KiB") == train(None)

@@ -1,0 +1,100 @@
+"""A disk slower than promised, or one that fails, costs time or an error, and never memory or bits."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.storage.transports import TRANSPORTS, Request
+from penstock.storage.transports.faulty import FaultyTransport
+from tests.support.families import iterate, small_gpt, weights
+
+STEPS = 6
+BUDGET_BYTES = 300 << 10
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Request], int]], None]]:
+    """Lets transfers fail, or wait: the function is asked before each."""
+    posix = TRANSPORTS["posix"]
+
+    def use(fault: Callable[[Request], int]) -> None:
+        for name in list(TRANSPORTS):
+            monkeypatch.delitem(TRANSPORTS, name)
+        monkeypatch.setitem(TRANSPORTS, "posix", lambda: FaultyTransport(posix(), fault))
+
+    yield use
+
+
+def in_memory() -> list[bytes]:
+    model, optimizer = small_gpt()
+    for step in range(STEPS):
+        iterate(model, optimizer, step)
+    return weights(model)
+
+
+def test_a_slow_disk_costs_time_only(
+    disk: Callable[..., None], tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    def wait(_: Request) -> int:
+        time.sleep(0.002)
+        return 0
+
+    disk(wait)
+    model, optimizer = small_gpt()
+    with penstock.offload(
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        for step in range(STEPS):
+            with run.step():
+                iterate(model, optimizer, step)
+        report = run.report()
+    assert weights(model) == in_memory()
+    assert report.evicted_bytes > 0
+    assert report.peak_bytes <= BUDGET_BYTES
+    assert report.stall_s > report.predicted_stall_s
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.parametrize("failing", [30, 120, 200])
+def test_a_failing_disk_is_an_error_and_the_next_step_works(
+    kind: str, failing: int, disk: Callable[..., None], tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    """One transfer fails. What it was of is not lost: the step can be taken again from the weights before."""
+    count = 0
+
+    def fault(request: Request) -> int:
+        nonlocal count
+        count += request.kind == kind
+        return errno.EIO if request.kind == kind and count == failing else 0
+
+    disk(fault)
+    model, optimizer = small_gpt()
+    errors = 0
+    with penstock.offload(
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        for step in range(STEPS):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            while True:
+                try:
+                    with run.step():
+                        iterate(model, optimizer, step)
+                except penstock.SpillError as error:
+                    assert "Input/output error" in str(error)
+                    errors += 1
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        for parameter, value in zip(model.parameters(), before, strict=True):
+                            parameter.copy_(value)
+                else:
+                    break
+    assert count >= failing
+    assert errors <= 1, "a prefetch that fails is read again, and needs no error"
+    assert weights(model) == in_memory()

@@ -1,0 +1,58 @@
+"""A model whose weights and optimizer state are several times the budget is made, loaded and trained inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock
+from tests.support.runs import EVERYTHING, HARDWARE, bits
+
+WIDTH, LAYERS = 256, 24
+MODEL_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+BUDGET_BYTES = 3 * MODEL_BYTES // 4  # weights and Adam's state are four times as much
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for number in range(5):
+        iterate(model, optimizer, number)
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    halfway = bits(model.parameters())
+    for number in range(5, 8):
+        iterate(model, optimizer, number)
+    expected = bits(model.parameters())
+
+    with penstock.offload(
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+    ) as run:
+        model, optimizer = build()
+        for number in range(5):
+            with run.step():
+                iterate(model, optimizer, number)
+        assert bits(model.parameters()) == halfway
+        model.load_state_dict(torch.load(tmp_path / "expected.pt"))
+        for number in range(5, 8):
+            with run.step():
+                iterate(model, optimizer, number)
+        report = run.report()
+        assert report.peak_bytes <= BUDGET_BYTES
+        assert report.moved_bytes_by_kind["optimizer_state"] > 0
+        assert report.moved_bytes_by_kind["weight"] > 0
+    assert bits(model.parameters()) == expected, "after the run they are read where they are"
+    iterate(model, optimizer, 8)  # and they train on, without a budget
