@@ -12,6 +12,8 @@ Arena::Arena(std::size_t reserve_bytes)
     : paging_problem_(penstock::paging_problem()),
       frames_(reserve_bytes, paging_problem_.empty()),
       large_begin_(frames_.size_bytes() / 8 / kChunkBytes * kChunkBytes),
+      given_up_now_(kGivenUpCounts, MAP_SHARED),
+      given_up_here_(kGivenUpCounts),
       small_pages_(large_begin_ / kPageBytes),
       large_chunks_(frames_.size_bytes() / kChunkBytes) {
   if (!usable()) return;

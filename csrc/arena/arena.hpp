@@ -28,6 +28,7 @@ namespace penstock {
 // Blocks of this size and more have chunks of addresses of their own, and memory for what they need of
 // them. Smaller ones share chunks, in a region of their own, so that long-lived ones do not pin big chunks.
 inline constexpr std::size_t kLargeBytes = std::size_t{256} << 10;
+inline constexpr std::size_t kGivenUpCounts = 65'536;
 inline constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
 struct ArenaStats {
@@ -70,7 +71,7 @@ class Arena {
  public:
   explicit Arena(std::size_t reserve_bytes);
 
-  bool usable() const { return frames_.base() != nullptr; }
+  bool usable() const { return frames_.base() != nullptr && given_up_now_.usable() && given_up_here_.usable(); }
   // Empty if blocks can leave on this system.
   const std::string& paging_problem() const { return paging_problem_; }
   bool contains(const void* address) const {
@@ -97,7 +98,8 @@ class Arena {
   enum class Answer { kYes, kNo, kUnknown, kError };
 
   // A kernel begins on this thread: pins the blocks that hold these addresses, and those that it will
-  // allocate, until it is over or the next one begins. Gives the number of events pending. With `blocks_out`, counts those that the arena has moved out: bring_in_pinned.
+  // allocate, until it is over or the next one begins. Gives the number of events pending. With
+  // `blocks_out`, counts those that the arena has moved out: see bring_in_moved.
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
   void kernel_over();
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
@@ -129,9 +131,10 @@ class Arena {
   // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why.
   Answer serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes);
 
-  // Around fork(), so that the child finds the arena whole. In the child no block leaves.
+  // Around fork(), so that the child finds the arena whole. In the child no block leaves, and one whose
+  // copy the parent has given up since is refused (ESTALE): other bytes may be in its place.
   void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
+  void unlock_in_parent();
   void unlock_in_child();
 
  private:
@@ -165,7 +168,9 @@ class Arena {
   bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
   Block* victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const;
   bool evict(Lock& lock, Block& block);
-  std::shared_ptr<const Copy> hold_extent(std::size_t offset, std::size_t size_bytes);
+  std::shared_ptr<const Copy> hold(Copy copy);
+  bool given_up(std::uint64_t serial) const;
+  std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);
   void note_event(Block& block, Block::Event event);
@@ -184,13 +189,18 @@ class Arena {
   Frames frames_;
   std::size_t large_begin_ = 0;  // offsets below it hold blocks under kLargeBytes
   Ranges small_, large_;         // free addresses
+  // Copies from before a fork that were given up since, counted by serial number of their block. A child
+  // sees what the parent counts, and compares it with what was counted when it was forked.
+  SparseTable<std::atomic<std::uint32_t>> given_up_now_;
+  SparseTable<std::uint32_t> given_up_here_;
+  std::uint64_t forks_ = 0;
   // Released blocks that end in a tail, which still have their memory: a block of the same size takes both.
   std::set<Ranges::Range> warm_;  // memory, offset
   std::size_t warm_bytes_ = 0;
   SparseTable<Block*> small_pages_, large_chunks_;  // whose they are
+  SwapFile swap_;  // outlives the copies in it
   std::unordered_map<std::uint64_t, std::unique_ptr<Block>> blocks_;  // by serial
   UseOrder use_;
-  SwapFile swap_;
   std::uint64_t tick_ = 1;
   pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
   std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial

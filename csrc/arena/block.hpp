@@ -20,6 +20,8 @@ struct Segment {
 struct Copy {
   std::vector<Segment> segments;
   bool in_swap_file = false;  // its one segment is the arena's own
+  std::uint64_t serial = 0;   // of the block
+  std::uint64_t forks = 0;    // of the process before it was made
 };
 
 // Memory at other addresses that a block's bytes are read into, until they move to the block's.

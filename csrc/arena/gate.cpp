@@ -68,15 +68,26 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
   return true;
 }
 
-std::shared_ptr<const Copy> Arena::hold_extent(std::size_t offset, std::size_t size_bytes) {
-  auto copy = std::make_unique<Copy>();
-  copy->segments.push_back({swap_.buffered(), offset, 0, size_bytes});
-  copy->in_swap_file = true;
-  // Whoever lets go of the last reference holds the lock.
-  return {copy.release(), [this](const Copy* held) {
-            swap_.give(held->segments[0].file_offset, held->segments[0].size_bytes);
+// Whoever lets go of the last reference holds the lock.
+std::shared_ptr<const Copy> Arena::hold(Copy copy) {
+  copy.forks = forks_;
+  return {new Copy(std::move(copy)), [this](const Copy* held) {
+            if (held->forks < forks_ && !in_child_) {
+              const auto i = held->serial % kGivenUpCounts;
+              ++given_up_here_[i];
+              ++given_up_now_[i];  // before anything else can be written there
+            }
+            if (held->in_swap_file) swap_.give(held->segments[0].file_offset, held->segments[0].size_bytes);
             delete held;
           }};
+}
+
+std::shared_ptr<const Copy> Arena::hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes) {
+  return hold({.segments = {{swap_.buffered(), offset, 0, size_bytes}}, .in_swap_file = true, .serial = serial});
+}
+
+bool Arena::given_up(std::uint64_t serial) const {
+  return given_up_now_[serial % kGivenUpCounts] != given_up_here_[serial % kGivenUpCounts];
 }
 
 // Releases the lock while it writes. False if the block stayed for a reason that may last.
@@ -86,7 +97,7 @@ bool Arena::evict(Lock& lock, Block& block) {
   if (block.copy) return put_out(block, true);
   const auto extent = swap_.take(capacity);
   if (!extent) return false;
-  auto copy = hold_extent(*extent, capacity);
+  auto copy = hold_extent(serial, *extent, capacity);
   if (!block.guarded &&
       !protect_or_undo(address_of(block), block.memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
     return false;
@@ -196,6 +207,11 @@ int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {
     if (auto* found = again(offset, serial)) note_event(*found, Block::Event::kIn);
   }
   return 0;
+}
+
+void Arena::unlock_in_parent() {
+  ++forks_;
+  mutex_.unlock();
 }
 
 void Arena::unlock_in_child() {

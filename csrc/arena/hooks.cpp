@@ -70,7 +70,7 @@ bool install_hooks(std::string_view library_suffix) {
     auto arena = std::make_unique<Arena>(reserve_bytes());
     if (!arena->usable()) return false;
     installed.store(arena.release(), std::memory_order_release);  // outlives every block: never destroyed
-    pthread_atfork([] { installed_arena()->lock(); }, [] { installed_arena()->unlock(); },
+    pthread_atfork([] { installed_arena()->lock(); }, [] { installed_arena()->unlock_in_parent(); },
                    [] {
                      serve_faults_in_child();
                      installed_arena()->unlock_in_child();

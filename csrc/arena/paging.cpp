@@ -97,7 +97,7 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
     return Answer::kError;
   }
   if (block->written || in_child_) return Answer::kNo;
-  auto copy = std::make_shared<const Copy>(Copy{std::move(segments), false});
+  auto copy = hold({.segments = std::move(segments), .serial = block->serial});
   std::swap(block->copy, copy);
   if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
     block->moved_natively = false;
@@ -212,6 +212,8 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     const Segment* failed = nullptr;
     int error = read_segments(copy->segments, direct, buffered, landing.address, &failed);
     lock.lock();
+    const bool stale = error == 0 && in_child_ && given_up(serial);
+    if (stale) error = ESTALE;
     --reads_;
     block = again(offset, serial);
     const bool wanted = block != nullptr && !block->in_memory && block->copy == copy;
@@ -227,7 +229,12 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
       return 0;
     }
     if (wanted && error != 0) {
-      if (problem != nullptr && failed != nullptr)
+      if (problem != nullptr && stale)
+        std::snprintf(problem, problem_bytes,
+                      "%zu bytes at %p were out of memory at fork(), and the parent has written others in their place "
+                      "since: touch them in the parent before it forks",
+                      requested, static_cast<void*>(address_of(*block)));
+      else if (problem != nullptr && failed != nullptr)
         describe(*block, address_of(*block), *failed, error, problem, problem_bytes);
       else if (problem != nullptr)
         std::snprintf(problem, problem_bytes, "%zu bytes at %p cannot be mapped: %s", requested,

@@ -12,9 +12,9 @@ namespace penstock {
 template <class T>
 class SparseTable {
  public:
-  explicit SparseTable(std::size_t count) : size_bytes_(round_up(count * sizeof(T) + 1, kPageBytes)) {
-    void* mapping =
-        mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // `sharing` is MAP_PRIVATE, or MAP_SHARED: then a forked child sees what its parent writes.
+  explicit SparseTable(std::size_t count, int sharing = MAP_PRIVATE) : size_bytes_(round_up(count * sizeof(T) + 1, kPageBytes)) {
+    void* mapping = mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) return;
     entries_ = static_cast<T*>(mapping);
     madvise(mapping, size_bytes_, MADV_NOHUGEPAGE);

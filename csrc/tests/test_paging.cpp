@@ -209,6 +209,7 @@ TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
   arena.set_limits(kUnlimited, 10 * kMiB);
   std::size_t out = 0;
+  arena.touch({}, &out);
   auto* block = allocate(arena, 6 * kMiB);
   void* address = nullptr;
   CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);  // the first one is pinned
@@ -227,6 +228,50 @@ TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   CHECK(arena.release(block) && arena.release(second));
   CHECK(arena.set_swap_file(-1, -1, 0));
   close(swap);
+}
+
+TEST(a_full_disk_refuses_and_loses_nothing) {
+  Arena arena(kReserveBytes);
+  const int full = open("/dev/full", O_RDWR), swap = unnamed_file();
+  CHECK(full >= 0);
+  CHECK(arena.set_swap_file(-1, full, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 10 * kMiB);
+  auto* block = allocate(arena, 6 * kMiB);
+  fill(block, 6 * kMiB, 1);
+  void* address = nullptr;
+  CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);
+  CHECK(state(arena, block) == Arena::State::kIn);
+  CHECK(holds(block, 6 * kMiB, 1));
+  fill(block, 6 * kMiB, 2);  // writable as before
+  CHECK_EQUAL(arena.stats().swap_used_bytes, 0u);
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  auto* second = allocate(arena, 6 * kMiB);
+  int error = 0;
+  CHECK(arena.release(second));
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  CHECK(holds(block, 6 * kMiB, 2));
+  CHECK(arena.release(block));
+  close(full);
+  close(swap);
+}
+
+TEST(a_copy_that_cannot_be_read_is_named) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file();
+  auto* block = allocate(arena, 3 * kMiB);
+  fill(block, 3 * kMiB, 1);
+  CHECK(leave(arena, block, 3 * kMiB, file, 0));
+  CHECK_EQUAL(ftruncate(file, kMiB), 0);
+  char problem[512] = {};
+  CHECK(arena.serve_fault(block, false, problem, sizeof(problem)) == Arena::Answer::kError);
+  CHECK(std::strstr(problem, "cannot be read back from offset 0 of /tmp/penstock_paging_") != nullptr);
+  int error = 0;
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kError);
+  CHECK_EQUAL(error, EIO);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
+  CHECK(arena.release(block));
+  close(file);
 }
 
 TEST(threads_allocate_within_a_budget) {
@@ -298,6 +343,44 @@ TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {
   close(file);
 }
 
+TEST(a_child_refuses_what_its_parent_has_overwritten) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file();
+  auto* kept = allocate(arena, 3 * kMiB);
+  auto* changed = allocate(arena, 3 * kMiB);
+  fill(kept, 3 * kMiB, 4);
+  fill(changed, 3 * kMiB, 5);
+  CHECK(leave(arena, kept, 3 * kMiB, file, 0));
+  CHECK(leave(arena, changed, 3 * kMiB, file, 4 * kMiB));
+  int go[2];
+  CHECK_EQUAL(pipe(go), 0);
+  arena.lock();
+  const auto child = fork();
+  if (child == 0) {
+    arena.unlock_in_child();
+    char byte = 0;
+    int error = 0;
+    const bool told = read(go[0], &byte, 1) == 1;
+    const bool reads = arena.bring_in(kept, &error) == Arena::Answer::kYes && holds(kept, 3 * kMiB, 4);
+    char problem[512] = {};
+    const bool refuses = arena.bring_in(changed, &error) == Arena::Answer::kError && error == ESTALE &&
+                         arena.serve_fault(changed, false, problem, sizeof(problem)) == Arena::Answer::kError &&
+                         std::strstr(problem, "fork") != nullptr;
+    _exit(told && reads && refuses ? 0 : 1);
+  }
+  arena.unlock_in_parent();
+  CHECK(arena.release(changed));
+  auto* other = allocate(arena, 3 * kMiB);
+  fill(other, 3 * kMiB, 6);
+  CHECK(leave(arena, other, 3 * kMiB, file, 4 * kMiB));
+  CHECK_EQUAL(write(go[1], "g", 1), 1);
+  int status = -1;
+  CHECK_EQUAL(waitpid(child, &status, 0), child);
+  CHECK_EQUAL(status, 0);
+  CHECK(arena.release(kept) && arena.release(other));
+  for (const int end : {go[0], go[1], file}) close(end);
+}
+
 TEST(a_child_reads_what_is_out) {
   auto& arena = served_arena();
   const int file = unnamed_file();
@@ -314,7 +397,7 @@ TEST(a_child_reads_what_is_out) {
     arena.unlock_in_child();
     _exit(holds(block, 5 * kMiB, 2) && holds(small, 9000, 3) ? 0 : 1);
   }
-  arena.unlock();
+  arena.unlock_in_parent();
   int status = -1;
   CHECK_EQUAL(waitpid(child, &status, 0), child);
   CHECK_EQUAL(status, 0);

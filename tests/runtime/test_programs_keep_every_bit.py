@@ -1,4 +1,4 @@
-"""Optimizers, and what else programs do in a step: the bits are those of the in-memory run, inside the budget."""
+"""Optimizers, and what else programs do in a step: the bits are those of the in-memory run, in any budget."""
 
 from __future__ import annotations
 

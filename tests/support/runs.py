@@ -30,7 +30,7 @@ Program = Callable[[Step], Bits]
 
 
 def bits(tensors: Iterable[torch.Tensor | None]) -> Bits:
-    """What the tensors hold, and their shapes. They are copied by a kernel first: NumPy sees what is there."""
+    """What the tensors hold, and their shapes. A kernel copies them first: NumPy sees what is there."""
     found = []
     for tensor in tensors:
         if tensor is None:
@@ -107,6 +107,6 @@ def check_same(
         found, report = offloaded(program, budget_bytes, spill_dir, **options)
         assert differences(expected, found) == [], f"budget {budget_bytes}"
         assert report.peak_bytes <= budget_bytes
-        assert report.evicted_bytes > 0
+        assert report.loaded_bytes > 0
         reports.append((budget_bytes, report))
     return reports

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _LIBRARY = "/libc10.so"
 
-# Physical memory beside the budget: what rounding to huge pages takes, and free pages kept for reuse.
+# Physical memory beside the budget: what rounding takes, and free pages kept for reuse.
 _SPARE_FRACTION = 0.05
 _SPARE_BYTES = 10 << 20
 

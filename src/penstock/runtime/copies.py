@@ -330,7 +330,7 @@ class CopyEngine:
         if storage is None:
             return True
         if not self._device.prepare(managed, storage):
-            return False
+            return managed.state == RESIDENT
         managed.state = COMING
         managed.hold = storage
         self._reserved_bytes += managed.size_bytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -156,6 +157,34 @@ def offload(
     )
 
 
+def _show_compiled_regions() -> Callable[[], None]:
+    """What torch.compile makes from now on, the clock sees: each region is one kernel. Gives what undoes it.
+
+    What was compiled before runs unseen, and its accesses are served one by one.
+    """
+    import torch._inductor.config as config
+
+    if not hasattr(config, "wrap_inductor_compiled_regions"):
+        _warn_of_compiled_regions()
+        return lambda: None
+    before = config.wrap_inductor_compiled_regions
+    config.wrap_inductor_compiled_regions = True
+
+    def undo() -> None:
+        config.wrap_inductor_compiled_regions = before
+
+    return undo
+
+
+@functools.cache
+def _warn_of_compiled_regions() -> None:
+    logger.warning(
+        "torch %s cannot show compiled regions to penstock: code made by torch.compile keeps the budget by "
+        "unplanned accesses, which is slow. Use torch 2.10 or newer, or do not compile",
+        torch.__version__,
+    )
+
+
 def default_spill_dir() -> str:
     """The system's directory for temporary files, or /var/tmp where that one is in RAM."""
     directory = tempfile.gettempdir()
@@ -291,6 +320,7 @@ class Offload:
             self._device.close()
             self._spill.close()
             raise
+        self._compiled_as_before = _show_compiled_regions()
         self._clock.start()
         _open.append(self)
 
@@ -507,6 +537,7 @@ class Offload:
             return
         self._closed = True
         self._clock.stop()
+        self._compiled_as_before()
         _open.remove(self)
         self._engine.drain()
         if not self._settle():

@@ -7,6 +7,7 @@ the arena itself, below Python (see penstock.runtime.arena).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -19,7 +20,7 @@ from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
-from penstock.runtime.storages import AWAY, LEAVING, ManagedStorage
+from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
 from penstock.units import format_bytes_up
@@ -111,12 +112,12 @@ class CpuDevice:
             if self._by_place.get(managed.place) is managed:
                 del self._by_place[managed.place]
             self._gone.discard(managed.key)
-            if managed.slot is not None:
-                self.forget(managed, managed.slot)
-                managed.slot = None
         elif managed.place == -1:
             self._fixed_bytes -= managed.size_bytes
             self._set_budget()
+        if managed.slot is not None:
+            self.forget(managed, managed.slot)
+            managed.slot = None
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -129,7 +130,26 @@ class CpuDevice:
     def forget(self, managed: ManagedStorage, slot: Extent) -> None:
         self._spill.release(slot)
 
+    def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
+        if not managed.movable or storage.data_ptr() == managed.place:
+            return not managed.movable
+        if self._by_place.get(managed.place) is managed:
+            del self._by_place[managed.place]
+        self._gone.discard(managed.key)
+        managed.movable = managed.guarded = False
+        managed.place = None
+        if not self._serial(storage):
+            managed.place = -1
+            self._fixed_bytes += managed.size_bytes
+            self._set_budget()
+        return True
+
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        if self._is_elsewhere(managed, storage):
+            managed.void = True
+            done(None, [])
+            return
         _native.arena_guard(managed.place)
         if _native.arena_state(managed.place) == "out":  # the arena took it a moment ago
             managed.void = True
@@ -158,6 +178,8 @@ class CpuDevice:
         report(transfer)
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if self._is_elsewhere(managed, storage):
+            return False
         if not _native.arena_leave(
             managed.place, self._spill.segments(managed.slot, _transfer_bytes(managed))
         ):
@@ -166,6 +188,9 @@ class CpuDevice:
         return True
 
     def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if self._is_elsewhere(managed, storage):
+            managed.state = RESIDENT
+            return False
         if managed.key in self._gone:
             return True
         staging = _native.arena_stage(managed.place)
@@ -218,7 +243,8 @@ class CpuDevice:
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
             managed.guarded = False
-            _native.arena_unguard(managed.place)
+            with contextlib.suppress(ValueError):  # the program gave the storage other memory
+                _native.arena_unguard(managed.place)
 
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.key in self._gone
