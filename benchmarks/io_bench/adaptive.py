@@ -48,7 +48,7 @@ def demo_step() -> Step:
     """
     sys.path.insert(0, str(ROOT / "examples"))
     import gpt
-    from ways import trace_of
+    from methods import trace_of
 
     import penstock
 
