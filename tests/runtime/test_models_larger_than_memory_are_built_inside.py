@@ -1,4 +1,4 @@
-"""A model whose weights and optimizer state are several times the budget is made, loaded and trained inside."""
+"""A model whose weights and optimizer state are several times the budget is made, loaded and trained in it."""
 
 from __future__ import annotations
 

@@ -130,6 +130,9 @@ class ScriptedDevice:
     def will_write(self, managed: ManagedStorage) -> None:
         pass
 
+    def notice(self) -> None:
+        pass
+
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 

@@ -106,6 +106,9 @@ class Device(Protocol):
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write to the storage."""
 
+    def notice(self) -> None:
+        """Tell the engine, by `note_arrived` and `note_gone`, what the device moved by itself."""
+
     def is_gone(self, managed: ManagedStorage) -> bool:
         """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
         ...
@@ -424,6 +427,7 @@ class CopyEngine:
 
     def _evict_some(self, size_bytes: int) -> None:
         """Let storages leave until ``size_bytes`` are free, or on their way."""
+        self._device.notice()
         target = self._device.in_memory_bytes() - size_bytes
         for managed in self.victims():
             if self._device.in_memory_bytes() - self._freeing_bytes <= target:

@@ -264,6 +264,9 @@ class AcceleratorDevice:
     def will_write(self, managed: ManagedStorage) -> None:
         pass  # the engine takes no copy of what was written meanwhile
 
+    def notice(self) -> None:
+        pass
+
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 

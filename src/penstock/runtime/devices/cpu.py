@@ -246,6 +246,9 @@ class CpuDevice:
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.place)
 
+    def notice(self) -> None:
+        self._note_events()
+
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.key in self._gone
 
