@@ -1,4 +1,4 @@
-"""A model whose weights and optimizer state are several times the budget is made, loaded and trained inside."""
+"""A model is made, loaded and trained inside a budget that is a fraction of its weights and optimizer state."""
 
 from __future__ import annotations
 
