@@ -7,7 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo demo-samples test lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan
+GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
+
+.PHONY: setup demo demo-samples test lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -68,3 +70,37 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all"
 	cmake --build build/$* --parallel 2
 	ctest --test-dir build/$* --output-on-failure
+
+# Everything that needs a CUDA device, in parts of under ten minutes. With $(PYTHON) as it is: Python 3.12, torch 2.11
+# for CUDA, numpy, msgspec, pytest, hypothesis; no network. Leaves out/gpu.json, and prints one table.
+# The C++ module is built in place where a compiler and CMake are there; else $(PYTHON) must have penstock installed.
+gpu: gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+	$(GPU_PATH) $(PYTHON) benchmarks/gpu.py --table out
+
+GPU_PATH = PYTHONPATH=src:.
+
+gpu-build:
+	mkdir -p out
+	if command -v cmake >/dev/null && $(PYTHON) -c 'import nanobind'; then \
+	  cmake -S . -B build/gpu -D CMAKE_BUILD_TYPE=Release -D Python_EXECUTABLE=$$(command -v $(PYTHON)) \
+	    -D nanobind_DIR=$$($(PYTHON) -m nanobind --cmake_dir) && \
+	  cmake --build build/gpu --parallel && cp build/gpu/_native*.so src/penstock/; \
+	fi
+	$(GPU_PATH) $(PYTHON) -c 'import penstock._native'
+
+gpu-1: # exactness of all families, and of whole models
+	$(GPU_PATH) $(GPU_TESTS) tests/gpu/test_offloaded_training_on_a_gpu.py --junitxml out/gpu-1.xml
+
+gpu-2: # the same under the sanitizer of streams, which is slow: one tier
+	TORCH_CUDA_SANITIZER=1 $(GPU_PATH) $(GPU_TESTS) tests/gpu/test_offloaded_training_on_a_gpu.py \
+	  -k 'host and not compiled and not optimal' --junitxml out/gpu-2.xml
+
+gpu-3: # the direct path between GPU and disk, checkpoints and samples
+	$(GPU_PATH) $(GPU_TESTS) tests/gpu --ignore tests/gpu/test_offloaded_training_on_a_gpu.py \
+	  --junitxml out/gpu-3.xml
+
+gpu-4: # against others, a model that fits
+	$(GPU_PATH) $(PYTHON) benchmarks/gpu.py --size small -o out/gpu-small.json
+
+gpu-5: # and one whose weights and Adam state do not
+	$(GPU_PATH) $(PYTHON) benchmarks/gpu.py --size large -o out/gpu-large.json

@@ -96,10 +96,14 @@ def measure_model(
     for key, row in rows.items():
         if report := row["report"]:
             row["clock_s_per_operator"] = report["clock_s"] / max(report["operators"], 1)
+            cost = "the clock rests"
+            if report["operators"]:
+                cost = (
+                    f"{report['operators']} operators, the clock "
+                    f"{format_seconds(row['clock_s_per_operator'])} each"
+                )
             console.print(
-                f"{key}: {report['operators']} operators, the clock "
-                f"{format_seconds(row['clock_s_per_operator'])} each; "
-                f"{report['departures']} steps ran other operators than those traced"
+                f"{key}: {cost}; {report['departures']} steps ran other operators than those traced"
             )
     return {"config": asdict(plain.config), "in_memory_peak_bytes": peak_bytes, "methods": rows}
 

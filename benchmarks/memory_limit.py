@@ -20,6 +20,7 @@ The JSON holds every sample. See `--quick` for a check that it all works; its fi
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as error:
         parser.error(str(error))
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the swap file has to go
     if options.quick:
         options.steps, options.swap_steps = UNSETTLED_STEPS + 2, 2
     console = wide_console()

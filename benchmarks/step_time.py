@@ -113,7 +113,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def wide_console() -> Console:
     console = Console(highlight=False)
-    console.width = max(console.width, 150)
+    console.width = max(console.width, 180)
     return console
 
 
@@ -176,8 +176,9 @@ def drawn(summaries: dict[str, dict[str, Any]]) -> Table:
         "bits",
     )
     table = Table(*columns, box=None, padding=(0, 1))
-    for column in table.columns[1:]:
+    for column in table.columns:
         column.justify, column.no_wrap = "right", True
+    table.columns[0].justify = "left"
     for name, row in summaries.items():
         report = row["report"]
         own = [""] * 7

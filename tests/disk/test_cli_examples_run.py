@@ -1,4 +1,4 @@
-"""The benchmark and the example it trains: they run, and every way gives the same bits."""
+"""The examples and benchmarks of training run, and every method gives the same bits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,65 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests may keep the cores busy
+
+
+def run(script: Path, *options: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, script, *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ONE_THREAD,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_every_way_of_training_gives_the_same_bits(tmp_path: Path) -> None:
+def test_the_demo_shows_five_rows_and_leaves_a_picture(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "demo.py"
+    said = run(script, "--quick", "--steps", "7", "--spill-dir", tmp_path, "-o", tmp_path / "out")
+    table = said[said.index("After") :]
+    for name in ("in memory", "checkpoint", "penstock, 65 %", "penstock, 35 %", "penstock, 20 %"):
+        (row,) = [line for line in table.splitlines() if line.lstrip().startswith(name)]
+        assert row.rstrip().endswith("equal")
+    assert (tmp_path / "out" / "demo.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_every_method_of_training_gives_the_same_bits(tmp_path: Path) -> None:
     output = tmp_path / "step_time.json"
-    script = ROOT / "benchmarks" / "step_time.py"
-    options = ["--quick", "--spill-dir", str(tmp_path), "-o", str(output)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests may keep the cores busy
-    subprocess.run([sys.executable, script, *options], check=True, timeout=300, env=one_thread)
+    run(ROOT / "benchmarks" / "step_time.py", "--quick", "--spill-dir", tmp_path, "-o", output)
     document = json.loads(output.read_text())
-    ways = document["ways"]
-    assert {"in memory", "checkpoint", "files", "penstock at 45%"} <= set(ways)
-    assert all(way["same_bits"] for way in ways.values())
-    assert {len(way["samples_s"]) for way in ways.values()} == {6}
+    methods = document["methods"]
+    assert {"in memory", "checkpoint", "files", "penstock, 105 %", "penstock, 20 %"} <= set(methods)
+    assert all(method["same_bits"] for method in methods.values())
+    assert {len(method["samples_s"]) for method in methods.values()} == {7}
+    reports = {name: method["report"] for name, method in methods.items() if method["report"]}
+    assert len(reports) == 4
+    assert all(report["peak_bytes"] <= report["device_budget_bytes"] for report in reports.values())
+    assert reports["penstock, 105 %"]["evicted_bytes"] == 0 < reports["penstock, 20 %"]["evicted_bytes"]
     assert document["commit"] and document["config"]["seed"] == 0
+
+
+@pytest.mark.slow
+def test_tiny_kernels_stay_inside_half_of_their_memory(tmp_path: Path) -> None:
+    output = tmp_path / "changing_shapes.json"
+    script = ROOT / "benchmarks" / "changing_shapes.py"
+    run(script, "--quick", "--model", "tiny kernels", "--spill-dir", tmp_path, "-o", output)
+    methods = json.loads(output.read_text())["models"]["tiny kernels"]["methods"]
+    assert all(method["same_bits"] for method in methods.values())
+    assert methods["penstock, everything fits"]["report"]["evicted_bytes"] == 0
+    half = methods["penstock, 50 %"]["report"]
+    assert half["evicted_bytes"] > 0
+    assert half["peak_bytes"] <= half["device_budget_bytes"]
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_its_budget_is_trained_saved_and_loaded(tmp_path: Path) -> None:
+    script, checkpoint = ROOT / "examples" / "larger_than_memory.py", tmp_path / "gpt.safetensors"
+    said = run(script, "--steps", "3", "--spill-dir", tmp_path, "-o", checkpoint)
+    assert "3.1 times the budget of 24.00 MiB" in said
+    assert checkpoint.stat().st_size > 3 * (24 << 20)

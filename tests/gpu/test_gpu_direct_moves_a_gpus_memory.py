@@ -192,6 +192,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
     """Everything that leaves goes to disk: the host's memory is all staging."""
     return {
         "device_budget": "4GiB",
+        "smallest_bytes": 1,
         "spill_dir": tmp_path,
         "hardware": machine,
         "host_budget": "64MiB",

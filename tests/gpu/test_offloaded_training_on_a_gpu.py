@@ -1,16 +1,23 @@
-"""The same promises on a CUDA device: the same bits, inside the budget, over host memory and over disk."""
+"""The same promises on a CUDA device: the same bits, inside the budget, over host memory and over disk.
+
+Written without a GPU, on the checked accelerator of tests/support; `make gpu` runs it on one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import penstock
-from tests.support.families import FAMILIES
+from penstock.runtime.devices.accelerator import AWAY_TEXT
+from tests.support.families import FAMILIES, _Gpt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,20 +25,26 @@ pytestmark = [
 ]
 
 STEPS = 5
+MIB = 1 << 20
+# cuBLAS and cuDNN keep workspaces in the allocator, and segments have 2 MiB: more than these models.
+LIBRARIES_BYTES = 64 * MIB
 # Families whose inputs the loss makes on the CPU: they are moved by the test.
 NAMES = [name for name in FAMILIES if name != "bf16_autocast"]
 
 
 @pytest.fixture(autouse=True)
-def reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+def reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> penstock.Hardware:
-    return penstock.probe(tmp_path, device="cuda", time_budget_s=2)
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> penstock.Hardware:
+    measured = penstock.probe(tmp_path_factory.mktemp("probe"), device="cuda", time_budget_s=2)
+    return replace(measured, host_bytes=4 << 30)
 
 
 def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | None]:
@@ -50,10 +63,11 @@ def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | 
             found += [p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
+    found += [p.detach().cpu().numpy().tobytes() for p in model.parameters()]
     report = run.report() if run else None
     if run:
         run.close()
-    return found + [p.detach().cpu().numpy().tobytes() for p in model.parameters()], report
+    return found, report
 
 
 class _OnCuda:
@@ -69,22 +83,144 @@ class _OnCuda:
         setattr(self.model, name, value)
 
 
+def tier_options(tier: str, tmp_path: Path, machine: penstock.Hardware) -> dict[str, Any]:
+    return {
+        "spill_dir": tmp_path,
+        "hardware": machine,
+        "host_budget": "1GiB" if tier == "host" else "64MiB",  # the latter is all staging
+        "smallest_bytes": 1,
+    }
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("share", [0.05, 0.5, 2.0])
-def test_same_bits(name: str, tier: str, share: float, tmp_path: Path, machine: penstock.Hardware) -> None:
-    hardware = replace(machine, host_bytes=4 << 30)
-    host_budget = "1GiB" if tier == "host" else "64MiB"  # the latter is all staging
-    options = {"spill_dir": tmp_path, "hardware": hardware, "host_budget": host_budget}
+@pytest.mark.parametrize("policy", ["optimal", "evict_all"])
+def test_same_bits(name: str, tier: str, policy: str, tmp_path: Path, machine: penstock.Hardware) -> None:
     expected, _ = train(name)
-    _, generous = train(name, device_budget="4GiB", **options)
-    assert generous is not None
-    least, most = generous.minimum_bytes, generous.peak_bytes
-    budget_bytes = int(least + share * (most - least))
-
-    found, report = train(name, device_budget=budget_bytes, **options)
-
+    options = tier_options(tier, tmp_path, machine)
+    found, report = train(name, device_budget=LIBRARIES_BYTES, policy=policy, **options)
     assert found == expected
-    assert report is not None
-    if name != "dynamic":
-        assert report.peak_bytes <= 1.05 * budget_bytes
+    assert report is not None and report.peak_bytes <= LIBRARIES_BYTES
+    if policy == "evict_all":
+        assert report.evicted_bytes > 0
+
+
+def gpt(inside: bool, steps: Callable[[torch.nn.Module, Any], list[Any]], **options: Any) -> tuple[Any, Any]:
+    """A GPT of some 100 MiB with its optimizer's state, built inside the budget."""
+    torch.manual_seed(0)
+    with penstock.offload(device="cuda", **options) if inside else nullcontext() as run:
+        with torch.device("cuda"):
+            model = _Gpt(width=512, blocks=6)
+        losses = steps(model, run)
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+        return (losses, weights), run.report() if run else None
+
+
+def loop(
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    context: Callable[[], Any] = nullcontext,
+    scaled: bool = False,
+    compiled: bool = False,
+) -> Callable[[torch.nn.Module, Any], list[Any]]:
+    def steps(model: torch.nn.Module, run: Any) -> list[Any]:
+        optimizer = make_optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+        forward = torch.compile(model) if compiled else model
+        losses = []
+        for step in range(STEPS):
+            seeded = torch.Generator().manual_seed(step)
+            words = torch.randint(0, 64, (8, 256), generator=seeded)
+            with run.step() if run else nullcontext():
+                words = words.cuda()
+                with context():
+                    loss = F.cross_entropy(forward(words).flatten(0, 1), words.roll(-1, 1).flatten())
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.item().hex())
+        return losses
+
+    return steps
+
+
+def adamw(**how: bool) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **how)  # type: ignore[arg-type]
+
+
+LOOPS = {
+    "plain": loop(adamw(foreach=False)),
+    "foreach": loop(adamw(foreach=True)),
+    "fused": loop(adamw(fused=True)),
+    "sgd": loop(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    "bf16": loop(adamw(), lambda: torch.autocast("cuda", torch.bfloat16)),
+    "fp16 scaled": loop(adamw(), lambda: torch.autocast("cuda", torch.float16), scaled=True),
+    "compiled": loop(adamw(), compiled=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_whole_models_page_and_keep_their_bits(
+    name: str, tier: str, tmp_path: Path, machine: penstock.Hardware
+) -> None:
+    options = tier_options(tier, tmp_path, machine)
+    (losses, weights), _ = gpt(False, LOOPS[name])
+    budget_bytes = 256 * MIB
+    (found, found_weights), report = gpt(True, LOOPS[name], device_budget=budget_bytes, **options)
+    assert found == losses
+    assert all(torch.equal(one, other) for one, other in zip(found_weights, weights, strict=True))
+    assert report.peak_bytes <= budget_bytes and report.evicted_bytes > 0
+
+
+def test_a_budget_that_holds_everything_moves_nothing(tmp_path: Path, machine: penstock.Hardware) -> None:
+    _, report = gpt(True, LOOPS["plain"], device_budget="4GiB", **tier_options("host", tmp_path, machine))
+    assert report.evicted_bytes == 0
+
+
+def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardware) -> None:
+    options = tier_options("host", tmp_path, machine)
+    with penstock.offload(device="cuda", device_budget=32 * MIB, **options) as run:
+        tensors = [torch.full((MIB,), float(index), device="cuda") for index in range(16)]  # 4 MiB each
+        away = [tensor for tensor in tensors if tensor.untyped_storage().nbytes() == 0]
+        assert away
+        if run._device._driver._set_error is None:
+            pytest.skip("this torch cannot have accesses raise")
+        with pytest.raises(RuntimeError) as refused:
+            away[0].untyped_storage().data_ptr()
+        assert AWAY_TEXT in str(refused.value)
+        assert [float(tensor.mean()) for tensor in tensors] == list(map(float, range(16)))
+
+
+def test_what_comes_back_after_the_run_is_whole(tmp_path: Path, machine: penstock.Hardware) -> None:
+    options = tier_options("disk", tmp_path, machine)
+    with penstock.offload(device="cuda", device_budget=32 * MIB, **options):
+        tensors = [torch.full((MIB,), float(index), device="cuda") for index in range(16)]
+    assert [float(tensor.mean()) for tensor in tensors] == list(map(float, range(16)))
+
+
+def test_kernels_on_other_streams_are_waited_for(tmp_path: Path, machine: penstock.Hardware) -> None:
+    options = tier_options("host", tmp_path, machine)
+    side = torch.cuda.Stream()
+    with penstock.offload(device="cuda", device_budget=48 * MIB, **options):
+        tensors = [torch.full((MIB,), float(index), device="cuda") for index in range(16)]
+        for turn in range(8):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for tensor in tensors[turn % 2 :: 2]:
+                    tensor.add_(1)
+            torch.cuda.current_stream().wait_stream(side)
+            for tensor in tensors:
+                tensor.mul_(1)
+        assert [float(tensor.mean()) for tensor in tensors] == [index + 4.0 for index in range(16)]
+
+
+def test_a_kernel_that_cannot_fit_is_refused(tmp_path: Path, machine: penstock.Hardware) -> None:
+    options = tier_options("host", tmp_path, machine)
+    with penstock.offload(device="cuda", device_budget=32 * MIB, **options):
+        kept = torch.ones(MIB, device="cuda")
+        with pytest.raises(penstock.BudgetTooSmall, match="device budget"):
+            torch.zeros(16 * MIB, device="cuda")
+        assert float(kept.sum()) == MIB

@@ -1,4 +1,4 @@
-"""A model is made, loaded and trained inside a budget that is a fraction of its weights and optimizer state."""
+"""A model is built, loaded and trained inside a budget far below its weights and optimizer state."""
 
 from __future__ import annotations
 
