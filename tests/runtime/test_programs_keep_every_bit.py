@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Optimizers, and what else programs do in a step: the same bits as in memory, inside the budget."""
-=======
-"""Optimizers, and what else programs do in a step: the bits are those of the in-memory run, in any budget."""
->>>>>>> wt-run
 
 from __future__ import annotations
 
