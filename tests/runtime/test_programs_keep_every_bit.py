@@ -1,4 +1,4 @@
-"""Optimizers, and what else programs do in a step: the bits are those of the in-memory run, in any budget."""
+"""Optimizers, and what else programs do in a step: the same bits as in memory, inside the budget."""
 
 from __future__ import annotations
 

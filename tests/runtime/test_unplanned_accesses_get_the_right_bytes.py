@@ -1,4 +1,4 @@
-"""Whoever reads or writes a tensor that is away gets its bytes: NumPy, files, threads, other processes."""
+"""Whoever reads or writes a tensor that is away gets its bytes: NumPy, files, copies, threads, processes."""
 
 from __future__ import annotations
 
