@@ -175,7 +175,12 @@ def test_the_interpreter_ends_after_the_save(tmp_path: Path) -> None:
 def test_offloaded_training_can_be_saved(wait: bool, tmp_path: Path, hardware: penstock.Hardware) -> None:
     def train(save: Callable[[int, dict[str, object]], None] | None) -> list[bytes]:
         model, optimizer = small_gpt()
-        options = {"device_budget": "600KiB", "spill_dir": tmp_path, "hardware": hardware}
+        options = {
+            "device_budget": "600KiB",
+            "spill_dir": tmp_path,
+            "hardware": hardware,
+            "smallest_bytes": 4096,
+        }
         with penstock.offload(model, optimizer, **options) as run:
             for step in range(4):
                 with run.step():

@@ -161,7 +161,8 @@ def test_a_run_is_told_its_ways_and_tells_what_it_learned(
     with penstock.offload(
         model,
         optimizer,
-        device_budget="1GiB",
+        device_budget="500KiB",
+        smallest_bytes=4096,
         spill_dir=[tmp_path, tmp_path],
         hardware=hardware,
         ways="posix direct",

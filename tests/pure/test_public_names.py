@@ -52,9 +52,10 @@ PUBLIC = [
 # By function: what can be given by position, and what has to be named. "=" marks a default.
 SIGNATURES = {
     "offload": (
-        ["model", "optimizer"],
-        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "policy=", "hardware="]
-        + ["page_cache_budget=", "ways=", "way_tables=", "reexplore=", "verify_spill="],
+        ["model=", "optimizer="],
+        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "device=", "policy=", "plan="]
+        + ["hardware=", "page_cache_budget=", "ways=", "way_tables=", "reexplore=", "verify_spill="]
+        + ["smallest_bytes="],
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
+from penstock import _native
 from penstock.runtime import arena
 from tests.support.families import FAMILIES, Family
 
@@ -345,12 +346,11 @@ def test_the_peak_is_what_the_allocator_gave_out(name: str) -> None:
         start = arena.stats()
         model, optimizer, step = training(FAMILIES[name])
         step()
-        arena.reset_peak()
+        _native.arena_reset_peak()
         step()
         end = arena.stats()
         trace = penstock.trace(step, fake=False, warmup=0)
         del model, optimizer, step
-    assert start is not None and end is not None
     measured = end.peak_in_use_bytes - start.in_use_bytes
     small = int(trace.tensor_bytes[trace.tensor_bytes < 4096].sum())
     workspace = 128 << 10

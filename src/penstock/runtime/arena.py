@@ -35,7 +35,7 @@ _LIBRARY = "/libc10.so"
 
 # Physical memory beside the budget: what rounding takes, and free pages kept for reuse.
 _SPARE_FRACTION = 0.05
-_SPARE_BYTES = 10 << 20
+_SPARE_BYTES = 4 << 20
 
 _lock = threading.Lock()
 _budgets: dict[Lease, int] = {}

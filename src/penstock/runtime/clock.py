@@ -369,7 +369,7 @@ class Clock(TorchDispatchMode):
         by_use = self.storages.by_use
         for managed in used:
             managed.pins -= 1
-            if managed.movable:
+            if by_use.get(managed.key) is managed:  # else it stays, or died in the kernel
                 by_use.move_to_end(managed.key)
         self._device.end_kernel()
         self._engine.end_kernel()
@@ -475,7 +475,8 @@ class Clock(TorchDispatchMode):
         """The storage has died: its tensor in the recording ends with the kernel before."""
         recording = self._recording
         if recording is not None and managed.step == self._step and managed.index < len(recording.tensors):
-            recording.tensors[managed.index].death = self.kernels
+            # What the kernel itself ends was there while it ran.
+            recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
         self._device.bury(managed)
 
     def _record(

@@ -316,6 +316,7 @@ class Offload:
                 self._take(plan)
             for tensor, kind in _known_tensors(model, optimizer):
                 self._clock.know(tensor, kind)
+            resident.release_free_memory()  # what they took before
         except BaseException:
             self._device.close()
             self._spill.close()
