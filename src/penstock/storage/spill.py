@@ -264,11 +264,18 @@ class SpillSpace:
             name = self._chosen.pop(extent, None)
             if name is None:  # it is written once more
                 name = self.choice.way_to_write(extent.size_bytes, (extent.space,))
-        if self._verify or checksum:
-            self._checksums[extent.space, extent.offset] = crc32c_at(address, size_bytes), size_bytes
-        else:
-            self._checksums.pop((extent.space, extent.offset), None)
-        return self._add("write", self.ways[name], extent, address, size_bytes, keep, on_done, priority)
+        self._checksums.pop((extent.space, extent.offset), None)
+        return self._add(
+            "write",
+            self.ways[name],
+            extent,
+            address,
+            size_bytes,
+            keep,
+            on_done,
+            priority,
+            self._verify or checksum,
+        )
 
     def read(
         self,
@@ -455,8 +462,11 @@ class SpillSpace:
         keep: object,
         on_done: OnDone,
         priority: int,
+        checksum: bool = False,
     ) -> PendingTransfer:
-        transfer = PendingTransfer(self, kind, way, extent, address, size_bytes, keep, on_done, priority)
+        transfer = PendingTransfer(
+            self, kind, way, extent, address, size_bytes, keep, on_done, priority, checksum
+        )
         queue = self._queues[kind]
         with self._lock:
             measured = transfer.measured = self._is_measured(kind, way, extent)
@@ -638,6 +648,7 @@ class PendingTransfer:
         "_started_s",
         "address",
         "began_s",
+        "checksum",
         "extent",
         "kind",
         "measured",
@@ -661,7 +672,9 @@ class PendingTransfer:
         keep: object,
         on_done: OnDone,
         priority: int,
+        checksum: bool = False,
     ) -> None:
+        self.checksum = checksum
         self.kind: Kind = kind
         self.way = way
         self.extent = extent
@@ -733,6 +746,10 @@ class PendingTransfer:
                 self.rehearsed = False
                 self._begin(self.way.kind)
                 return
+            if self.checksum:  # here, not before it began: this is no thread of the program's
+                sum_of_bytes = crc32c_at(self.address, self.size_bytes)
+                key = self.extent.space, self.extent.offset
+                self._space._checksums[key] = sum_of_bytes, self.size_bytes
             self._keep = None  # whoever is told that it is over can free the memory
         self._space._over(self, self._failed, None, (self._started_s, self._finished_s))
 
