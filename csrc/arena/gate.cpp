@@ -31,8 +31,8 @@ bool Arena::fits(std::size_t requested_bytes, std::size_t memory_bytes) const {
 Arena::Need Arena::need_of(FaultHistory& history, const Block& block) {
   auto& serials = history.serials;
   const auto known = std::ranges::find(serials, block.serial);
-  const bool again = known != serials.end() && history.asked_ns - history.answered_ns < kFaultedLatelyNs;
-  history.repeats = again ? history.repeats + 1 : 0;
+  const bool soon = known != serials.end() && history.asked_ns - history.answered_ns < kFaultedLatelyNs;
+  history.repeats = soon ? history.repeats + 1 : 0;
   const auto place = known != serials.end() ? known : serials.end() - 1;
   *place = block.serial;
   std::rotate(serials.begin(), place, place + 1);
