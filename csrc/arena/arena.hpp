@@ -129,7 +129,9 @@ class Arena {
 
   // An access to `address` failed. kYes if it can be repeated after what was done, kNo if nothing was
   // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why.
-  Answer serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes);
+  // `history` is of the thread that faulted, which keeps its times.
+  Answer serve_fault(const void* address, bool is_write, FaultHistory& history, char* problem,
+                     std::size_t problem_bytes);
 
   // Around fork(), so that the child finds the arena whole. In the child no block leaves, and one whose
   // copy the parent has given up since is refused (ESTALE): other bytes may be in its place.
@@ -139,7 +141,8 @@ class Arena {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  enum class Need { kBlock, kAccess, kFault };
+  enum class Need { kBlock, kAccess, kFault, kStuckFault };
+  static bool is_fault(Need need) { return need == Need::kFault || need == Need::kStuckFault; }
 
   // Blocks by address.
   Block* find(const void* address) const;   // that holds it
@@ -166,8 +169,9 @@ class Arena {
   bool pages() const { return stats_.budget_bytes != kUnlimited && paging_problem_.empty() && !in_child_; }
   bool fits(std::size_t requested_bytes, std::size_t memory_bytes) const;
   bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
-  Block* victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const;
-  bool evict(Lock& lock, Block& block);
+  Need need_of(FaultHistory& history, const Block& block);
+  Block* victim(Need need, bool memory_wanted, std::int64_t now, const std::vector<std::uint64_t>& tried) const;
+  bool evict(Lock& lock, Block& block, Need need);
   std::shared_ptr<const Copy> hold(Copy copy);
   bool given_up(std::uint64_t serial) const;
   std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);

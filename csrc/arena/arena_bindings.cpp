@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <stdexcept>
 #include <tuple>
@@ -53,11 +54,19 @@ bool check(Answer answer, std::uintptr_t address, int error = ENOMEM) {
 
 std::uint64_t budget(std::optional<std::uint64_t> budget_bytes) { return budget_bytes.value_or(kUnlimited); }
 
+constexpr char kFaultsRefused[] =
+    "the system refuses the thread or the SIGSEGV handler that brings memory back: raise the limits on threads and "
+    "on address space (ulimit -u, ulimit -v)";
+std::atomic<bool> faults_refused{false};  // by the last call of activate
+
 void activate(std::uint64_t limit_bytes, std::optional<std::uint64_t> budget_bytes) {
   auto& current = arena();
   const nb::gil_scoped_release release;
+  if (current.paging_problem().empty()) {
+    faults_refused = !serve_faults(current);
+    if (faults_refused) throw std::runtime_error(kFaultsRefused);
+  }
   current.set_limits(limit_bytes, budget(budget_bytes));
-  if (current.paging_problem().empty()) serve_faults(current);
   set_active(true);
 }
 
@@ -71,6 +80,7 @@ void deactivate() {
 
 nb::object paging_unavailable() {
   const auto& problem = arena().paging_problem();
+  if (problem.empty() && faults_refused) return nb::str(kFaultsRefused);
   if (problem.empty()) return nb::none();
   return nb::str(problem.c_str());
 }

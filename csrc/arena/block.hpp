@@ -1,6 +1,7 @@
 // A block of an arena: what torch asked for, where its bytes are, and when it was used.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,6 +59,15 @@ struct Block {
   Block *older = nullptr, *newer = nullptr;  // of the blocks in memory, by use
 
   bool large() const { return owned_bytes % (std::size_t{2} << 20) == 0; }
+};
+
+// The blocks that the last faults of one thread were for, and how many of these faults in a row were for
+// a block that the thread had shortly before.
+struct FaultHistory {
+  std::array<std::uint64_t, 4> serials{};  // the newest first
+  std::uint32_t repeats = 0;
+  std::int64_t asked_ns = 0;     // when the thread faulted
+  std::int64_t answered_ns = 0;  // when it went on after the fault before
 };
 
 // The blocks in memory, the least recently used first.

@@ -32,10 +32,11 @@ inline std::int64_t now_ns() {
 
 class Event {
  public:
-  void wait(std::unique_lock<std::mutex>& lock) {
+  // Forever if `timeout_ns` is negative.
+  void wait(std::unique_lock<std::mutex>& lock, std::int64_t timeout_ns = -1) {
     const auto seen = changes_.load();
     lock.unlock();
-    futex_wait(changes_, seen, -1);
+    futex_wait(changes_, seen, timeout_ns);
     lock.lock();
   }
   void notify() {

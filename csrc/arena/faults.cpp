@@ -22,6 +22,7 @@ struct Request {
   std::atomic<std::uint32_t> state{kFree};
   const void* address = nullptr;
   bool is_write = false;
+  FaultHistory history;
   Arena::Answer answer = Arena::Answer::kNo;
   char problem[kProblemBytes] = {};
 };
@@ -39,6 +40,7 @@ PENSTOCK_STATIC_TLS thread_local bool is_server = false;
 PENSTOCK_STATIC_TLS thread_local bool handing_over = false;
 PENSTOCK_STATIC_TLS thread_local const void* plain_address = nullptr;
 PENSTOCK_STATIC_TLS thread_local int plain_count = 0;
+PENSTOCK_STATIC_TLS thread_local constinit FaultHistory history;
 
 bool is_write_access(const void* context) {
   const auto* machine = &static_cast<const ucontext_t*>(context)->uc_mcontext;
@@ -105,6 +107,7 @@ Arena::Answer ask(const void* address, bool is_write) {
   }
   request->address = address;
   request->is_write = is_write;
+  request->history = history;
   request->state.store(Request::kPosted);
   posted.fetch_add(1);
   futex_wake(posted);
@@ -120,6 +123,7 @@ Arena::Answer ask(const void* address, bool is_write) {
     futex_wait(request->state, state, left);
   }
   const auto answer = request->answer;
+  history = request->history;
   if (answer == Arena::Answer::kError) {
     say("penstock: ");
     say(request->problem);
@@ -131,7 +135,7 @@ Arena::Answer ask(const void* address, bool is_write) {
 
 Arena::Answer serve_here(Arena& arena, const void* address, bool is_write) {
   char problem[kProblemBytes] = {};
-  const auto answer = arena.serve_fault(address, is_write, problem, sizeof(problem));
+  const auto answer = arena.serve_fault(address, is_write, history, problem, sizeof(problem));
   if (answer != Arena::Answer::kError) return answer;
   say("penstock: ");
   say(problem);
@@ -144,8 +148,10 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
   auto* arena = served.load();
   if (info->si_code > 0 && !is_server && arena->contains(info->si_addr)) {
     const bool is_write = is_write_access(context);
+    history.asked_ns = now_ns();
     const auto answer =
         in_child.load() ? serve_here(*arena, info->si_addr, is_write) : ask(info->si_addr, is_write);
+    history.answered_ns = now_ns();
     if (answer != Arena::Answer::kNo || plain_address != info->si_addr) plain_count = 0;
     plain_address = info->si_addr;
     // Nothing to do: it came back, or became writable, while this was on its way.
@@ -166,8 +172,8 @@ void* serve(void*) {
       std::uint32_t state = Request::kPosted;
       if (request.state.load() == Request::kGivenUp) request.state.store(Request::kFree);
       if (!request.state.compare_exchange_strong(state, Request::kServing)) continue;
-      request.answer =
-          served.load()->serve_fault(request.address, request.is_write, request.problem, kProblemBytes);
+      request.answer = served.load()->serve_fault(request.address, request.is_write, request.history,
+                                                  request.problem, kProblemBytes);
       state = Request::kServing;
       if (request.state.compare_exchange_strong(state, Request::kAnswered))
         futex_wake(request.state);
@@ -207,12 +213,13 @@ bool start_thread() {
 
 bool serve_faults(Arena& arena) {
   static std::mutex once;
-  static bool done = false;
+  static bool started = false, done = false;
   const std::lock_guard guard(once);
   if (done && served.load() != &arena) return false;
   if (done) return true;
   served.store(&arena);
-  done = start_thread() && install();
+  started = started || start_thread();
+  done = started && install();
   return done;
 }
 

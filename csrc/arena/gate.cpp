@@ -9,8 +9,14 @@ namespace penstock {
 
 namespace {
 
-// Threads that take turns at more than fits must each get somewhere.
+// What a fault brought in makes room for another fault as the last but what a kernel has pinned, and not
+// before the thread that waited for it could run its instruction. An instruction that needs more than fits,
+// or threads that take turns at it, would go on like that for good. So a thread is stuck once this many
+// faults in a row were for its few last blocks, and it ran for less than kFaultedLatelyNs before each. Only
+// then what was faulted in lately stays, and the budget is exceeded. No time of the disk's counts in this.
 constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
+constexpr std::int64_t kInstructionNs = 1'000'000;
+constexpr std::uint32_t kStuckRepeats = 64;
 // Smaller blocks leave last: they free little, and nobody announces who uses them.
 constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
@@ -21,18 +27,43 @@ bool Arena::fits(std::size_t requested_bytes, std::size_t memory_bytes) const {
   return in_memory_bytes_ + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= stats_.limit_bytes;
 }
 
+// What the block may displace that the thread needs now.
+Arena::Need Arena::need_of(FaultHistory& history, const Block& block) {
+  auto& serials = history.serials;
+  const auto known = std::ranges::find(serials, block.serial);
+  const bool soon = known != serials.end() && history.asked_ns - history.answered_ns < kFaultedLatelyNs;
+  history.repeats = soon ? history.repeats + 1 : 0;
+  const auto place = known != serials.end() ? known : serials.end() - 1;
+  *place = block.serial;
+  std::rotate(serials.begin(), place, place + 1);
+  if (history.repeats <= kStuckRepeats) return Need::kFault;
+  for (const auto serial : serials) {  // as if all of them had come just now
+    const auto found = blocks_.find(serial);
+    if (found == blocks_.end() || !found->second->in_memory) continue;
+    found->second->faulted_ns = now_ns();
+    use_.renew(*found->second);
+  }
+  return Need::kStuckFault;
+}
+
 // The least recently used block of the cheapest kind: what has a copy, what must be written, what
-// somebody else is writing just now.
-Block* Arena::victim(Need need, bool memory_wanted, const std::vector<std::uint64_t>& tried) const {
+// somebody else is writing just now. For a fault, also what was faulted in lately, and last what is pinned.
+Block* Arena::victim(Need need, bool memory_wanted, std::int64_t now,
+                     const std::vector<std::uint64_t>& tried) const {
   Block* best = nullptr;
   int lowest = 0;
-  const auto now = now_ns();
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
-    if (block->pinned_tick == tick_ || block->writing || (memory_wanted && !block->large())) continue;
+    const bool pinned = block->pinned_tick == tick_;
+    if (block->writing || (memory_wanted && !block->large())) continue;
+    if (pinned && (memory_wanted || !is_fault(need))) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
-    if (need == Need::kFault && now - block->faulted_ns < kFaultedLatelyNs) continue;
     if (block->requested_bytes < kReluctantBytes) rank += 6;
+    if (is_fault(need) && now - block->faulted_ns < kFaultedLatelyNs) {
+      if (need == Need::kStuckFault) continue;
+      rank = 12;
+    }
+    if (pinned) rank += 24;
     if (best != nullptr && rank >= lowest) continue;
     if (std::ranges::find(tried, block->serial) != tried.end()) continue;
     best = block, lowest = rank;
@@ -45,7 +76,8 @@ Block* Arena::victim(Need need, bool memory_wanted, const std::vector<std::uint6
 // far as blocks can leave.
 bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need) {
   std::vector<std::uint64_t> tried;
-  bool possible = need == Need::kFault;
+  const auto began = now_ns();
+  bool possible = is_fault(need);
   while (pages() && !fits(requested_bytes, memory_bytes)) {
     const bool over = in_memory_bytes_ + requested_bytes > stats_.budget_bytes;
     if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
@@ -55,10 +87,15 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       if (in_memory_bytes_ - may_leave + requested_bytes > stats_.budget_bytes) return false;
       possible = true;
     }
-    auto* found = victim(need, !over, tried);
-    if (found != nullptr) {
+    // Who is stuck keeps what was young when it began, however long it waits for a disk.
+    const auto now = now_ns();
+    auto* found = victim(need, !over, need == Need::kStuckFault ? began : now, tried);
+    const auto wait_ns = found != nullptr ? found->faulted_ns + kInstructionNs - now : 0;
+    if (found != nullptr && is_fault(need) && wait_ns > 0) {
+      changed_.wait(lock, wait_ns);
+    } else if (found != nullptr) {
       const auto serial = found->serial;
-      if (!evict(lock, *found)) tried.push_back(serial);
+      if (!evict(lock, *found, need)) tried.push_back(serial);
     } else if (over && writes_ + reads_ > 0) {
       changed_.wait(lock);  // what others move may leave afterwards, or make the room
     } else {
@@ -91,9 +128,10 @@ bool Arena::given_up(std::uint64_t serial) const {
 }
 
 // Releases the lock while it writes. False if the block stayed for a reason that may last.
-bool Arena::evict(Lock& lock, Block& block) {
+bool Arena::evict(Lock& lock, Block& block, Need need) {
   const auto offset = block.offset, capacity = block.capacity_bytes;
   const auto serial = block.serial;
+  const bool pinned = block.pinned_tick == tick_;
   if (block.copy) return put_out(block, true);
   const auto extent = swap_.take(capacity);
   if (!extent) return false;
@@ -122,7 +160,8 @@ bool Arena::evict(Lock& lock, Block& block) {
   stats_.swapped_out_bytes += found->requested_bytes;
   if (found->dirtied) return false;
   if (!found->copy) found->copy = std::move(copy);
-  return found->pinned_tick != tick_ && put_out(*found, true);
+  if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return put_out(*found, true);
+  return is_fault(need);  // pinned meanwhile: only if nothing else can leave
 }
 
 // The block has a valid copy. False if the system refuses; then nothing has changed.

@@ -197,7 +197,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     };
     if (block->in_memory) return stop(0);
     Landing landing;
-    if ((!room && need != Need::kFault) || !take_landing(*block, &landing)) {
+    if ((!room && !is_fault(need)) || !take_landing(*block, &landing)) {
       stats_.refused_bytes = requested;
       if (problem != nullptr)
         std::snprintf(problem, problem_bytes, "there is no memory for %zu bytes at %p", requested,
@@ -329,7 +329,8 @@ Arena::Answer Arena::forget_copy(void* address, int* error) {
   return Answer::kError;
 }
 
-Arena::Answer Arena::serve_fault(const void* address, bool is_write, char* problem, std::size_t problem_bytes) {
+Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistory& history, char* problem,
+                                 std::size_t problem_bytes) {
   Lock lock(mutex_);
   auto* block = find(address);
   if (block == nullptr) return Answer::kUnknown;
@@ -337,7 +338,8 @@ Arena::Answer Arena::serve_fault(const void* address, bool is_write, char* probl
   const auto serial = block->serial;
   bool served = false;
   if (!block->in_memory) {
-    if (bring_in(lock, offset, serial, Need::kFault, problem, problem_bytes) != 0) return Answer::kError;
+    const auto need = need_of(history, *block);
+    if (bring_in(lock, offset, serial, need, problem, problem_bytes) != 0) return Answer::kError;
     block = again(offset, serial);
     if (block == nullptr) return Answer::kNo;
     block->faulted_ns = now_ns();

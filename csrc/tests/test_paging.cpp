@@ -263,7 +263,8 @@ TEST(a_copy_that_cannot_be_read_is_named) {
   CHECK(leave(arena, block, 3 * kMiB, file, 0));
   CHECK_EQUAL(ftruncate(file, kMiB), 0);
   char problem[512] = {};
-  CHECK(arena.serve_fault(block, false, problem, sizeof(problem)) == Arena::Answer::kError);
+  FaultHistory history;
+  CHECK(arena.serve_fault(block, false, history, problem, sizeof(problem)) == Arena::Answer::kError);
   CHECK(std::strstr(problem, "cannot be read back from offset 0 of /tmp/penstock_paging_") != nullptr);
   int error = 0;
   CHECK(arena.bring_in(block, &error) == Arena::Answer::kError);
@@ -343,6 +344,81 @@ TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {
   close(file);
 }
 
+TEST(faults_in_quick_succession_keep_the_budget) {
+  auto& arena = served_arena();
+  const int swap = unnamed_file();
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  for (const std::size_t size : {std::size_t{90'000}, kMiB}) {
+    arena.set_limits(kUnlimited, 2 * size);
+    arena.reset_peak();
+    std::vector<char*> blocks;
+    std::size_t out = 0;
+    for (unsigned i = 0; i < 12; ++i) {
+      arena.touch({}, &out);
+      blocks.push_back(allocate(arena, size));
+      fill(blocks.back(), size, i);
+    }
+    arena.touch({}, &out);
+    for (int pass = 0; pass < 8; ++pass)
+      for (unsigned i = 0; i < 12; ++i) CHECK(holds(blocks[i], size, i));
+    // Of two pinned ones, one makes room: nothing else can.
+    const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(blocks[10]),
+                                   reinterpret_cast<std::uintptr_t>(blocks[11])};
+    arena.touch(used, &out);
+    CHECK(holds(blocks[0], size, 0));
+    CHECK(holds(blocks[1], size, 1));
+    CHECK((state(arena, blocks[10]) == Arena::State::kOut) != (state(arena, blocks[11]) == Arena::State::kOut));
+    CHECK_EQUAL(arena.stats().peak_in_memory_bytes, 2 * size);
+    CHECK_EQUAL(arena.stats().over_budget_bytes, 0u);
+    arena.kernel_over();
+    for (auto* block : blocks) CHECK(arena.release(block));
+    arena.set_limits(kUnlimited, kUnlimited);
+    arena.reset_peak();
+  }
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(swap);
+}
+
+#if defined(__x86_64__)
+TEST(an_instruction_that_needs_more_than_fits_exceeds_the_budget) {
+  auto& arena = served_arena();
+  const int swap = unnamed_file();
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, kMiB + kMiB / 2);
+  arena.reset_peak();
+  std::size_t out = 0;
+  char* pairs[2][2];  // of source and target, for a thread each
+  for (auto& pair : pairs) {
+    for (auto*& block : pair) {
+      arena.touch({}, &out);
+      block = allocate(arena, kMiB);
+      fill(block, kMiB, block == pair[0] ? 5 : 6);
+    }
+  }
+  arena.touch({}, &out);
+  CHECK_EQUAL(arena.stats().over_budget_bytes, 0u);
+  std::vector<std::thread> threads;
+  for (auto& pair : pairs) {
+    threads.emplace_back([&pair] {
+      const char* from = pair[0];
+      char* to = pair[1];
+      std::size_t count = kMiB;
+      asm volatile("rep movsb" : "+S"(from), "+D"(to), "+c"(count) : : "memory");
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(arena.stats().over_budget_bytes >= kMiB / 2);
+  for (auto& pair : pairs) {
+    CHECK(holds(pair[1], kMiB, 5));
+    CHECK(arena.release(pair[0]) && arena.release(pair[1]));
+  }
+  arena.set_limits(kUnlimited, kUnlimited);
+  arena.reset_peak();
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(swap);
+}
+#endif
+
 TEST(a_child_refuses_what_its_parent_has_overwritten) {
   Arena arena(kReserveBytes);
   const int file = unnamed_file();
@@ -363,8 +439,9 @@ TEST(a_child_refuses_what_its_parent_has_overwritten) {
     const bool told = read(go[0], &byte, 1) == 1;
     const bool reads = arena.bring_in(kept, &error) == Arena::Answer::kYes && holds(kept, 3 * kMiB, 4);
     char problem[512] = {};
+    FaultHistory history;
     const bool refuses = arena.bring_in(changed, &error) == Arena::Answer::kError && error == ESTALE &&
-                         arena.serve_fault(changed, false, problem, sizeof(problem)) == Arena::Answer::kError &&
+                         arena.serve_fault(changed, false, history, problem, sizeof(problem)) == Arena::Answer::kError &&
                          std::strstr(problem, "fork") != nullptr;
     _exit(told && reads && refuses ? 0 : 1);
   }

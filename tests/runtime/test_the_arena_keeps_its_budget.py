@@ -230,7 +230,7 @@ def test_random_programs_keep_the_budget_and_every_byte(
     os.close(away.file)
 
 
-def test_a_fault_makes_room_and_exceeds_the_budget_only_where_it_must(swap: int) -> None:
+def test_a_fault_takes_what_is_pinned_only_where_nothing_else_can_leave(swap: int) -> None:
     with Limits(LARGE, budget_above_what_is_there(12 * MIB)):
         tensors = []
         for i in range(6):
@@ -244,9 +244,67 @@ def test_a_fault_makes_room_and_exceeds_the_budget_only_where_it_must(swap: int)
         _native.arena_touch(
             [tensor.data_ptr() for tensor, state in zip(tensors, states, strict=True) if state != "out"]
         )
-        assert int(tensors[states.index("out")].numpy()[5]) == states.index("out")
-        assert _native.arena_stats().over_budget_bytes == 4 * MIB
-        del tensors
+        first, second = [i for i, state in enumerate(states) if state == "out"][:2]
+        assert int(tensors[first].numpy()[5]) == first
+        pinned = [tensor for tensor, state in zip(tensors, states, strict=True) if state != "out"]
+        assert [_native.arena_state(tensor.data_ptr()) for tensor in pinned].count("out") == 1
+        assert int(tensors[second].numpy()[5]) == second  # the first one leaves for it
+        assert [_native.arena_state(tensor.data_ptr()) for tensor in pinned].count("out") == 1
+        assert _native.arena_stats().over_budget_bytes == 0
+        _native.arena_kernel_over()
+        del tensors, pinned
+
+
+@pytest.mark.parametrize("size_bytes", [70_000, 2 * MIB])
+def test_blocks_read_by_numpy_in_quick_succession_keep_the_budget(swap: int, size_bytes: int) -> None:
+    with Limits(LARGE, budget_above_what_is_there(2 * size_bytes)) as lease:
+        tensors = []
+        for i in range(12):
+            _native.arena_touch([])
+            tensors.append(torch.full((size_bytes,), i, dtype=torch.uint8))
+        _native.arena_touch([])
+        for _ in range(8):
+            for i, tensor in enumerate(tensors):
+                assert bool((tensor.numpy() == i).all())
+        stats = _native.arena_stats()
+        assert stats.peak_in_memory_bytes <= lease.budget_bytes
+        assert stats.over_budget_bytes == 0
+        del tensors, tensor
+
+
+def test_a_copy_between_blocks_that_do_not_fit_together_ends_and_is_counted(swap: int) -> None:
+    source_bytes = random_bytes(3 * MIB)
+    with Limits(LARGE, budget_above_what_is_there(4 * MIB)):
+        source = tensor_of(source_bytes)
+        _native.arena_touch([])
+        target = torch.zeros(3 * MIB, dtype=torch.uint8)
+        _native.arena_touch([])
+        _native.arena_reset_peak()
+        np.copyto(target.numpy(), source.numpy())
+        assert 0 < _native.arena_stats().over_budget_bytes <= 2 * MIB
+        assert np.array_equal(target.numpy(), source_bytes)
+        del source, target
+
+
+def test_a_process_that_gets_no_thread_cannot_use_the_arena_and_says_why() -> None:
+    result = python("""
+        import resource
+        mapped = int(open("/proc/self/statm").read().split()[0]) * 4096
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MIB, before[1]))
+        try:
+            _native.arena_activate(1 << 40)
+        except RuntimeError as error:
+            print(error)
+        print(_native.arena_paging_unavailable())
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        lease = Limits(1 << 40)
+        print(_native.arena_paging_unavailable())
+    """)
+    said = result.stdout.splitlines()
+    assert len(said) == 3, result.stderr
+    assert said[0] == said[1] and "SIGSEGV handler" in said[0]
+    assert said[2] == "None"
 
 
 def test_a_forked_child_reads_what_is_out_and_moves_nothing() -> None:

@@ -60,7 +60,13 @@ class Lease:
             if swap is not None and self.gives_swap:
                 _native.arena_swap_file(*swap)
             _budgets[self] = budget_bytes
-            _apply()
+            try:
+                _apply()
+            except BaseException:
+                del _budgets[self]
+                if self.gives_swap:
+                    _native.arena_swap_file(-1, -1, 0)
+                raise
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. No-op once closed."""
