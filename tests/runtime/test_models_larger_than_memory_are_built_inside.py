@@ -1,4 +1,4 @@
-"""A model is built, loaded and trained inside a budget far below its weights and optimizer state."""
+"""A model whose weights and optimizer state are several times the budget is made, loaded, trained in it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SURE = 9  # trials of each that is near
 WINDOW = 41  # costs a median stands on
 FASTER = 1.5  # times, three times in a row: the way changed, and what it cost before is forgotten
 MARGIN = 0.02  # by which another way must be faster to take over
-COPYING = 1.05  # times: what copies takes a processor from those who train, for little gain
+COPYING = 1.3  # times: what copies takes a processor from those who train, for little gain
 
 
 class Record:
