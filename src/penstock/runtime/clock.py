@@ -262,7 +262,11 @@ class Clock(TorchDispatchMode):
                         away = True
                 if away:
                     engine.demand(used)
-                if facts.written:
+                if facts.is_opaque and device.empties_storages:
+                    written = used  # any of them may be, and nobody else would notice
+                    for managed in written:
+                        engine.will_write(managed)
+                elif facts.written:
                     written = self._used(tuple(written_tensors(facts, args, kwargs)), _NOTHING)
                     for managed in written:
                         if managed.clean or managed.guarded or managed.state:
