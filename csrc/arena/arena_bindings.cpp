@@ -55,10 +55,17 @@ std::uint64_t budget(std::optional<std::uint64_t> budget_bytes) { return budget_
 
 void activate(std::uint64_t limit_bytes, std::optional<std::uint64_t> budget_bytes) {
   auto& current = arena();
-  const nb::gil_scoped_release release;
-  current.set_limits(limit_bytes, budget(budget_bytes));
-  if (current.paging_problem().empty()) serve_faults(current);
-  set_active(true);
+  bool served = true;
+  {
+    const nb::gil_scoped_release release;
+    if (current.paging_problem().empty()) served = serve_faults(current);
+    if (served) {
+      current.set_limits(limit_bytes, budget(budget_bytes));
+      set_active(true);
+    }
+  }
+  if (!served)
+    throw std::runtime_error("the system refuses the thread or the signal handler that brings memory back");
 }
 
 void deactivate() {
