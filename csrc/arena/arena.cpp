@@ -12,11 +12,13 @@ Arena::Arena(std::size_t reserve_bytes)
     : paging_problem_(penstock::paging_problem()),
       frames_(reserve_bytes, paging_problem_.empty()),
       large_begin_(frames_.size_bytes() / 8 / kChunkBytes * kChunkBytes),
-      given_up_now_(kGivenUpCounts, MAP_SHARED),
+      given_up_now_(SparseTable<std::atomic<std::uint32_t>>::shared(kGivenUpCounts)),
       given_up_here_(kGivenUpCounts),
       small_pages_(large_begin_ / kPageBytes),
       large_chunks_(frames_.size_bytes() / kChunkBytes) {
-  if (!usable()) return;
+  usable_ = frames_.base() != nullptr && given_up_now_.usable() && given_up_here_.usable() &&
+            given_up_here_.open(0, kGivenUpCounts) && small_pages_.usable() && large_chunks_.usable();
+  if (!usable_) return;
   // One chunk between the regions is never used, so that no run of free frames is part of both.
   if (large_begin_ > kChunkBytes) small_.give(0, large_begin_ - kChunkBytes);
   large_.give(large_begin_, frames_.size_bytes() - large_begin_);
@@ -98,6 +100,9 @@ std::optional<std::size_t> Arena::occupy(std::size_t owned_bytes, std::size_t me
   while (!offset && cool_one()) offset = place(owned_bytes);
   *no_addresses = !offset;
   if (!offset) return std::nullopt;
+  auto& owners = large ? large_chunks_ : small_pages_;
+  const auto unit = large ? kChunkBytes : kPageBytes;
+  if (!owners.open(*offset / unit, (*offset + owned_bytes) / unit)) return std::nullopt;
   region(*offset).take(*offset, owned_bytes);
   const auto growth = [&] {
     return large ? frames_.block_growth_bytes(*offset, memory_bytes) : frames_.growth_bytes(*offset, owned_bytes);
@@ -166,21 +171,22 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
     return Outcome::kNoMemory;
   };
   if (!make_room(lock, size_bytes, memory, Need::kBlock)) return refuse();
+  // Before its addresses are taken: what may throw comes first.
+  const auto serial = stats_.serial + 1;
+  auto& block = *blocks_.emplace(serial, std::make_unique<Block>()).first->second;
   bool no_addresses = false;
   const auto offset = occupy(owned, memory, &no_addresses);
+  if (!offset) blocks_.erase(serial);
   // Memory from elsewhere would be outside of the budget.
   if (!offset && pages()) return refuse();
   if (!offset) return no_addresses ? Outcome::kNoAddresses : Outcome::kNoMemory;
-  auto created = std::make_unique<Block>();
-  auto& block = *created;
   block.offset = *offset;
   block.requested_bytes = size_bytes;
   block.capacity_bytes = capacity;
   block.owned_bytes = owned;
   block.memory_bytes = memory;
-  block.serial = ++stats_.serial;
+  block.serial = stats_.serial = serial;
   block.pinned_tick = pthread_equal(kernel_thread_, pthread_self()) ? tick_ : 0;
-  blocks_.emplace(block.serial, std::move(created));
   enter(block, &block);
   use_.add(block);
   stats_.in_use_bytes += size_bytes;

@@ -71,7 +71,7 @@ class Arena {
  public:
   explicit Arena(std::size_t reserve_bytes);
 
-  bool usable() const { return frames_.base() != nullptr && given_up_now_.usable() && given_up_here_.usable(); }
+  bool usable() const { return usable_; }
   // Empty if blocks can leave on this system.
   const std::string& paging_problem() const { return paging_problem_; }
   bool contains(const void* address) const {
@@ -188,6 +188,7 @@ class Arena {
                std::size_t problem_bytes);
 
   const std::string paging_problem_;
+  bool usable_ = false;
   mutable std::mutex mutex_;
   Event changed_;  // a read or write of a block ended, or room was made
   Frames frames_;

@@ -8,12 +8,14 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
 
 namespace penstock {
 
 namespace {
 
 constexpr std::size_t kProblemBytes = 512;
+constexpr std::size_t kStackBytes = std::size_t{512} << 10;
 constexpr int kPlainRepeats = 1000;  // of one access to what is plainly there, before it is not ours
 
 // What a thread that waits and the thread that serves share. Its state is what both wait for.
@@ -92,6 +94,12 @@ void hand_over(int signal_number, siginfo_t* info, void* context) {
   handing_over = false;
 }
 
+void say_problem(const char* text) {
+  say("penstock: ");
+  say(text);
+  say("\n");
+}
+
 // Posts a request and waits for its answer.
 Arena::Answer ask(const void* address, bool is_write) {
   const auto deadline = now_ns() + timeout_ns.load();
@@ -117,18 +125,14 @@ Arena::Answer ask(const void* address, bool is_write) {
     const auto left = deadline - now_ns();
     if (left <= 0) {
       if (!request->state.compare_exchange_strong(state, Request::kGivenUp)) continue;
-      say("penstock: an access to memory that is out got no answer in time: its disk hangs\n");
+      say_problem("an access to memory that is out got no answer in time: its disk hangs");
       return Arena::Answer::kError;
     }
     futex_wait(request->state, state, left);
   }
   const auto answer = request->answer;
   history = request->history;
-  if (answer == Arena::Answer::kError) {
-    say("penstock: ");
-    say(request->problem);
-    say("\n");
-  }
+  if (answer == Arena::Answer::kError) say_problem(request->problem);
   request->state.store(Request::kFree);
   return answer;
 }
@@ -136,10 +140,7 @@ Arena::Answer ask(const void* address, bool is_write) {
 Arena::Answer serve_here(Arena& arena, const void* address, bool is_write) {
   char problem[kProblemBytes] = {};
   const auto answer = arena.serve_fault(address, is_write, history, problem, sizeof(problem));
-  if (answer != Arena::Answer::kError) return answer;
-  say("penstock: ");
-  say(problem);
-  say("\n");
+  if (answer == Arena::Answer::kError) say_problem(problem);
   return answer;
 }
 
@@ -159,6 +160,8 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
       errno = error;
       return;
     }
+    if (answer == Arena::Answer::kUnknown) say_problem("an access to memory that no tensor holds any more");
+    if (answer == Arena::Answer::kNo) say_problem("an access to memory that is there fails again and again");
   }
   errno = error;
   hand_over(signal_number, info, context);
@@ -172,8 +175,13 @@ void* serve(void*) {
       std::uint32_t state = Request::kPosted;
       if (request.state.load() == Request::kGivenUp) request.state.store(Request::kFree);
       if (!request.state.compare_exchange_strong(state, Request::kServing)) continue;
-      request.answer = served.load()->serve_fault(request.address, request.is_write, request.history,
-                                                  request.problem, kProblemBytes);
+      try {
+        request.answer = served.load()->serve_fault(request.address, request.is_write, request.history,
+                                                    request.problem, kProblemBytes);
+      } catch (const std::bad_alloc&) {
+        request.answer = Arena::Answer::kError;
+        std::strcpy(request.problem, "an access to memory that is out cannot be served: there is no memory left");
+      }
       state = Request::kServing;
       if (request.state.compare_exchange_strong(state, Request::kAnswered))
         futex_wake(request.state);
@@ -203,7 +211,11 @@ bool start_thread() {
   sigdelset(&all, SIGSEGV);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   pthread_t thread;
-  const bool started = pthread_create(&thread, nullptr, serve, nullptr) == 0;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  const bool started = pthread_create(&thread, &attributes, serve, nullptr) == 0;
+  pthread_attr_destroy(&attributes);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (started) pthread_detach(thread);
   return started;

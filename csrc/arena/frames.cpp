@@ -130,7 +130,9 @@ bool Frames::fill(std::size_t first, std::size_t last) {
       }
     }
     if (moved == 0) {
-      if (!map_fresh(base_ + first * kChunkBytes, wanted)) return false;
+      // A limit on the process's data refuses to move what it allows to give back and take anew.
+      auto* fresh = base_ + first * kChunkBytes;
+      if (!map_fresh(fresh, wanted) && (purge(wanted) == 0 || !map_fresh(fresh, wanted))) return false;
       set_framed(first, last, true);
       frames_ += last - first;
       return true;
@@ -141,6 +143,7 @@ bool Frames::fill(std::size_t first, std::size_t last) {
 
 bool Frames::occupy(std::size_t offset, std::size_t size_bytes) {
   const auto first = first_chunk(offset), last = end_chunk(offset + size_bytes);
+  if (!chunks_.open(first, last)) return false;
   for (auto i = first; i < last; ++i)
     if (chunks_[i].framed && chunks_[i].live_pages == 0) take_free(i, i + 1);
   add_live(offset, size_bytes, +1);
@@ -190,15 +193,13 @@ bool Frames::cut_free_frame() {
 bool Frames::cut_frame(std::size_t chunk) {
   auto* from = base_ + chunk * kChunkBytes;
   auto* home = tails_.vacant_home();
-  const bool moved = home != nullptr && move_memory(from, home, kChunkBytes, kGrainBytes) == kChunkBytes;
+  const bool moved = home != nullptr && protect(from, kChunkBytes, PROT_NONE) &&
+                     move_memory(from, home, kChunkBytes, kGrainBytes) == kChunkBytes && tails_.add_frame();
   map_nothing(from, kChunkBytes);
   take_free(chunk, chunk + 1);
   chunks_[chunk].framed = false;
   --frames_;
-  if (moved)
-    tails_.add_frame();
-  else if (home != nullptr)
-    map_nothing(home, kChunkBytes);
+  if (!moved && home != nullptr) map_nothing(home, kChunkBytes);
   return moved;
 }
 
@@ -207,8 +208,9 @@ bool Frames::cut_new_frame() {
   auto* home = tails_.vacant_home();
   if (home == nullptr || !map_fresh(home, kChunkBytes)) return false;
   for (std::size_t at = 0; at < kChunkBytes; at += kPageBytes) static_cast<volatile char*>(home)[at] = 0;
-  tails_.add_frame();
-  return true;
+  if (tails_.add_frame()) return true;
+  map_nothing(home, kChunkBytes);
+  return false;
 }
 
 bool Frames::give_tail(char* tail, std::size_t size_bytes, bool roomy) {
@@ -241,7 +243,7 @@ void Frames::vacate_block(std::size_t offset, std::size_t size_bytes) {
 void Frames::withdraw_block(std::size_t offset, std::size_t size_bytes, std::optional<std::size_t> to) {
   const auto body = body_bytes(size_bytes);
   std::size_t moved = 0;
-  if (to && body > 0) {
+  if (to && body > 0 && chunks_.open(first_chunk(*to), first_chunk(*to + body))) {
     moved = move_memory(base_ + offset, base_ + *to, body, kChunkBytes);
     const auto target = *to / kChunkBytes, count = moved / kChunkBytes;
     set_framed(first_chunk(offset), first_chunk(offset) + count, false);

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "arena/faults.hpp"
@@ -27,10 +28,14 @@ std::atomic<bool> active{false};
 int hooked_posix_memalign(void** address, std::size_t alignment, std::size_t size_bytes) {
   if (!active.load(std::memory_order_acquire) || size_bytes < kPageBytes || alignment > kPageBytes)
     return posix_memalign(address, alignment, size_bytes);
-  switch (installed.load(std::memory_order_acquire)->allocate(size_bytes, address)) {
-    case Arena::Outcome::kDone: return 0;
-    case Arena::Outcome::kNoMemory: return ENOMEM;
-    case Arena::Outcome::kNoAddresses: break;
+  try {
+    switch (installed.load(std::memory_order_acquire)->allocate(size_bytes, address)) {
+      case Arena::Outcome::kDone: return 0;
+      case Arena::Outcome::kNoMemory: return ENOMEM;
+      case Arena::Outcome::kNoAddresses: break;
+    }
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
   }
   return posix_memalign(address, alignment, size_bytes);
 }

@@ -42,7 +42,14 @@ void describe(const Block& block, const char* address, const Segment& segment, i
 }  // namespace
 
 bool Arena::make_writable(Block& block) {
-  if (!protect_or_undo(address_of(block), block.memory_bytes, PROT_READ | PROT_WRITE, PROT_READ)) return false;
+  const auto unprotect = [&] {
+    return protect_or_undo(address_of(block), block.memory_bytes, PROT_READ | PROT_WRITE, PROT_READ);
+  };
+  if (!unprotect()) {
+    if (in_child_) return false;
+    hold_at_most(0);  // where the process's data is limited, free memory counts as well
+    if (!unprotect()) return false;
+  }
   block.guarded = false;
   block.written = block.dirtied = true;
   if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves

@@ -53,12 +53,13 @@ void Tails::set(std::uint32_t home, Home value) {
   if (value.free != 0) by_free_.emplace(std::popcount(value.free), home);
 }
 
-char* Tails::vacant_home() const {
+char* Tails::vacant_home() {
   if (!vacant_.empty()) return address_of(vacant_.back());
-  return used_ < homes_ ? address_of(used_) : nullptr;
+  return used_ < homes_ && table_.open(used_, used_ + 1) ? address_of(used_) : nullptr;
 }
 
-void Tails::add_frame() {
+bool Tails::add_frame() {
+  if (!protect(vacant_home(), kChunkBytes, PROT_NONE)) return false;
   auto home = used_;
   if (vacant_.empty()) {
     ++used_;
@@ -67,12 +68,14 @@ void Tails::add_frame() {
     vacant_.pop_back();
   }
   set(home, {kAll, 0});
+  return true;
 }
 
 bool Tails::take_frame(char* to) {
   if (whole_ == 0) return false;
   const auto home = by_free_.rbegin()->second;
-  const bool moved = move_memory(address_of(home), to, kChunkBytes, kGrainBytes) == kChunkBytes;
+  const bool moved = move_memory(address_of(home), to, kChunkBytes, kGrainBytes) == kChunkBytes &&
+                     protect(to, kChunkBytes, PROT_READ | PROT_WRITE);
   map_nothing(address_of(home), kChunkBytes);
   if (!moved) map_nothing(to, kChunkBytes);  // what had moved
   set(home, {0, 0});
@@ -85,7 +88,8 @@ bool Tails::borrow(std::uint32_t home, unsigned first, unsigned count, char* to)
   const auto grains = bits(first, count);
   auto value = table_[home];
   value.free &= ~grains;
-  if (move_memory(address_of(home) + first * kGrainBytes, to, size, kGrainBytes) == size) {
+  if (move_memory(address_of(home) + first * kGrainBytes, to, size, kGrainBytes) == size &&
+      protect(to, size, PROT_READ | PROT_WRITE)) {
     value.lent |= grains;
     set(home, value);
     return true;
@@ -138,11 +142,10 @@ void Tails::go_home(Loan loan, char* from) {
   if (loan.home == kLoose) {
     loose_ -= loan.count;
     auto* home = vacant_home();
-    if (home == nullptr) {
+    if (home == nullptr || !add_frame()) {
       map_nothing(from, size);
       return;
     }
-    add_frame();
     loan.home = static_cast<std::uint32_t>((home - base_) / static_cast<std::ptrdiff_t>(kChunkBytes));
     set(loan.home, {0, bits(0, loan.count)});
   }
@@ -150,7 +153,7 @@ void Tails::go_home(Loan loan, char* from) {
   auto* to = address_of(loan.home) + loan.first * kGrainBytes;
   auto value = table_[loan.home];
   value.lent &= ~grains;
-  if (move_memory(from, to, size, kGrainBytes) == size && protect(to, size, PROT_READ | PROT_WRITE))
+  if (move_memory(from, to, size, kGrainBytes) == size)
     value.free |= grains;
   else
     map_nothing(to, size);
@@ -160,6 +163,12 @@ void Tails::go_home(Loan loan, char* from) {
 void Tails::give_back(char* tail) {
   const auto found = loans_.find(tail);
   if (found == loans_.end()) return;
+  std::size_t size = 0;
+  for (const auto loan : found->second) size += loan.count * kGrainBytes;
+  if (size > 0 && !protect(tail, size, PROT_NONE)) {
+    drop(tail);
+    return;
+  }
   auto* from = tail;
   for (const auto loan : found->second) {
     go_home(loan, from);

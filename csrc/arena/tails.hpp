@@ -17,7 +17,8 @@ inline constexpr std::size_t kGrainBytes = std::size_t{32} << 10;  // the smalle
 
 // Frames cut into grains. Each cut frame has a home, a chunk of addresses that no block uses, and lends
 // grains to the tail of a block: mremap moves their pages there and back, so that pages of one frame stay
-// together, join again into a frame when all are back, and are one mapping of the kernel's at home.
+// together, join again into a frame when all are back, and are one mapping of the kernel's at home. There
+// they can be neither read nor written: no limit on the process's data counts what is lent twice.
 //
 // A tail starts at its address and is written without gaps. Tails are known by that address. Not thread
 // safe.
@@ -34,9 +35,10 @@ class Tails {
   // Frames of which no grain is lent.
   std::size_t whole_frames() const { return whole_; }
 
-  // Where a frame can be moved to; null if there is no room. add_frame says that it is there.
-  char* vacant_home() const;
-  void add_frame();
+  // Where a frame can be moved to; null if there is no room. add_frame says that it is there, whatever its
+  // protection. False if the system refuses to protect it.
+  char* vacant_home();
+  bool add_frame();
   // The frame of a home goes to `to`, a chunk without memory. False if there is none.
   bool take_frame(char* to);
 
@@ -44,7 +46,7 @@ class Tails {
   bool lend(char* tail, std::size_t size_bytes);
   // From as many homes as it takes, and what they lack from the system. False if the system refuses.
   bool gather(char* tail, std::size_t size_bytes);
-  // The memory of a tail goes home and is writable there. What stays behind is mapped, without memory.
+  // The memory of a tail goes home. What stays behind is mapped, without memory.
   void give_back(char* tail);
   // The memory of a tail goes to the addresses of another. False if the system refuses: then neither has
   // any.

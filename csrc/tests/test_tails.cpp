@@ -36,7 +36,8 @@ void add_frame(Tails& tails) {
   auto* home = tails.vacant_home();
   CHECK(home != nullptr);
   CHECK(map_fresh(home, kC));
-  tails.add_frame();
+  std::memset(home, 'h', kC);
+  CHECK(tails.add_frame());
 }
 
 }  // namespace
@@ -46,7 +47,6 @@ TEST(parts_of_a_frame_join_again) {
   const Places places(3);
   CHECK(!tails.lend(places[0], kG));
   add_frame(tails);
-  std::memset(tails.vacant_home() - kC, 'h', kC);
   CHECK(tails.lend(places[0], 40 * kG));
   CHECK(!tails.lend(places[1], 40 * kG));
   CHECK(tails.lend(places[1], 24 * kG));
