@@ -166,20 +166,21 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   const auto owned = large ? round_up(capacity, kChunkBytes) : capacity;
   const auto memory = large ? round_up(capacity, kGrainBytes) : capacity;
   Lock lock(mutex_);
-  const auto refuse = [&] {
+  if (!make_room(lock, size_bytes, memory, Need::kBlock)) {
     stats_.refused_bytes = size_bytes;
     return Outcome::kNoMemory;
-  };
-  if (!make_room(lock, size_bytes, memory, Need::kBlock)) return refuse();
+  }
   // Before its addresses are taken: what may throw comes first.
   const auto serial = stats_.serial + 1;
   auto& block = *blocks_.emplace(serial, std::make_unique<Block>()).first->second;
   bool no_addresses = false;
   const auto offset = occupy(owned, memory, &no_addresses);
   if (!offset) blocks_.erase(serial);
-  // Memory from elsewhere would be outside of the budget.
-  if (!offset && pages()) return refuse();
-  if (!offset) return no_addresses ? Outcome::kNoAddresses : Outcome::kNoMemory;
+  if (!offset) {
+    if (no_addresses && !pages()) return Outcome::kNoAddresses;
+    stats_.system_refused_bytes = size_bytes;  // memory from elsewhere would be outside of the budget
+    return Outcome::kNoMemory;
+  }
   block.offset = *offset;
   block.requested_bytes = size_bytes;
   block.capacity_bytes = capacity;
@@ -272,7 +273,8 @@ void Arena::reset_peak() {
   stats_.peak_in_use_bytes = stats_.in_use_bytes;
   stats_.peak_in_memory_bytes = in_memory_bytes();
   stats_.peak_resident_bytes = held_bytes();
-  stats_.over_limit_bytes = stats_.over_budget_bytes = stats_.refused_bytes = 0;
+  stats_.over_limit_bytes = stats_.over_budget_bytes = 0;
+  stats_.refused_bytes = stats_.system_refused_bytes = 0;
 }
 
 ArenaStats Arena::stats() const {

@@ -204,8 +204,9 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     };
     if (block->in_memory) return stop(0);
     Landing landing;
-    if ((!room && !is_fault(need)) || !take_landing(*block, &landing)) {
-      stats_.refused_bytes = requested;
+    const bool refused = !room && !is_fault(need);
+    if (refused || !take_landing(*block, &landing)) {
+      (refused ? stats_.refused_bytes : stats_.system_refused_bytes) = requested;
       if (problem != nullptr)
         std::snprintf(problem, problem_bytes, "there is no memory for %zu bytes at %p", requested,
                       static_cast<void*>(address_of(*block)));

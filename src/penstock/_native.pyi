@@ -42,6 +42,8 @@ class ArenaStats:
     @property
     def refused_bytes(self) -> int: ...  # size of the last allocation that the budget refused, 0: none was
     @property
+    def system_refused_bytes(self) -> int: ...  # of the last one that fitted, but the system refused
+    @property
     def over_budget_bytes(self) -> int: ...  # by which peak_in_memory_bytes exceeded the budget
 
 def arena_install(library_suffix: str) -> bool: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -346,6 +347,95 @@ def test_a_limit_on_data_is_respected_and_freed_memory_counts() -> None:
         torch.ones(80 << 20, dtype=torch.uint8)
     """)
     assert out.split() == ["refused", "True"]
+
+
+LIMITED = """
+    import os, resource, torch
+    from penstock import _native
+    from penstock.runtime import arena
+
+    def data_bytes():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+
+    def limit_data(growth_bytes):
+        limit = data_bytes() + growth_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+    torch.set_num_threads(1)
+    MIB = 1 << 20
+    file = os.memfd_create("away")
+    os.ftruncate(file, 64 * MIB)
+
+    def leave(tensor):
+        _native.arena_guard(tensor.data_ptr())
+        assert _native.arena_leave(tensor.data_ptr(), [(file, 0, 0, tensor.numel())])
+"""
+
+
+def test_only_memory_counts_as_data() -> None:
+    out = python(
+        LIMITED
+        + """
+    torch.empty(1)
+    before = data_bytes()
+    assert arena.unavailable() is None
+    lease = arena.activate(1 << 40)
+    print(data_bytes() - before < 4 * MIB)
+    before = data_bytes()
+    tensors = [torch.ones(size, dtype=torch.uint8) for size in range(MIB, 6 * MIB, 700_001)]
+    for tensor in tensors * 3:
+        leave(tensor)
+        assert tensor[-1] == 0  # what the file holds
+        torch.ones(3 * MIB + 5000, dtype=torch.uint8)
+        print(data_bytes() - before < _native.arena_stats().resident_bytes + 4 * MIB)
+    """
+    )
+    assert set(out.split()) == {"True"}
+
+
+def test_what_the_system_refuses_is_an_error() -> None:
+    out = python(
+        LIMITED
+        + """
+    assert arena.unavailable() is None
+    lease = arena.activate(1 << 40)
+    held = torch.ones(20 * MIB, dtype=torch.uint8)
+    limit_data(16 * MIB)
+    kept = []
+    try:
+        while True:
+            kept.append(torch.ones(MIB + 5000, dtype=torch.uint8))
+    except RuntimeError as error:
+        print("allocate memory" in str(error))
+    stats = _native.arena_stats()
+    print(stats.system_refused_bytes == MIB + 5000, stats.refused_bytes == 0)
+    print(8 <= len(kept) <= 16, all(tensor.min() == tensor.max() == 1 for tensor in [held, *kept]))
+    kept.clear()
+    print(bool(torch.ones(12 * MIB, dtype=torch.uint8).min() == 1))
+    """
+    )
+    assert out.split() == ["True"] * 6
+
+
+def test_an_access_that_the_system_refuses_says_why() -> None:
+    script = (
+        LIMITED
+        + """
+    assert arena.unavailable() is None
+    lease = arena.activate(1 << 40)
+    tensor = torch.ones(20 * MIB, dtype=torch.uint8)
+    leave(tensor)
+    _native.arena_trim()
+    limit_data(8 * MIB)
+    tensor[0].item()
+    """
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGSEGV
+    assert f"penstock: there is no memory for {20 * MIB} bytes at 0x" in ended.stderr
 
 
 def test_limited_addresses_leave_the_program_its_own() -> None:

@@ -33,8 +33,8 @@ def test_a_limit_of_the_operating_system_is_kept_where_the_in_memory_run_is_refu
     size = {"batch": 16, "steps": 3}
     generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), **size)
     least, most = generous["report"]["minimum_bytes"], generous["report"]["peak_bytes"]
-    # For threads' stacks, and memory that kernels and libraries take for themselves.
-    growth_limit = least + 128 * MIB
+    # The limit counts addresses: 8 MiB for the stack of each thread, of which there are up to 12.
+    growth_limit = least + CODE_BYTES + 12 * 8 * MIB
     assert most > growth_limit + 32 * MIB
 
     refused = training.start(growth_limit=growth_limit, **size)

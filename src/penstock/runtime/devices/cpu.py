@@ -283,8 +283,17 @@ class CpuDevice:
         return 0  # the arena has already let leave what it could
 
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
-        refused_bytes = arena.stats().refused_bytes
-        if refused_bytes and isinstance(error, RuntimeError | MemoryError):
+        if not isinstance(error, RuntimeError | MemoryError):
+            return
+        stats = arena.stats()
+        if stats.system_refused_bytes and "allocate memory" in str(error):
+            raise MemoryError(
+                f"the operating system refused {format_bytes_up(stats.system_refused_bytes)} that fit in the "
+                f"device budget of {format_bytes_up(self._budget_bytes)}. Raise the limit of this process "
+                "(ulimit -d or -v, or vm.max_map_count), or lower device_budget or the batch size."
+            ) from error
+        refused_bytes = stats.refused_bytes
+        if refused_bytes:
             needed_bytes = max(needed_bytes, refused_bytes + self.in_memory_bytes())
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
