@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -34,6 +35,9 @@ def no_run_stays_open() -> Iterator[None]:
     yield
     for left in list(run._open):
         left.close()
+    if run._lingering:  # their tensors are gone with the test
+        gc.collect()
+        run._lingering[:] = [left for left in run._lingering if not left._settle()]
 
 
 @pytest.fixture(autouse=True)
