@@ -9,9 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 import penstock
 from penstock.runtime import run
+
+# Where everybody waits for the result, the same examples each time; at a desk, new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def test_a_process_that_gets_no_thread_cannot_use_the_arena_and_says_why() -> No
         import resource
         mapped = int(open("/proc/self/statm").read().split()[0]) * 4096
         before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MIB, before[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (200 << 10), before[1]))
         try:
             _native.arena_activate(1 << 40)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,6 +54,7 @@ class CpuDevice:
         self.place_text = f"the disk of {spill.place_text}"
         self._budget_bytes = budget_bytes
         self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
+        gc.collect()  # what is garbage already is nobody's
         before = arena.stats()
         self._foreign_bytes = before.in_memory_bytes  # of tensors that this run has not met
         self._foreign_in_use_bytes = before.in_use_bytes
