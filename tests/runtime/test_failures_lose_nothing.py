@@ -54,7 +54,7 @@ def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     optimizer.zero_grad()
     with (
         penstock.offload(
-            device_budget="340KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+            device_budget="500KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
         ) as run,
         run.step(),
     ):
