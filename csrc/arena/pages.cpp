@@ -9,6 +9,9 @@
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace penstock {
 
@@ -21,6 +24,11 @@ bool map_fresh(char* address, std::size_t size_bytes) {
   if (mprotect(address, size_bytes, PROT_READ | PROT_WRITE) != 0) return false;
   madvise(address, size_bytes, MADV_HUGEPAGE);  // where huge pages are off, small ones serve
   return true;
+}
+
+void make_huge(char* address, std::size_t size_bytes) {
+  madvise(address, size_bytes, MADV_HUGEPAGE);
+  madvise(address, size_bytes, MADV_COLLAPSE);
 }
 
 bool protect(char* address, std::size_t size_bytes, int protection) {

@@ -13,6 +13,9 @@ inline std::size_t round_up(std::size_t value, std::size_t unit) { return (value
 
 // All of these leave errno as the system set it where they fail.
 
+// Huge pages in the place of small ones, where the system has them (Linux 6.1); the bytes stay.
+void make_huge(char* address, std::size_t size_bytes);
+
 // Addresses without memory: neither readable nor writable. What was there is gone. Neighbours of this
 // kind become one mapping, so that what is away costs the system nothing.
 bool map_nothing(char* address, std::size_t size_bytes);

@@ -77,7 +77,10 @@ bool Tails::take_frame(char* to) {
   const bool moved = move_memory(address_of(home), to, kChunkBytes, kGrainBytes) == kChunkBytes &&
                      protect(to, kChunkBytes, PROT_READ | PROT_WRITE);
   map_nothing(address_of(home), kChunkBytes);
-  if (!moved) map_nothing(to, kChunkBytes);  // what had moved
+  if (moved)
+    make_huge(to, kChunkBytes);  // its parts came back as small pages
+  else
+    map_nothing(to, kChunkBytes);  // what had moved
   set(home, {0, 0});
   return moved;
 }

@@ -81,7 +81,11 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
         device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
     ) as run:
         for step in range(STEPS):
-            before = [parameter.detach().clone() for parameter in model.parameters()]
+            try:
+                before = [parameter.detach().clone() for parameter in model.parameters()]
+            except penstock.SpillError:  # of a copy that the step before had begun: said once, nothing lost
+                errors += 1
+                before = [parameter.detach().clone() for parameter in model.parameters()]
             while True:
                 try:
                     with run.step():

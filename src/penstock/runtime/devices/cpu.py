@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock import _native
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage
@@ -296,6 +296,13 @@ class CpuDevice:
             ) from error
         refused_bytes = stats.refused_bytes
         if refused_bytes:
+            if self.engine is not None:
+                self.engine.raise_error()  # nothing could leave since a copy failed
+            if self._spill.free_bytes < refused_bytes:
+                raise SpillSpaceFull(
+                    f"{self.place_text} is full, and nothing can leave memory: a kernel asked for "
+                    f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
+                ) from error
             needed_bytes = max(needed_bytes, refused_bytes + self.in_memory_bytes())
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
