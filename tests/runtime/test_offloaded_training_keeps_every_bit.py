@@ -83,8 +83,8 @@ def test_memory_is_that_of_the_prediction(tmp_path: Path) -> None:
     (budget_bytes,) = budgets(program, tmp_path, 0.3)
     _, report = offloaded(program, budget_bytes, tmp_path)
     assert report.predicted_peak_bytes <= budget_bytes
-    # Of tensors this small, one more or less in memory is more than the share that counts in real models.
-    assert report.peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.02, abs=48 << 10)
+    # The first steps follow no plan, and may fill the budget.
+    assert 0.98 * report.predicted_peak_bytes <= report.peak_bytes <= budget_bytes
 
 
 def test_generous_budgets_move_nothing_of_a_model_that_is_there_already(tmp_path: Path) -> None:

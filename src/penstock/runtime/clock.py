@@ -48,7 +48,6 @@ class Clock(TorchDispatchMode):
     kernels      that have run in this step
     operators    that were seen in this step
     clock_s      seconds spent in this file and below in this step, waits excluded
-    mismatch     the step is not the one that the schedule was made for
     """
 
     supports_higher_order_operators = True
@@ -65,14 +64,13 @@ class Clock(TorchDispatchMode):
         self.storages = Storages(device.adopt, self._bury, smallest_bytes)
         engine.victims = self._victims
         self._facts: dict[Any, Operator] = {}
-        self.phases = Phases(self._on_kind)
+        self.phases = Phases(self.know)
         self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
         self._inferred = Needs() if device.infers_needs else None
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
         self._schedule: Schedule | None = None
         self._alternatives: tuple[Schedule, ...] = ()
-        self._needs: list[int] = []
         self._carried: dict[int, ManagedStorage] = {}
         self._numbered: list[ManagedStorage] = []
         self._recording: Recording | None = None
@@ -82,7 +80,6 @@ class Clock(TorchDispatchMode):
         self._seen: list[str] = []
         self.kernels = self.operators = 0
         self.clock_s = 0.0
-        self.mismatch = False
         self.entered = False
         self.rests = False
 
@@ -110,12 +107,11 @@ class Clock(TorchDispatchMode):
         with self._lock:
             self._step += 1
             schedules = tuple(known)
-            self._follow(schedules[0] if schedules else None)
+            self._schedule = schedules[0] if schedules else None
             self._alternatives = schedules[1:]
             self._recording = recording
             self.kernels = self.operators = 0
             self.clock_s = 0.0
-            self.mismatch = False
             self._numbered = []
             self._seen = []
             self._in_step = True
@@ -160,13 +156,6 @@ class Clock(TorchDispatchMode):
             if self._recording is not None:
                 self._finish(self._recording)
             self._recording = None
-
-    def _follow(self, schedule: Schedule | None) -> None:
-        self._schedule = schedule
-        self._needs = list(schedule.needs_bytes) if schedule is not None else []
-
-    def _on_kind(self, tensor: torch.Tensor, kind: int) -> None:
-        self.know(tensor, kind)
 
     def know(self, tensor: torch.Tensor, kind: int) -> None:
         """The tensor is a weight, a gradient, or the optimizer's."""
@@ -318,7 +307,7 @@ class Clock(TorchDispatchMode):
                 self._number(made, True)
                 schedule = self._schedule
                 if schedule is not None and schedule.known[kernel] != len(self._numbered):
-                    self._mismatch()  # its numbers mean other tensors
+                    self._schedule = None  # its numbers mean other tensors
                 if recording is not None:
                     self._record(recording, facts, result, used, written, made, entered_s, begun_s, ended_s)
                     taken_bytes += recording.kernels[-1].workspace_bytes
@@ -424,26 +413,21 @@ class Clock(TorchDispatchMode):
         seen = (*self._seen, name)
         for schedule in self._alternatives:
             if schedule.names[: len(seen)] == seen:
-                self._follow(schedule)
+                self._schedule = schedule
                 return schedule
-        self._mismatch()
+        self._schedule = None
         return None
-
-    def _mismatch(self) -> None:
-        self.mismatch = True
-        self._follow(None)
 
     def _need_bytes(
         self, kernel: int, name: str, used: list[ManagedStorage], call: tuple[Any, Any, Any]
     ) -> int:
         """What the kernel will take beyond what is there, as far as is known."""
         schedule = self._schedule if self._in_step else None
-        if self._inferred is not None:
-            if schedule is None or not self._has_sizes(schedule, used):
-                return self._inferred.bytes(*call)
-        elif schedule is None:
+        if self._inferred is not None and (schedule is None or not self._has_sizes(schedule, used)):
+            return self._inferred.bytes(*call)
+        if schedule is None:
             return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
-        return self._needs[kernel]
+        return schedule.needs_bytes[kernel]
 
     @staticmethod
     def _has_sizes(schedule: Schedule, used: list[ManagedStorage]) -> bool:
@@ -465,9 +449,7 @@ class Clock(TorchDispatchMode):
         kernel, step = self.kernels, self._step
 
         def next_use(managed: ManagedStorage) -> int:
-            if managed.step == step:
-                return schedule.next_use(managed.index, kernel)
-            if self._carried.get(managed.index) is managed:
+            if managed.step == step or self._carried.get(managed.index) is managed:
                 return schedule.next_use(managed.index, kernel)
             return NEVER
 

@@ -366,9 +366,6 @@ class Offload:
         try:
             yield
             self._device.synchronize()
-        except BaseException:
-            self._clock.mismatch = True
-            raise
         finally:
             step_s = time.perf_counter() - begun_s
             followed = self._clock.followed
