@@ -227,7 +227,7 @@ bool Arena::release(void* address) {
   if (has_memory) {
     recycle(offset, owned, memory);
   } else if (reusable) {
-    frames_.vacate_block(offset, memory);
+    frames_.vacate_absent_block(offset, memory);
     region(offset).give(offset, owned);
   }
   changed_.notify();

@@ -114,9 +114,9 @@ class Arena {
   Answer leave(void* address, std::vector<Segment> segments, int* error);
   // Null if there is no room, or the block is not out.
   Answer stage(void* address, char** staging);
-  // kNo if the block is out afterwards: what was read is not what it holds now. kError with EINVAL if
-  // it was not staged.
-  Answer arrive(void* address, int* error);
+  // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out
+  // afterwards: what was read is not what it holds now. kError with EINVAL if it was not staged.
+  Answer arrive(void* address, bool guard, int* error);
   Answer unstage(void* address);
   Answer bring_in(void* address, int* error);
   // Everything that is out comes back, and no copy is kept. 0, or an errno; then some may still be out.
@@ -184,7 +184,7 @@ class Arena {
   bool take_landing(const Block& block, Landing* landing);
   void drop_landing(Landing& landing);
   void drop_staging(Block& block);
-  int land(Block& block, Landing& landing);
+  int land(Block& block, Landing& landing, bool guard);
   int bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need need, char* problem,
                std::size_t problem_bytes);
 

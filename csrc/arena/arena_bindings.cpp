@@ -130,9 +130,9 @@ std::uintptr_t stage(std::uintptr_t address) {
   return reinterpret_cast<std::uintptr_t>(staging);
 }
 
-bool arrive(std::uintptr_t address) {
+bool arrive(std::uintptr_t address, bool guard) {
   int error = 0;
-  const auto answer = arena().arrive(pointer(address), &error);
+  const auto answer = arena().arrive(pointer(address), guard, &error);
   if (answer == Answer::kError && error == EINVAL)
     throw std::runtime_error("the block at address " + std::to_string(address) +
                              " is not staged: call arena_stage first");
@@ -246,7 +246,7 @@ void bind_arena(nb::module_& module) {
       nb::arg("address"));
   module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"));
   module.def("arena_stage", &stage, nb::arg("address"));
-  module.def("arena_arrive", &arrive, nb::arg("address"));
+  module.def("arena_arrive", &arrive, nb::arg("address"), nb::arg("guard") = true);
   module.def(
       "arena_unstage", [](std::uintptr_t address) { check(arena().unstage(pointer(address)), address); },
       nb::arg("address"));

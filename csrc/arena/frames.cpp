@@ -240,9 +240,15 @@ void Frames::vacate_block(std::size_t offset, std::size_t size_bytes) {
   map_nothing(base_ + offset + body, tail);
 }
 
+void Frames::vacate_absent_block(std::size_t offset, std::size_t size_bytes) {
+  vacate(offset, body_bytes(size_bytes));
+  map_nothing(base_ + offset, size_bytes);
+}
+
 void Frames::withdraw_block(std::size_t offset, std::size_t size_bytes, std::optional<std::size_t> to) {
   const auto body = body_bytes(size_bytes);
   std::size_t moved = 0;
+  bool kept = true;
   if (to && body > 0 && chunks_.open(first_chunk(*to), first_chunk(*to + body))) {
     moved = move_memory(base_ + offset, base_ + *to, body, kChunkBytes);
     const auto target = *to / kChunkBytes, count = moved / kChunkBytes;
@@ -255,8 +261,9 @@ void Frames::withdraw_block(std::size_t offset, std::size_t size_bytes, std::opt
       frames_ -= count;
     }
   }
-  if (body < size_bytes) tails_.give_back(base_ + offset + body);
-  discard_block(offset, size_bytes);
+  if (body < size_bytes) kept = tails_.give_back(base_ + offset + body);
+  // What all has moved away from is protected as it is: its mappings last until the block is back, or ends.
+  if (moved < body || !kept) discard_block(offset, size_bytes);
 }
 
 void Frames::discard_block(std::size_t offset, std::size_t size_bytes) {

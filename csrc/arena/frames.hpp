@@ -56,6 +56,8 @@ class Frames {
   std::size_t block_growth_bytes(std::size_t offset, std::size_t size_bytes) const;
   bool occupy_block(std::size_t offset, std::size_t size_bytes, bool roomy);
   void vacate_block(std::size_t offset, std::size_t size_bytes);
+  // Of a block whose memory was withdrawn.
+  void vacate_absent_block(std::size_t offset, std::size_t size_bytes);
 
   // For a block that is protected from any access: its memory becomes free, frames at `to`, where no chunk
   // is live or framed; without `to` they go back to the system, as does what it does not move.

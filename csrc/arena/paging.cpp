@@ -154,9 +154,9 @@ void Arena::drop_staging(Block& block) {
 }
 
 // The bytes appear at the block's address, all at once for each run of frames, and right from the first.
-// 0, or an errno; then the block is still out.
-int Arena::land(Block& block, Landing& landing) {
-  if (!protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
+// Without `guard`, its copy is given up. 0, or an errno; then the block is still out.
+int Arena::land(Block& block, Landing& landing, bool guard) {
+  if (guard && !protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
   if (landing.in_arena) {
     const auto from = static_cast<std::size_t>(landing.address - frames_.base());
     const bool moved = frames_.transfer_block(from, block.offset, block.memory_bytes);
@@ -175,8 +175,13 @@ int Arena::land(Block& block, Landing& landing) {
     scratch_bytes_ -= landing.size_bytes;
     landing = {};
   }
-  block.in_memory = block.guarded = true;
+  block.in_memory = true;
+  block.guarded = guard;
   block.moved_natively = false;
+  if (!guard) {
+    block.written = block.dirtied = true;
+    block.copy.reset();
+  }
   use_.add(block);
   stats_.out_bytes -= block.requested_bytes;
   return 0;
@@ -225,7 +230,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     --reads_;
     block = again(offset, serial);
     const bool wanted = block != nullptr && !block->in_memory && block->copy == copy;
-    if (wanted && error == 0) error = land(*block, landing);
+    if (wanted && error == 0) error = land(*block, landing, true);
     if (landing.address != nullptr) {
       drop_landing(landing);
       in_memory_bytes_ -= requested;
@@ -294,16 +299,17 @@ Arena::Answer Arena::stage(void* address, char** staging) {
   return Answer::kYes;
 }
 
-Arena::Answer Arena::arrive(void* address, int* error) {
+Arena::Answer Arena::arrive(void* address, bool guard, int* error) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
   *error = block->staging.address == nullptr ? EINVAL : 0;
   if (*error == 0 && !block->in_memory && block->copy == block->staged_copy) {
-    *error = land(*block, block->staging);
+    *error = land(*block, block->staging, guard || in_child_);
     if (*error == 0) block->staged_copy.reset();
   }
   drop_staging(*block);
+  if (!guard && block->in_memory && block->guarded) make_writable(*block);  // a fault was faster
   if (*error != 0) return Answer::kError;
   return block->in_memory ? Answer::kYes : Answer::kNo;
 }

@@ -136,18 +136,18 @@ bool Tails::gather(char* tail, std::size_t size_bytes) {
     return true;
   }
   give_back(tail);
-  map_nothing(tail, size_bytes);
+  map_nothing(tail, size_bytes);  // what stayed behind too
   return false;
 }
 
-void Tails::go_home(Loan loan, char* from) {
+bool Tails::go_home(Loan loan, char* from) {
   const auto size = loan.count * kGrainBytes;
   if (loan.home == kLoose) {
     loose_ -= loan.count;
     auto* home = vacant_home();
     if (home == nullptr || !add_frame()) {
       map_nothing(from, size);
-      return;
+      return true;
     }
     loan.home = static_cast<std::uint32_t>((home - base_) / static_cast<std::ptrdiff_t>(kChunkBytes));
     set(loan.home, {0, bits(0, loan.count)});
@@ -156,28 +156,32 @@ void Tails::go_home(Loan loan, char* from) {
   auto* to = address_of(loan.home) + loan.first * kGrainBytes;
   auto value = table_[loan.home];
   value.lent &= ~grains;
-  if (move_memory(from, to, size, kGrainBytes) == size)
+  const bool moved = move_memory(from, to, size, kGrainBytes) == size;
+  if (moved)
     value.free |= grains;
   else
     map_nothing(to, size);
   set(loan.home, value);
+  return moved;
 }
 
-void Tails::give_back(char* tail) {
+bool Tails::give_back(char* tail) {
   const auto found = loans_.find(tail);
-  if (found == loans_.end()) return;
+  if (found == loans_.end()) return true;
   std::size_t size = 0;
   for (const auto loan : found->second) size += loan.count * kGrainBytes;
   if (size > 0 && !protect(tail, size, PROT_NONE)) {
     drop(tail);
-    return;
+    return true;
   }
   auto* from = tail;
+  bool all = true;
   for (const auto loan : found->second) {
-    go_home(loan, from);
+    all &= go_home(loan, from);
     from += loan.count * kGrainBytes;
   }
   loans_.erase(found);
+  return all;
 }
 
 bool Tails::move(char* tail, char* to) {

@@ -46,8 +46,8 @@ class Tails {
   bool lend(char* tail, std::size_t size_bytes);
   // From as many homes as it takes, and what they lack from the system. False if the system refuses.
   bool gather(char* tail, std::size_t size_bytes);
-  // The memory of a tail goes home. What stays behind is mapped, without memory.
-  void give_back(char* tail);
+  // The memory of a tail goes home, and no access to its addresses is allowed. False if some stayed behind.
+  bool give_back(char* tail);
   // The memory of a tail goes to the addresses of another. False if the system refuses: then neither has
   // any.
   bool move(char* tail, char* to);
@@ -73,7 +73,7 @@ class Tails {
   char* address_of(std::uint32_t home) const { return base_ + home * kChunkBytes; }
   void set(std::uint32_t home, Home value);
   bool borrow(std::uint32_t home, unsigned first, unsigned count, char* to);
-  void go_home(Loan loan, char* from);
+  bool go_home(Loan loan, char* from);
 
   char* mapping_ = nullptr;
   std::size_t mapping_bytes_ = 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from torch import nn
 import penstock
 from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
+from tests.support.runs import bits
 
 
 def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
@@ -161,6 +163,46 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
         return weights(model)
 
     assert train(offloaded=True) == train(offloaded=False)
+
+
+def test_ctrl_c_anywhere_leaves_a_model_that_can_go_on(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """As in a notebook: the step is given up, wherever it is, and the next one gives the same bits."""
+    model, _ = small_gpt()
+    rng, before = random.Random(0), signal.getsignal(signal.SIGINT)
+
+    def gradients() -> list[bytes]:
+        FAMILIES["gpt"].loss(model, 0).backward()
+        found = bits(parameter.grad for parameter in model.parameters())
+        model.zero_grad()
+        return found
+
+    expected, saved = gradients(), weights(model)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    interrupted = 0
+    with penstock.offload(
+        device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        for number in range(120):
+            began_s = time.perf_counter()
+            with run.step():
+                assert gradients() == expected
+            step_s = time.perf_counter() - began_s
+            if number < 5:
+                continue
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, step_s))
+                with run.step():
+                    gradients()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            model.zero_grad()
+        assert run.report().evicted_bytes > 0
+        assert run.report().peak_bytes <= 400 << 10
+    assert interrupted > 20
+    assert weights(model) == saved
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_step_inside_a_step_and_a_step_after_close_are_refused(

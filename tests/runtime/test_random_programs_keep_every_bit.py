@@ -40,7 +40,8 @@ def random_schedule(schedule: Schedule, rng: random.Random) -> Schedule:
     tensors = len(schedule.uses)
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
         tensor = rng.randrange(tensors)
-        action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), Prefetch(tensor)])
+        prefetch = Prefetch(tensor, rng.random() < 0.5)
+        action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
     return Schedule(

@@ -242,6 +242,26 @@ def test_resident_bytes_fall_when_tensors_leave(away: Away) -> None:
         assert torch.equal(tensor[:100], tensor_of(random_bytes(tensor.numel()))[:100])
 
 
+@pytest.mark.parametrize("size", [MIB, 3 * MIB, 16 * MIB])
+def test_what_comes_back_writable_is_not_taken_for_its_copy(away: Away, size: int) -> None:
+    content = random_bytes(size)
+    tensor = tensor_of(content)
+    address, segment = tensor.data_ptr(), away.write(tensor)
+    assert _native.arena_leave(address, [segment])
+    staging = _native.arena_stage(address)
+    ctypes.memmove(staging, content.ctypes.data, size)
+    assert _native.arena_arrive(address, False)
+    assert _native.arena_state(address) == "in"
+    assert np.array_equal(tensor.numpy(), content)
+    before = _native.arena_stats().faults
+    tensor.numpy()[7] ^= 255
+    assert _native.arena_stats().faults == before  # nobody had to be asked
+    assert not _native.arena_leave(address, [segment])  # the copy is of no use any more
+    assert away.leave(tensor)
+    content[7] ^= 255
+    assert np.array_equal(tensor.numpy(), content)
+
+
 def test_ten_thousand_rounds_leave_no_trace(away: Away) -> None:
     tensors = [tensor_of(random_bytes(size, size)) for size in (9000, 300_000, 2 * MIB, 5 * MIB)]
     segments = [away.write(tensor) for tensor in tensors]

@@ -22,8 +22,9 @@ from penstock.capture.slices import join, slices
 from penstock.core.trace import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.needs import Needs
-from penstock.runtime.schedule import Evict, Release, Schedule
+from penstock.runtime.schedule import Evict, Prefetch, Schedule
 from penstock.runtime.storages import LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
@@ -56,8 +57,16 @@ class Clock(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, device: Device, engine: CopyEngine, smallest_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        engine: CopyEngine,
+        smallest_bytes: int,
+        interrupts: Interrupts | None = None,
+    ) -> None:
         super().__init__()
+        self._interrupts = interrupts or Interrupts()
+        engine.check_interrupt = self._interrupts.check
         self._device = device
         self._engine = engine
         self._lock = engine.lock
@@ -104,7 +113,7 @@ class Clock(TorchDispatchMode):
         known       schedules it may follow, the likeliest first
         recording   where to note what happens
         """
-        with self._lock:
+        with self._interrupts, self._lock:
             self._step += 1
             schedules = tuple(known)
             self._schedule = schedules[0] if schedules else None
@@ -120,7 +129,7 @@ class Clock(TorchDispatchMode):
                     if (managed := self._tensor(tensor)) is not None:
                         self._engine.release(managed, tier)
                 self._rest_if_nothing_moves(recording)
-        self.phases.enter()
+            self.phases.enter()
         self._left_s = perf_counter()
 
     def _rest_if_nothing_moves(self, recording: Recording | None) -> None:
@@ -142,6 +151,10 @@ class Clock(TorchDispatchMode):
 
     def end_step(self) -> None:
         """The step is over: what lasts keeps its number for the next one."""
+        with self._interrupts:
+            self._end_step()
+
+    def _end_step(self) -> None:
         if self.rests:
             self.__enter__()
         self.phases.exit()
@@ -160,7 +173,7 @@ class Clock(TorchDispatchMode):
     def know(self, tensor: torch.Tensor, kind: int) -> None:
         """The tensor is a weight, a gradient, or the optimizer's."""
         for storage in _storages_of(tensor):
-            with self._lock:
+            with self._interrupts, self._lock:
                 self.storages.bury()
                 managed = self.storages.meet(storage)
                 managed.kind = kind
@@ -192,7 +205,8 @@ class Clock(TorchDispatchMode):
             return operator(*args, **kwargs)
         if not facts.is_kernel:
             if self._device.empties_storages:
-                return self._view(operator, args, kwargs)
+                with self._interrupts:
+                    return self._view(operator, args, kwargs)
             return operator(*args, **kwargs)
         if types and any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor of another kind does it with operators on plain ones
@@ -200,7 +214,8 @@ class Clock(TorchDispatchMode):
             parts = slices(operator, args, kwargs)
             if parts is not None:
                 return join(operator, [self._run(operator, facts, *part) for part in parts])
-        return self._run(operator, facts, args, kwargs)
+        with self._interrupts:
+            return self._run(operator, facts, args, kwargs)
 
     def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch refuses a view of a storage that is empty."""
@@ -403,10 +418,10 @@ class Clock(TorchDispatchMode):
                 continue
             if type(action) is Evict:
                 self._engine.evict(managed, action.tier, release=False)
-            elif type(action) is Release:
-                self._engine.release(managed)
+            elif type(action) is Prefetch:
+                self._engine.prefetch(managed, action.keeps_copy)
             else:
-                self._engine.prefetch(managed)
+                self._engine.release(managed)
 
     def _change(self, name: str) -> Schedule | None:
         """Another schedule that agrees with the step so far; None where there is none."""

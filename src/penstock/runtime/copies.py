@@ -30,6 +30,8 @@ IN_FLIGHT_BYTES = 64 << 20
 
 TIMEOUT_S = 120.0
 
+INTERRUPTIBLE_S = 0.2  # a wait ends so soon after Ctrl-C
+
 
 class Moved(NamedTuple):
     """One copy that is over.
@@ -97,7 +99,8 @@ class Device(Protocol):
         """A kernel waits for the copy back that is under way."""
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """The bytes are there: let the program see them. True: the slot has the same bytes."""
+        """The bytes are there: let the program see them. True: the slot has the same bytes, and a write that
+        nobody announces is noticed. `ManagedStorage.keeps_copy` says whether that is worth anything."""
         ...
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
@@ -122,6 +125,7 @@ class CopyEngine:
     timeout_s         a wait in which no copy completes for so long ends with SpillError
     in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
     waits, moved      since `begin_step`
+    check_interrupt   raises in a wait what should end it
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class CopyEngine:
         self._device = device
         self.budget_bytes = budget_bytes
         self.victims = victims
+        self.check_interrupt: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -252,6 +257,7 @@ class CopyEngine:
             return
         if self._device.release(managed, storage):
             managed.state = AWAY
+            managed.keeps_copy = True
             self._reserved_bytes -= managed.size_bytes
         else:  # the program wrote to it without our knowing
             managed.clean = False
@@ -297,8 +303,12 @@ class CopyEngine:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def prefetch(self, managed: ManagedStorage) -> None:
-        """Bring the storage back as soon as there is room beside what runs."""
+    def prefetch(self, managed: ManagedStorage, keeps_copy: bool = True) -> None:
+        """Bring the storage back as soon as there is room beside what runs.
+
+        keeps_copy   it is going to leave again, unwritten
+        """
+        managed.keeps_copy = keeps_copy
         if managed.state == LEAVING:  # it stays
             self._unmark_released(managed)
         elif managed.state == AWAY and not managed.queued:
@@ -522,7 +532,9 @@ class CopyEngine:
             if not (self._out_bytes or self._in_bytes):
                 self._pump()  # one that could not begin left others behind in the queue
                 return
-            if not self._changed.wait(min(1.0, self._timeout_s)) and time.monotonic() > deadline:
+            came = self._changed.wait(min(INTERRUPTIBLE_S, self._timeout_s))
+            self.check_interrupt()
+            if not came and time.monotonic() > deadline:
                 raise SpillError(
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."

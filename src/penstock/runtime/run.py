@@ -35,6 +35,7 @@ from penstock.runtime.clock import Clock, Recording
 from penstock.runtime.copies import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.report import Report
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.storages import SMALLEST_BYTES
@@ -293,7 +294,8 @@ class Offload:
             self._engine = CopyEngine(self._device, device_budget_bytes)
             self._engine.tier = self._device.tier
             self._device.engine = self._engine
-            self._clock = Clock(self._device, self._engine, smallest_bytes)
+            self._interrupts = Interrupts()
+            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
             self.trace: Trace | None = None
             self.plan: Plan | None = None
             self.timeline: Timeline | None = None
@@ -323,6 +325,7 @@ class Offload:
             raise
         self._compiled_as_before = _show_compiled_regions()
         self._clock.start()
+        self._interrupts.install()
         _open.append(self)
 
     def _take(self, plan: Plan) -> None:
@@ -358,19 +361,21 @@ class Offload:
         recording = None
         if not known or known[0].recordings_left or kind in self._recording_wanted:
             recording = Recording()
-        self._engine.begin_step()
-        self._device.begin_step()
-        self._in_step = True
         begun_s = time.perf_counter()
-        self._clock.begin_step([entry.schedule for entry in known], recording)
+        self._in_step = True
         try:
+            with self._interrupts:
+                self._engine.begin_step()
+                self._device.begin_step()
+                self._clock.begin_step([entry.schedule for entry in known], recording)
             yield
             self._device.synchronize()
         finally:
-            step_s = time.perf_counter() - begun_s
-            followed = self._clock.followed
-            self._clock.end_step()
-            self._in_step = False
+            with self._interrupts:
+                step_s = time.perf_counter() - begun_s
+                followed = self._clock.followed
+                self._clock.end_step()
+                self._in_step = False
         self._finish_step(kind, followed, recording, begun_s, step_s)
 
     def _finish_step(
@@ -535,14 +540,16 @@ class Offload:
             return
         if self._in_step:
             raise InvalidArgument("a step is open: leave it before you close the run")
-        self._closed = True
-        self._clock.stop()
-        self._compiled_as_before()
-        _open.remove(self)
-        self._engine.drain()
-        if not self._settle():
-            # More than the budget is away: the run's disk space lasts as long as its tensors.
-            _lingering.append(self)
+        with self._interrupts:
+            self._closed = True
+            self._clock.stop()
+            self._compiled_as_before()
+            _open.remove(self)
+            self._engine.drain()
+            if not self._settle():
+                # More than the budget is away: the run's disk space lasts as long as its tensors.
+                _lingering.append(self)
+        self._interrupts.remove()
 
     def _settle(self) -> bool:
         """Bring back what is away, and give everything back; False where it does not fit."""

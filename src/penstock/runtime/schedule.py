@@ -34,9 +34,13 @@ class Release(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """Bring the tensor back as soon as there is room."""
+    """Bring the tensor back as soon as there is room.
+
+    keeps_copy   it leaves again before it is written: its copy is worth keeping valid
+    """
 
     tensor: int
+    keeps_copy: bool = True
 
 
 Action = Evict | Release | Prefetch
@@ -99,12 +103,32 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
+    begins: dict[int, list[int]] = {}
+    for evict in plan.evictions:
+        begins.setdefault(evict.tensor, []).append(evict.begin)
     for tensor, kernel in _left_over(trace, plan):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
+        begins.setdefault(tensor, []).append(kernel)
     for evict in sorted(plan.evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
-        before[evict.prefetch_at % count].append(Prefetch(evict.tensor))
+        keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
+        before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     made = unplanned(trace, before, away)
     return replace(made, is_still=not made.away_at_start and not any(made.before))
+
+
+def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
+    """Whether the tensor, which is back for ``kernel``, leaves again with no kernel having written to it."""
+    count = trace.kernels
+    later = [begin for begin in begins if begin > kernel]
+    if trace.tensor_persistent[tensor]:
+        later += [begin + count for begin in begins]
+    following = min((begin for begin in later if begin > kernel), default=None)
+    if following is None:
+        return False
+    writers = trace.writers[tensor].tolist()
+    return not any(
+        kernel <= writer + turn < following for writer in writers for turn in (0, count, 2 * count)
+    )
 
 
 def _left_over(trace: Trace, plan: Plan) -> Iterator[tuple[int, int]]:

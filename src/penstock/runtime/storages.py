@@ -48,6 +48,7 @@ class ManagedStorage:
     state       of STATES
     clean       while resident: `slot` holds the same bytes
     guarded     the device notices writes to it by itself
+    keeps_copy  when it is back, its copy is worth keeping valid
     released    while leaving: its bytes are released when the copy is complete
     slot        where its copy is, or will be; what it is only the device knows. None: it has none
     movable     it can leave the device
@@ -66,6 +67,7 @@ class ManagedStorage:
         "guarded",
         "hold",
         "index",
+        "keeps_copy",
         "key",
         "kind",
         "last_use",
@@ -83,7 +85,9 @@ class ManagedStorage:
         "void",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, size_bytes: int, died: Callable[[Any], None]) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, size_bytes: int, died: Callable[[_Reference], None]
+    ) -> None:
         self.reference = _Reference(storage, died)
         self.reference.managed = self
         self.key: int = storage._cdata
@@ -91,6 +95,7 @@ class ManagedStorage:
         self.state = RESIDENT
         self.clean = False
         self.guarded = False
+        self.keeps_copy = True
         self.released = False
         self.void = False  # while leaving: it was written, the copy is of no use
         self.queued = False  # a copy is waiting for its turn
@@ -133,7 +138,8 @@ class Storages:
         self._buried = buried
         self._smallest_bytes = smallest_bytes
         self.by_key: dict[int, ManagedStorage] = {}
-        self.dead: deque[ManagedStorage] = deque()
+        # Filled anywhere, on any thread, by a call that nothing can interrupt.
+        self.dead: deque[_Reference] = deque()
         # Movable ones, the least recently used first. Those that are not resident are among them.
         self.by_use: OrderedDict[int, ManagedStorage] = OrderedDict()
 
@@ -156,7 +162,7 @@ class Storages:
         managed = self.by_key.get(key)
         if managed is None:
             size_bytes = storage.nbytes()
-            managed = ManagedStorage(storage, size_bytes, self._died)
+            managed = ManagedStorage(storage, size_bytes, self.dead.append)
             self.by_key[key] = managed
             if size_bytes >= self._smallest_bytes and self._adopt(managed, storage, made):
                 managed.movable = True
@@ -166,12 +172,8 @@ class Storages:
     def bury(self) -> None:
         """Forget those that have died. Call it before storages are looked up."""
         while self.dead:
-            managed = self.dead.popleft()
+            managed = self.dead.popleft().managed
             if self.by_key.get(managed.key) is managed:
                 del self.by_key[managed.key]
                 self.by_use.pop(managed.key, None)
             self._buried(managed)
-
-    def _died(self, reference: _Reference) -> None:
-        # Anywhere, on any thread: nothing more may happen here.
-        self.dead.append(reference.managed)

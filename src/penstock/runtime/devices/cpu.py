@@ -86,6 +86,10 @@ class CpuDevice:
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
+                if self.engine is not None and not made:
+                    self.engine.make_room(managed.size_bytes)
+                    self._note_peak()  # without it
+                    _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
                 self._set_budget()
                 managed.place = -1
@@ -230,12 +234,12 @@ class CpuDevice:
             managed.guarded = True
             self._gone.discard(managed.key)
             return False
-        managed.guarded = _native.arena_arrive(managed.place)
-        if managed.guarded:
+        if _native.arena_arrive(managed.place, managed.keeps_copy):
+            managed.guarded = managed.keeps_copy
             self._gone.discard(managed.key)
         else:  # touched, written and taken again meanwhile
             self._gone.add(managed.key)
-        return True
+        return managed.keeps_copy
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._pending.pop(managed.key, None)

@@ -1,0 +1,68 @@
+"""Ctrl-C between the parts of a change of state, not inside of one.
+
+Python raises KeyboardInterrupt in the main thread before any instruction: there a storage may be half way
+from one state to the next. While the runtime changes state, an interrupt is noted, and raised when the change
+is complete.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """A handler of SIGINT that can wait. Entered, it defers; it may be entered again inside.
+
+    In any thread but the main one, and where SIGINT is ignored or left to the system, it does nothing. Of
+    two interrupts while it defers the second one is not held back: the first may have met a wait.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+        self._depth = 0
+        self._pending = False
+
+    def install(self) -> None:
+        """Take the place of the handler there is, which is called when it is time."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.get_ident() == self._main and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self._handle)
+
+    def remove(self) -> None:
+        """Put the handler back, unless somebody else has put another one in place."""
+        if threading.get_ident() == self._main and signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._depth and not self._pending:
+            self._pending = True
+        else:
+            self._deliver(frame)
+
+    def _deliver(self, frame: FrameType | None = None) -> None:
+        self._pending = False
+        assert self._before is not None
+        self._before(signal.SIGINT, frame)
+
+    def check(self) -> None:
+        """Raise what was deferred: in a wait, or where a change is complete."""
+        if self._pending and threading.get_ident() == self._main:
+            self._deliver()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._main:
+            self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if threading.get_ident() == self._main:
+            self._depth -= 1
+            if self._pending and not self._depth:
+                self._deliver()
