@@ -10,10 +10,10 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run so far. Bytes and seconds of one step; measured ones are medians over the planned steps.
+    """A run so far. Bytes and seconds of one step; measured ones are medians over the last thousand
+    planned steps.
 
-    peak_bytes              most device bytes in use in any step, measured; on a CPU without the arena,
-                            peak_resident_bytes
+    peak_bytes              most device bytes in use in any step, measured
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known

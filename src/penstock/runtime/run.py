@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
+import re
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,12 @@ MOST_KINDS = 8
 
 # A step whose tensors take so much more than those of its trace is traced again.
 GROWTH = 1.05
+
+# The report's medians are over so many steps, the latest ones.
+LAST_STEPS = 1000
+
+# Older ones give weak references to storages that are gone, and hide compiled regions.
+OLDEST_TORCH = (2, 10)
 
 logger = logging.getLogger("penstock")
 
@@ -165,9 +172,6 @@ def _show_compiled_regions() -> Callable[[], None]:
     """
     import torch._inductor.config as config
 
-    if not hasattr(config, "wrap_inductor_compiled_regions"):
-        _warn_of_compiled_regions()
-        return lambda: None
     before = config.wrap_inductor_compiled_regions
     config.wrap_inductor_compiled_regions = True
 
@@ -177,13 +181,13 @@ def _show_compiled_regions() -> Callable[[], None]:
     return undo
 
 
-@functools.cache
-def _warn_of_compiled_regions() -> None:
-    logger.warning(
-        "torch %s cannot show compiled regions to penstock: code made by torch.compile keeps the budget by "
-        "unplanned accesses, which is slow. Use torch 2.10 or newer, or do not compile",
-        torch.__version__,
-    )
+def _require_torch() -> None:
+    version = tuple(int(part) for part in re.findall(r"\d+", str(torch.__version__))[:2])
+    if version < OLDEST_TORCH:
+        raise DeviceUnavailable(
+            f"torch {torch.__version__} does not say reliably when a tensor's storage is gone, and no budget "
+            f"can be kept with it. Install torch {'.'.join(map(str, OLDEST_TORCH))} or newer."
+        )
 
 
 def default_spill_dir() -> str:
@@ -247,6 +251,7 @@ class Offload:
         smallest_bytes: int,
     ) -> None:
         require_policy(policy)
+        _require_torch()
         if _open:
             raise InvalidArgument(
                 f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
@@ -309,11 +314,11 @@ class Offload:
             self._peak_bytes = 0
             self._minimum_bytes = 0
             self._operators = 0
-            self._clock_s: list[float] = []
-            self._step_times_s: list[float] = []
+            self._clock_s: deque[float] = deque(maxlen=LAST_STEPS)
+            self._step_times_s: deque[float] = deque(maxlen=LAST_STEPS)
             self._recorded_times_s: list[float] = []
             self._last_moved: list[Moved] = []
-            self._stalls_s: list[float] = []
+            self._stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
             if plan is not None:
                 self._take(plan)
             for tensor, kind in _known_tensors(model, optimizer):
@@ -494,7 +499,7 @@ class Offload:
             self._kinds[None][self._kinds[None].index(waiting)] = made
             self.trace, self.plan = made.trace, made.plan
         predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
-        times_s = self._step_times_s or self._recorded_times_s[-1:]
+        times_s = list(self._step_times_s) or self._recorded_times_s[-1:]
         moved, device = self._last_moved, self._device
         peak_resident_bytes = 0
         if self._peak_resident_known:

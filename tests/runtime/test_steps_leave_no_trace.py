@@ -1,0 +1,73 @@
+"""Step after step, nothing grows: objects, disk space, mappings, address space, memory.
+
+Some hundred steps by default; ``PENSTOCK_STEPS=10000`` takes so many.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import penstock
+from penstock import _native
+from tests.support.families import FAMILIES, iterate
+
+STEPS = int(os.environ.get("PENSTOCK_STEPS", "400"))
+SETTLED = 100
+
+
+class Held(NamedTuple):
+    objects: Counter[str]
+    disk_bytes: int
+    mappings: int
+    address_bytes: int
+    resident_bytes: int
+    arena_bytes: int
+    threads: int
+    files: int
+
+
+def held(run: penstock.Offload) -> Held:
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return Held(
+        Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects()),
+        run.report().disk_bytes,
+        len(Path("/proc/self/maps").read_text().splitlines()),
+        int(status["VmSize"].split()[0]) << 10,
+        int(status["VmRSS"].split()[0]) << 10,
+        _native.arena_stats().in_use_bytes,
+        int(status["Threads"]),
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    with penstock.offload(
+        device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        model = FAMILIES["gpt"].make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        early = None
+        for number in range(STEPS):
+            if number == SETTLED:
+                early = held(run)
+            with run.step():
+                iterate(model, optimizer, number % 8)
+        late = held(run)
+        assert run.report().evicted_bytes > 0
+    assert early is not None
+    # A list of each step's time is kept for the report; what else there is more of is named.
+    more = {name: late.objects[name] - early.objects[name] for name in late.objects}
+    assert {name: count for name, count in more.items() if count > 50} == {}
+    assert late.disk_bytes <= early.disk_bytes + (1 << 20)
+    assert late.mappings <= early.mappings + 64
+    assert late.address_bytes <= early.address_bytes + (64 << 20)
+    assert late.resident_bytes <= early.resident_bytes + (8 << 20)
+    assert late.arena_bytes == early.arena_bytes
+    assert (late.threads, late.files) == (early.threads, early.files)
