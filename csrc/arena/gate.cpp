@@ -84,7 +84,8 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
         if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
-      if (in_memory_bytes_ - may_leave + requested_bytes > stats_.budget_bytes) return false;
+      stats_.refused_at_bytes = in_memory_bytes_ - may_leave + requested_bytes;
+      if (stats_.refused_at_bytes > stats_.budget_bytes) return false;
       possible = true;
     }
     // Who is stuck keeps what was young when it began, however long it waits for a disk.
@@ -99,6 +100,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
     } else if (over && writes_ + reads_ > 0) {
       changed_.wait(lock);  // what others move may leave afterwards, or make the room
     } else {
+      stats_.refused_at_bytes = in_memory_bytes_ + requested_bytes;
       return !over;
     }
   }

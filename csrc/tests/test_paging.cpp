@@ -214,6 +214,7 @@ TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   void* address = nullptr;
   CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);  // the first one is pinned
   CHECK_EQUAL(arena.stats().refused_bytes, 6 * kMiB);
+  CHECK_EQUAL(arena.stats().refused_at_bytes, 12 * kMiB);
   CHECK(state(arena, block) == Arena::State::kIn);
   arena.touch({}, &out);
   CHECK(arena.allocate(11 * kMiB, &address) == Arena::Outcome::kNoMemory);

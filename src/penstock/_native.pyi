@@ -42,6 +42,8 @@ class ArenaStats:
     @property
     def refused_bytes(self) -> int: ...  # size of the last allocation that the budget refused, 0: none was
     @property
+    def refused_at_bytes(self) -> int: ...  # the budget that it would have taken
+    @property
     def system_refused_bytes(self) -> int: ...  # of the last one that fitted, but the system refused
     @property
     def over_budget_bytes(self) -> int: ...  # by which peak_in_memory_bytes exceeded the budget

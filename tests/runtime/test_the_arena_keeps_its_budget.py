@@ -121,6 +121,7 @@ def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
         with pytest.raises(RuntimeError, match="allocate"):
             torch.ones(5 * MIB, dtype=torch.uint8)  # the other one is pinned
         assert _native.arena_stats().refused_bytes == 5 * MIB
+        assert _native.arena_stats().refused_at_bytes > _native.arena_stats().budget_bytes
         _native.arena_touch([])
         with pytest.raises(RuntimeError, match="allocate"):
             torch.ones(9 * MIB, dtype=torch.uint8)

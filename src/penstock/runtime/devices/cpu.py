@@ -307,7 +307,7 @@ class CpuDevice:
                     f"{self.place_text} is full, and nothing can leave memory: a kernel asked for "
                     f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
                 ) from error
-            needed_bytes = max(needed_bytes, refused_bytes + self.in_memory_bytes())
+            needed_bytes = max(needed_bytes, stats.refused_at_bytes - self._foreign_bytes + self._fixed_bytes)
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
