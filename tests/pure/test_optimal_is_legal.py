@@ -126,3 +126,20 @@ def test_an_input_that_is_written_later_is_there_when_its_reader_runs_again() ->
     for slack in range(0, 300, 50):
         hardware = machine(10.0, device_bytes=minimum_bytes(trace) + slack)
         sound(trace, hardware, plan(trace, hardware, "optimal", recompute=True))
+
+
+def test_few_large_tensors_move_where_that_is_as_fast_as_any_plan() -> None:
+    """A copy costs the processor time whatever its size."""
+    step = Step()
+    small = [step.tensor(1 << 20) for _ in range(24)]
+    large = [step.tensor(12 << 20) for _ in range(2)]
+    for tensor in large + small:
+        step.kernel("make", 1.0, [], [tensor])
+    peak = step.tensor(4 << 20)
+    step.kernel("peak", 1.0, [], [peak])
+    for tensor in small[::-1] + large[::-1]:
+        step.kernel("use", 1.0, [tensor])
+    trace = step.trace()
+    made = plan(trace, machine(1e9), device_budget_bytes=trace.peak_bytes - (10 << 20))
+    assert made.predicted_s <= trace.ideal_s * 1.001
+    assert {evict.tensor for evict in made.evictions} <= set(large)

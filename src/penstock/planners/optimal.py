@@ -39,6 +39,7 @@ _SEEDING = 0.3  # of what is left then
 SMALLEST_LARGE = 1 << 20  # bytes; a copy of so many takes longer than starting it
 WORK = 60_000_000  # changes to try, times kernels and periods
 MOST_CHANGES = 20_000  # per search
+_FEW_COPIES = 0.05  # of the time limit, for plans that move large tensors alone
 _RESERVE_S = 0.2  # for what comes after the search
 
 _log = logging.getLogger("penstock")
@@ -112,6 +113,7 @@ def _few_copies(problem: Problem) -> Candidate | None:
 
     A copy costs the processor time whatever its size, which the simulator does not count.
     """
+    begun_s = time.perf_counter()
     trace = problem.trace
     largest = int(trace.tensor_bytes.max(initial=0))
     for power in range(largest.bit_length() - 1, SMALLEST_LARGE.bit_length() - 2, -1):
@@ -125,6 +127,8 @@ def _few_copies(problem: Problem) -> Candidate | None:
             continue
         if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
             return start
+        if time.perf_counter() - begun_s > _FEW_COPIES * problem.time_limit_s:
+            break
     return None
 
 
