@@ -62,7 +62,6 @@ def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
         late = held(run)
         assert run.report().evicted_bytes > 0
     assert early is not None
-    # A list of each step's time is kept for the report; what else there is more of is named.
     more = {name: late.objects[name] - early.objects[name] for name in late.objects}
     assert {name: count for name, count in more.items() if count > 50} == {}
     assert late.disk_bytes <= early.disk_bytes + (1 << 20)

@@ -545,16 +545,18 @@ class Offload:
             return
         if self._in_step:
             raise InvalidArgument("a step is open: leave it before you close the run")
-        with self._interrupts:
-            self._closed = True
-            self._clock.stop()
-            self._compiled_as_before()
-            _open.remove(self)
-            self._engine.drain()
-            if not self._settle():
-                # More than the budget is away: the run's disk space lasts as long as its tensors.
-                _lingering.append(self)
-        self._interrupts.remove()
+        try:
+            with self._interrupts:
+                self._closed = True
+                self._clock.stop()
+                self._compiled_as_before()
+                _open.remove(self)
+                self._engine.drain()
+                if not self._settle():
+                    # More than the budget is away: the run's disk space lasts as long as its tensors.
+                    _lingering.append(self)
+        finally:
+            self._interrupts.remove()
 
     def _settle(self) -> bool:
         """Bring back what is away, and give everything back; False where it does not fit."""
