@@ -3,10 +3,15 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
 namespace penstock {
 
 void bind_checksum(nanobind::module_& module);
 void bind_planning(nanobind::module_& module);
+void bind_runtime(nanobind::module_& module);
 void bind_search(nanobind::module_& module);
 void bind_sample_builder(nanobind::module_& module);
 void bind_sample_names(nanobind::module_& module);
@@ -16,5 +21,9 @@ void bind_sample_order(nanobind::module_& module);
 void bind_arena(nanobind::module_& module);
 void bind_sample_reader(nanobind::module_& module);
 void bind_transfers(nanobind::module_& module);
+
+// A kernel begins that uses the arena's blocks at these addresses; they come back where the arena took them. Gives
+// the number of events pending.
+std::size_t touch_blocks(std::span<const std::uintptr_t> addresses);
 
 }  // namespace penstock

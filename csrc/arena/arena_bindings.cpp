@@ -90,27 +90,6 @@ void set_swap_file(int direct, std::optional<int> buffered, std::size_t capacity
     throw std::runtime_error("the swap file holds blocks: bring them in or free them first");
 }
 
-std::size_t touch(nb::list addresses) {
-  constexpr std::size_t kFew = 64;
-  const std::size_t count = addresses.size();
-  std::array<std::uintptr_t, kFew> few;
-  std::vector<std::uintptr_t> many;
-  if (count > kFew) many.resize(count);
-  auto* all = count > kFew ? many.data() : few.data();
-  for (std::size_t i = 0; i < count; ++i) all[i] = nb::cast<std::uintptr_t>(addresses[i]);
-  auto& current = arena();
-  std::size_t blocks_out = 0;
-  const auto events = current.touch({all, count}, &blocks_out);
-  if (blocks_out == 0) return events;
-  int error = 0;
-  {
-    const nb::gil_scoped_release release;
-    error = current.bring_in_moved({all, count});
-  }
-  if (error != 0) raise_os_error(error);
-  return current.events_pending();
-}
-
 bool leave(std::uintptr_t address,
            const std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>& segments) {
   std::vector<Segment> parts;
@@ -179,6 +158,20 @@ nb::list events() {
 
 }  // namespace
 
+std::size_t touch_blocks(std::span<const std::uintptr_t> addresses) {
+  auto& current = arena();
+  std::size_t blocks_out = 0;
+  const auto events = current.touch(addresses, &blocks_out);
+  if (blocks_out == 0) return events;
+  int error = 0;
+  {
+    const nb::gil_scoped_release release;
+    error = current.bring_in_moved(addresses);
+  }
+  if (error != 0) raise_os_error(error);
+  return current.events_pending();
+}
+
 void bind_arena(nb::module_& module) {
   nb::class_<ArenaStats>(module, "ArenaStats", "Bytes an arena holds, and held at most since the last reset.")
       .def_ro("in_use_bytes", &ArenaStats::in_use_bytes)
@@ -225,7 +218,9 @@ void bind_arena(nb::module_& module) {
              nb::sig("def arena_block(address: int) -> tuple[int, int, int] | None"));
   module.def("arena_swap_file", &set_swap_file, nb::arg("fd_direct"), nb::arg("fd_buffered").none(),
              nb::arg("capacity_bytes"));
-  module.def("arena_touch", &touch, nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
+  module.def(
+      "arena_touch", [](const std::vector<std::uintptr_t>& addresses) { return touch_blocks(addresses); },
+      nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));
   module.def("arena_kernel_over", [] { arena().kernel_over(); });
   module.def("arena_bring_in_all", [] {
     auto& current = arena();

@@ -295,3 +295,134 @@ class SampleFeed:
     def taken(self) -> int: ...  # samples of the order that were handed out or skipped
     def skipped(self) -> list[int]: ...  # indices of damaged samples, since the last call
     def close(self) -> None: ...
+
+class ManagedStorage:
+    """One storage of the program.
+
+    size_bytes  of the storage
+    died        is called with the weak reference to the storage when it has died, on any thread
+    """
+
+    def __init__(self, storage: Any, size_bytes: int, died: Callable[[Any], object]) -> None: ...
+    @property
+    def key(self) -> int: ...  # identifies the storage while it lives
+    @property
+    def size_bytes(self) -> int: ...
+    address: int  # where the arena keeps it, on a CPU; 0: it does not
+    state: int  # of penstock.runtime.storages.STATES
+    clean: bool  # while resident: `slot` holds the same bytes
+    guarded: bool  # the device notices writes to it by itself
+    keeps_copy: bool  # when it is back, its copy is worth keeping valid
+    released: bool  # while leaving: its bytes are released when the copy is complete
+    void: bool  # while leaving: it was written, the copy is of no use
+    queued: bool  # a copy is waiting for its turn
+    movable: bool  # it can leave the device
+    lasts: bool  # it was there before the step, or the optimizer keeps it
+    gone: bool  # the device took its memory by itself, and keeps a copy of its own
+    fixed: bool  # it lies outside of the arena, and counts
+    pins: int  # kernels that use it now
+    index: int  # number in the trace of the step `step`
+    step: int
+    birth: int  # kernel of that step that made it, else -1
+    kind: int  # of penstock.core.trace.KINDS, as an index; -1: it is not known
+    slot: Any  # where its copy is, or will be; what it is only the device knows. None: it has none
+    hold: Any  # what keeps the storage alive while a copy is under way
+    place: Any  # where the device keeps it; what it is only the device knows
+    def storage(self) -> Any: ...  # torch.UntypedStorage, None once it is dead
+
+class Storages:
+    """The storages that are alive, found by their tensors.
+
+    adopt         decides whether a storage can be moved, and prepares it: called once for each one, with
+                  whether a kernel has just made it
+    buried        is told of each one that has died: of all, or if not `tells_all`, of those with a copy, and
+                  of those that are fixed
+    first_serial  storages in blocks of the arena from this one on are movable, and `adopt` is not asked
+                  about them; 0: there are none
+    """
+
+    tells_all: bool
+
+    def __init__(
+        self,
+        adopt: Callable[[ManagedStorage, Any, bool], bool],
+        buried: Callable[[ManagedStorage], object],
+        smallest_bytes: int,
+        first_serial: int = 0,
+    ) -> None: ...
+    def find(self, storage: Any) -> ManagedStorage | None: ...  # None where it was not met before
+    def meet(self, storage: Any, made: bool = False) -> ManagedStorage: ...  # made: a kernel has just made it
+    def at(self, address: int) -> ManagedStorage | None: ...
+    def forget_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
+    def bury(self) -> None: ...  # forget those that have died; call it before storages are looked up
+    def all(self) -> list[ManagedStorage]: ...
+
+    # Movable ones, the least recently used first. Those that are not resident are among them.
+    def by_use(self) -> list[ManagedStorage]: ...
+    def all_resident(self) -> bool: ...  # of the movable ones
+    def __len__(self) -> int: ...
+
+class DeviceMemory:
+    """Bytes of the device, as kernels see them.
+
+    reserved_bytes   in use when the kernel began, and what it takes
+    beside_bytes     in use outside of the arena, less what in it belongs to others
+    in_arena         else only Python knows what is in use
+    """
+
+    budget_bytes: int
+    reserved_bytes: int
+    beside_bytes: int
+    in_arena: bool
+    def __init__(self) -> None: ...
+    def in_use_bytes(self) -> int: ...  # in the arena, and beside it
+
+class KernelClock:
+    """What the clock of kernels does for every operator: see csrc/runtime/clock.hpp. Called as the
+    __torch_dispatch__ of a penstock.runtime.clock.Clock, which it asks for what takes more."""
+
+    entered: bool  # operators are looked at
+    in_step: bool
+    views_need_bytes: bool  # torch refuses views of what is away
+    asks_needs: bool  # Python tells what a kernel takes, before it runs
+    watches: bool  # kernels are recorded
+    activation: int  # index of this kind of tensor
+    def __init__(
+        self,
+        *,
+        storages: Storages,
+        memory: DeviceMemory,
+        lock: Any,
+        prefetches: Any,
+        unpinned: Any,
+        tensor: type,
+        parameter: type,
+        buffer: type,
+        overload: type,
+        untyped_storage: Any,
+        set_compiler: Callable[[Any], Any],
+    ) -> None: ...
+    def __call__(
+        self, clock: Any, torch_operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any: ...
+    def run(
+        self, clock: Any, torch_operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any: ...
+    def begin_step(self, schedule: Any) -> None: ...
+    def follow(self, schedule: Any) -> None: ...  # from this kernel on
+    def tensor(self, index: int) -> ManagedStorage | None: ...  # of those that the step has touched
+    def numbered(self) -> list[ManagedStorage]: ...
+    def seen(self) -> list[str]: ...  # names of the kernels that have run
+    def touched_bytes(self) -> int: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def kernels(self) -> int: ...
+    @property
+    def operators(self) -> int: ...
+    @property
+    def clock_s(self) -> float: ...
+    @property
+    def left_s(self) -> float: ...  # when the latest kernel was over

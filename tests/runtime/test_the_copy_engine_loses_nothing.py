@@ -36,7 +36,7 @@ class Program(RuleBasedStateMachine):
         self.engine = CopyEngine(self.device, BUDGET, timeout_s=5.0, in_flight_bytes=3 * PIECE)
         self.device.engine = self.engine
         self.storages = Storages(lambda *_: True, self._buried, 1)
-        self.engine.victims = lambda: list(self.storages.by_use.values())
+        self.engine.victims = self.storages.by_use
         self.alive: dict[int, torch.UntypedStorage] = {}  # by number
         self.managed: dict[int, ManagedStorage] = {}
         self.expected: dict[int, bytes] = {}

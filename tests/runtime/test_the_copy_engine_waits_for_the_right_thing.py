@@ -24,7 +24,7 @@ class Bench:
         self.engine = CopyEngine(
             self.device,
             budget,
-            lambda: list(self.storages.by_use.values()),
+            self.storages.by_use,
             **limits,  # type: ignore[arg-type]
         )
         self.kept: list[torch.UntypedStorage] = []

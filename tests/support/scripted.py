@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import ManagedStorage
@@ -52,6 +53,7 @@ class ScriptedDevice:
         self.peak_bytes = 0
         self.questions = 0
         self.engine: CopyEngine | None = None
+        self.memory = DeviceMemory()
         self.kernels_thread = threading.get_ident()
         self._numbers = 0
 

@@ -15,6 +15,8 @@ _METADATA = frozenset(
     + ("is_coalesced", "sparse_dim", "dense_dim", "_dimI", "_dimV", "_nnz")
     + ("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size", "stride", "dim")
 )
+# Operators on lists of tensors.
+LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 # Norms write their running statistics, which these schemas do not say.
 _SILENT_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -31,6 +33,7 @@ class Operator(NamedTuple):
     written        (position, name) of the arguments that it writes to
     is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
     is_opaque      it has no schema, such as a compiled region: any of its inputs may be written
+    takes_lists    of tensors, each for itself: see penstock.capture.slices
     """
 
     name: str
@@ -38,6 +41,7 @@ class Operator(NamedTuple):
     written: tuple[tuple[int, str], ...]
     is_repeatable: bool
     is_opaque: bool = False
+    takes_lists: bool = False
 
 
 @cache
@@ -56,7 +60,13 @@ def describe(operator: Any) -> Operator:
     returns = schema.returns
     is_view = bool(returns) and not written and all(entry.alias_info is not None for entry in returns)
     is_metadata = operator.namespace in _NAMESPACES_WITHOUT_KERNELS or name in _METADATA
-    return Operator(name, not (is_view or is_metadata), written, not written and not _is_random(operator))
+    return Operator(
+        name,
+        not (is_view or is_metadata),
+        written,
+        not written and not _is_random(operator),
+        takes_lists=name.startswith(LIST_PREFIXES),
+    )
 
 
 def _is_random(operator: Any) -> bool:

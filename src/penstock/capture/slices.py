@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.capture.operators import LIST_PREFIXES
+
 SLICE_BYTES = 32 * 2**20  # of all tensors of a slice together
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
 
 class _Argument(NamedTuple):
@@ -27,7 +27,7 @@ def _divided(operator: Any) -> tuple[_Argument, ...]:
     these names do whose results are lists too. Some also return a tensor that stands for the whole list."""
     schema = getattr(operator, "_schema", None)
     name = str(schema.name).removeprefix("aten::") if schema is not None else ""
-    if schema is None or not name.startswith(_PREFIXES):
+    if schema is None or not name.startswith(LIST_PREFIXES):
         return ()
     if any(str(entry.type) != "List[Tensor]" for entry in schema.returns):
         return ()

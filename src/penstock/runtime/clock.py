@@ -3,12 +3,15 @@
 Before a kernel: the actions that are due, the residency of every storage that it touches, room for what it
 makes. After it: what it wrote is dirty, what it made is managed. Autograd's saved tensors are storages like
 any other, and autograd's own checks stay on.
+
+What is done for every operator is C++: csrc/runtime/clock.cpp. It asks this class where something has to
+move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +20,8 @@ from torch._dynamo.eval_frame import skip_code
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.capture.operators import Operator, describe, tensors_in, written_tensors
+from penstock import _native
+from penstock.capture.operators import Operator, describe, tensors_in
 from penstock.capture.phases import Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
@@ -27,13 +31,10 @@ from penstock.runtime.devices import Device
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.needs import Needs
 from penstock.runtime.schedule import Evict, Prefetch, Schedule
-from penstock.runtime.storages import LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.storages import LEAVING, NEVER, ManagedStorage, Storages
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
-_NOTHING: dict[str, Any] = {}
-_LIST_OPERATORS = ("_foreach_", "_fused_", "_amp_foreach")
 
 
 class Recording:
@@ -46,12 +47,7 @@ class Recording:
 
 
 class Clock(TorchDispatchMode):
-    """Carries out a schedule while kernels run, and enforces the budget where none is followed.
-
-    kernels      that have run in this step
-    operators    that were seen in this step
-    clock_s      seconds spent in this file and below in this step, waits excluded
-    """
+    """Carries out a schedule while kernels run, and enforces the budget where none is followed."""
 
     supports_higher_order_operators = True
 
@@ -76,42 +72,75 @@ class Clock(TorchDispatchMode):
         self._device = device
         self._engine = engine
         self._lock = engine.lock
-        self.storages = Storages(device.adopt, self._bury, smallest_bytes)
+        self.storages = Storages(device.adopt, self._bury, smallest_bytes, device.first_serial)
+        self.storages.tells_all = not device.memory.in_arena
+        device.storages = self.storages
         engine.victims = self._victims
-        self._facts: dict[int, tuple[Operator, Any]] = {}  # by the operator's identity, and the operator
+        self._kernels = _native.KernelClock(
+            storages=self.storages,
+            memory=device.memory,
+            lock=engine.lock,
+            prefetches=engine.prefetches,
+            unpinned=engine.unpinned_later,
+            tensor=torch.Tensor,
+            parameter=torch.nn.Parameter,
+            buffer=torch.nn.Buffer,
+            overload=torch._ops.OpOverload,
+            untyped_storage=torch.Tensor.untyped_storage,
+            set_compiler=set_eval_frame,
+        )
+        self._kernels.activation = _ACTIVATION
+        self._kernels.views_need_bytes = device.empties_storages
         self.phases = Phases(self.know)
-        self._needs_bytes: dict[str, int] = {}  # by operator: what it took last
         self._inferred = Needs() if device.infers_needs else None
+        self._kernels.asks_needs = device.infers_needs
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
-        self._schedule: Schedule | None = None
         self._alternatives: tuple[Schedule, ...] = ()
         self._carried: dict[int, ManagedStorage] = {}
-        self._numbered: list[ManagedStorage] = []
         self._recording: Recording | None = None
-        self._step = 0
-        self._in_step = False
-        self._left_s = 0.0
-        self._seen: list[str] = []
-        self.kernels = self.operators = 0
-        self.clock_s = 0.0
-        self.entered = False
         self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """See every operator of this thread from now on."""
+        # What torch calls. On the class it would be one more frame of Python for every operator.
+        self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
-        self.entered = True
+        self._kernels.entered = True
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
         if self._is_innermost():
             self.__exit__(None, None, None)
-        self.entered = False
+        self._kernels.entered = False
+
+    def forget(self) -> None:
+        """See no more, in a child of the process: nothing is managed there."""
+        self._kernels.entered = False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._kernels(self, operator, types, args, kwargs)
 
     # -- steps ---------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> int:
+        """That have run in this step."""
+        return self._kernels.kernels
+
+    @property
+    def operators(self) -> int:
+        """That were seen in this step."""
+        return self._kernels.operators
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds spent on operators in this step, the kernels themselves and waits excluded."""
+        return self._kernels.clock_s
 
     def begin_step(self, known: Iterable[Schedule], recording: Recording | None) -> None:
         """A step begins.
@@ -120,40 +149,35 @@ class Clock(TorchDispatchMode):
         recording   where to note what happens
         """
         with self._interrupts, self._lock:
-            self._step += 1
             schedules = tuple(known)
-            self._schedule = schedules[0] if schedules else None
+            first = schedules[0] if schedules else None
             self._alternatives = schedules[1:]
             self._recording = recording
-            self.kernels = self.operators = 0
-            self.clock_s = 0.0
-            self._numbered = []
-            self._seen = []
-            self._in_step = True
-            if self._schedule is not None:
-                for tensor, tier in self._schedule.away_at_start:
+            self._kernels.watches = recording is not None
+            self.storages.tells_all = recording is not None or not self._device.memory.in_arena
+            self._kernels.begin_step(first)
+            if first is not None:
+                for tensor, tier in first.away_at_start:
                     if (managed := self._tensor(tensor)) is not None:
                         self._engine.release(managed, tier)
-                self._rest_if_nothing_moves(recording)
+                self._rest_if_nothing_moves(first)
             self.phases.enter()
-        self._left_s = perf_counter()
 
-    def _rest_if_nothing_moves(self, recording: Recording | None) -> None:
+    def _rest_if_nothing_moves(self, schedule: Schedule) -> None:
         """Do not look at kernels in a step for which everything is there and stays, on a device that keeps
         the budget by itself if the step should turn out another."""
-        assert self._schedule is not None
         self.rests = (
-            recording is None
+            self._recording is None
             and self._device.keeps_budget
-            and self._schedule.is_still
+            and schedule.is_still
             and self._is_innermost()
-            and all(managed.state == RESIDENT for managed in self.storages.by_use.values())
+            and self.storages.all_resident()
         )
         if self.rests:
             self.__exit__(None, None, None)
 
     def _is_innermost(self) -> bool:
-        return self.entered and _python_dispatch._get_current_dispatch_mode() is self
+        return self._kernels.entered and _python_dispatch._get_current_dispatch_mode() is self
 
     def end_step(self) -> None:
         """The step is over: what lasts keeps its number for the next one."""
@@ -166,15 +190,18 @@ class Clock(TorchDispatchMode):
         self.phases.exit()
         with self._lock:
             self.storages.bury()
-            self._in_step = False
+            self._kernels.in_step = False
             if not self.rests:
                 self._carried = {
-                    managed.index: managed for managed in self._numbered if managed.storage() is not None
+                    managed.index: managed
+                    for managed in self._kernels.numbered()
+                    if managed.storage() is not None
                 }
             self.rests = False
             if self._recording is not None:
                 self._finish(self._recording)
             self._recording = None
+            self._kernels.watches = False
 
     def know(self, tensor: torch.Tensor, kind: int) -> None:
         """The tensor is a weight, a gradient, or the optimizer's."""
@@ -188,7 +215,7 @@ class Clock(TorchDispatchMode):
     @property
     def followed(self) -> Schedule | None:
         """The schedule that the step has followed to its end; None where it did something else."""
-        schedule = self._schedule
+        schedule: Schedule | None = self._kernels.schedule
         if schedule is not None and (self.rests or self.kernels == schedule.kernels):
             return schedule
         return None
@@ -196,268 +223,116 @@ class Clock(TorchDispatchMode):
     @property
     def touched_bytes(self) -> int:
         """Of all storages that the step has touched."""
-        return sum(managed.size_bytes for managed in self._numbered)
+        return self._kernels.touched_bytes()
 
-    # -- every operator ------------------------------------------------------------------------
+    # -- what the C++ part asks ----------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        compiler = set_eval_frame(None)
-        if compiler is None:
-            return self._dispatch(operator, types, args, kwargs or {})
-        try:
-            return self._dispatch(operator, types, args, kwargs or {})
-        finally:
-            set_eval_frame(compiler)
+    @staticmethod
+    def _describe(operator: Any) -> Operator:
+        return describe(operator)
 
-    def _dispatch(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._facts.get(id(operator))
-        if known is None:
-            known = self._facts[id(operator)] = (describe(operator), operator)
-        facts = known[0]
-        if not self.entered:
-            return operator(*args, **kwargs)
-        if not facts.is_kernel:
-            if self._device.empties_storages:
-                with self._interrupts:
-                    return self._view(operator, args, kwargs)
-            return operator(*args, **kwargs)
-        if types and any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a tensor of another kind does it with operators on plain ones
-        if facts.name[0] == "_" and facts.name.startswith(_LIST_OPERATORS):
-            parts = slices(operator, args, kwargs)
-            if parts is not None:
-                return join(operator, [self._run(operator, facts, *part) for part in parts])
-        with self._interrupts:
-            return self._run(operator, facts, args, kwargs)
+    @staticmethod
+    def _storages_in(values: Any) -> list[torch.UntypedStorage]:
+        return [storage for tensor in tensors_in(values) for storage in _storages_of(tensor)]
 
-    def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_slices(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """An operator on lists of tensors."""
+        parts = slices(operator, args, kwargs or {})
+        if parts is None:
+            return self._kernels.run(self, operator, args, kwargs)
+        return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
+
+    def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """torch refuses a view of a storage that is empty."""
         used: list[ManagedStorage] = []
-        with self._lock:
-            if self.storages.dead:
+        with self._interrupts:
+            with self._lock:
                 self.storages.bury()
-            for tensor in tensors_in(args):
-                for storage in _storages_of(tensor):
+                for storage in self._storages_in(args):
                     managed = self.storages.find(storage)
                     if managed is not None and managed.movable and managed not in used:
                         used.append(managed)
-            for managed in used:
-                managed.pins += 1
-            try:
-                if any(managed.state > LEAVING for managed in used):
-                    self._engine.demand(used)
-            except BaseException:
-                self._unpin(used)
-                raise
-        try:
-            return operator(*args, **kwargs)
-        finally:
-            with self._lock:
-                self._unpin(used)
-
-    def _run(self, operator: Any, facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entered_s = perf_counter()
-        engine, device, storages = self._engine, self._device, self.storages
-        waits = len(engine.waits)
-        written: list[ManagedStorage] = []
-        with self._lock:
-            if storages.dead:
-                storages.bury()
-            used = self._used(args, kwargs)
-            kernel = self.kernels
-            if self._in_step:
-                self._number(used)
-                if self._schedule is not None:
-                    self._act(kernel, facts.name)
-            for managed in used:
-                managed.pins += 1
-            try:
-                device.begin_kernel(used)
-                away = False
                 for managed in used:
-                    if managed.state > LEAVING:
-                        away = True
-                if away:
-                    engine.demand(used)
-                if facts.is_opaque and device.empties_storages:
-                    written = used  # any of them may be, and nobody else would notice
-                    for managed in written:
-                        engine.will_write(managed)
-                elif facts.written:
-                    written = self._used(tuple(written_tensors(facts, args, kwargs)), _NOTHING)
-                    for managed in written:
-                        if managed.clean or managed.guarded or managed.state:
-                            engine.will_write(managed)
-                need_bytes = self._need_bytes(kernel, facts.name, used, (operator, args, kwargs))
-                if need_bytes or away:
-                    engine.make_room(need_bytes, 0 if self._schedule is not None else self._ahead_bytes)
-            except BaseException:
-                self._unpin(used)
-                raise
-        recording = self._recording
-        if recording is not None:
-            device.begin_measuring()
-        begun_s = perf_counter()
-        while True:
-            try:
-                result = operator(*args, **kwargs)
-                break
-            except BaseException as error:
-                again = False
+                    managed.pins += 1
                 try:
-                    again = facts.is_repeatable and self._frees_enough(error, need_bytes)
-                finally:
-                    if not again:
-                        with self._lock:
-                            self._unpin(used)
-                if not again:
-                    device.kernel_failed(error, need_bytes)
+                    if any(managed.state > LEAVING for managed in used):
+                        self._engine.demand(used)
+                except BaseException:
+                    self._unpin(used)
                     raise
-        if recording is not None:
-            device.end_measuring()
-        ended_s = perf_counter()
-        with self._lock:
-            if storages.dead:
-                storages.bury()
-            made: list[ManagedStorage] = []
-            taken_bytes = 0
-            for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
-                for storage in _storages_of(tensor):
-                    found = storages.by_key.get(storage._cdata)
-                    if found is None:
-                        found = storages.meet(storage, True)
-                        found.birth = kernel if self._in_step else -1
-                        found.kind = _ACTIVATION
-                        taken_bytes += found.size_bytes
-                    made.append(found)
-            self._unpin(used)
-            if self._in_step:
-                self._number(made, True)
-                schedule = self._schedule
-                if schedule is not None and schedule.known[kernel] != len(self._numbered):
-                    self._schedule = None  # its numbers mean other tensors
-                if recording is not None:
-                    self._record(recording, facts, result, used, written, made, entered_s, begun_s, ended_s)
-                    taken_bytes += recording.kernels[-1].workspace_bytes
-                self.kernels = kernel + 1
-                self._seen.append(facts.name)
-            if self._inferred is not None:
-                workspace_bytes = (
-                    recording.kernels[-1].workspace_bytes if recording is not None and self._in_step else 0
-                )
-                self._inferred.note(operator, taken_bytes - workspace_bytes, workspace_bytes)
-            self._needs_bytes[facts.name] = taken_bytes
-            self.operators += 1
-            self._left_s = left_s = perf_counter()
-            self.clock_s += begun_s - entered_s + left_s - ended_s
-            if len(engine.waits) > waits:
-                self.clock_s -= sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
-        return result
+            try:
+                return operator(*args, **(kwargs or {}))
+            finally:
+                with self._lock:
+                    self._unpin(used)
+
+    def _unpin(self, used: list[ManagedStorage]) -> None:
+        for managed in used:
+            managed.pins -= 1
+        self._kernel_over()
+
+    def _notice(self) -> None:
+        with self._interrupts:
+            self._device.notice()
+
+    def _begin_kernel(self, used: list[ManagedStorage]) -> None:
+        with self._interrupts:
+            self._device.begin_kernel(used)
+
+    def _make_ready(
+        self, used: list[ManagedStorage], away: bool, written: list[ManagedStorage], need_bytes: int
+    ) -> float:
+        """Bring what is away, give up copies of what the kernel writes, and make room. Seconds waited."""
+        engine = self._engine
+        waits = len(engine.waits)
+        with self._interrupts:
+            if away:
+                engine.demand(used)
+            for managed in written:
+                if managed.clean or managed.guarded or managed.state:
+                    engine.will_write(managed)
+            if need_bytes or away:
+                engine.make_room(need_bytes, 0 if self._kernels.schedule is not None else self._ahead_bytes)
+        return sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
+
+    def _begin_measuring(self) -> None:
+        self._device.begin_measuring()
+
+    def _end_measuring(self) -> None:
+        self._device.end_measuring()
 
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
         """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
         missing_bytes = self._device.missing_bytes(error, need_bytes)
-        with self._lock:
+        with self._interrupts, self._lock:
             return missing_bytes > 0 and self._engine.free(missing_bytes)
 
-    def _used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedStorage]:
-        """The storages of the arguments, each once, in order."""
-        used: list[ManagedStorage] = []
-        by_key = self.storages.by_key
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind in _PLAIN:
-                try:
-                    storage = value.untyped_storage()
-                except (NotImplementedError, RuntimeError):  # it is sparse, or opaque
-                    self._collect(value, used)
-                    continue
-                managed = by_key.get(storage._cdata) or self.storages.meet(storage)
-                if managed not in used:
-                    used.append(managed)
-            elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
-                for tensor in tensors_in(value):
-                    self._collect(tensor, used)
-        return used
+    def _kernel_failed(self, error: BaseException, need_bytes: int) -> None:
+        self._device.kernel_failed(error, need_bytes)
 
-    def _collect(self, tensor: torch.Tensor, used: list[ManagedStorage]) -> None:
-        for storage in _storages_of(tensor):
-            managed = self.storages.meet(storage)
-            if managed not in used:
-                used.append(managed)
-
-    def _unpin(self, used: list[ManagedStorage]) -> None:
-        by_use = self.storages.by_use
-        for managed in used:
-            managed.pins -= 1
-            if by_use.get(managed.key) is managed:  # else it stays, or died in the kernel
-                by_use.move_to_end(managed.key)
-        self._device.end_kernel()
-        self._engine.end_kernel()
-
-    # -- the schedule --------------------------------------------------------------------------
-
-    def _number(self, touched: list[ManagedStorage], made: bool = False) -> None:
-        """Number what this step touches for the first time, as the trace does.
-
-        made   this kernel made them
-        """
-        step = self._step
-        for managed in touched:
-            if managed.step != step:
-                managed.step = step
-                managed.index = len(self._numbered)
-                if not made and managed.kind == _ACTIVATION:
-                    managed.kind = -1  # made in another step, or between steps
-                self._numbered.append(managed)
-
-    def _tensor(self, index: int) -> ManagedStorage | None:
-        """The storage that is the trace's tensor ``index``: of this step, or kept from the last one."""
-        if index < len(self._numbered):
-            return self._numbered[index]
-        managed = self._carried.get(index)
-        return managed if managed is not None and managed.step != self._step else None
-
-    def _act(self, kernel: int, name: str) -> None:
-        schedule = self._schedule
-        assert schedule is not None
-        if kernel >= len(schedule.names) or schedule.names[kernel] != name:
-            schedule = self._change(name)
-            if schedule is None:
-                return
-        for action in schedule.before[kernel]:
-            managed = self._tensor(action.tensor)
-            if managed is None or not managed.movable:
-                continue
-            if type(action) is Evict:
-                self._engine.evict(managed, action.tier, release=False)
-            elif type(action) is Prefetch:
-                self._engine.prefetch(managed, action.keeps_copy)
-            else:
-                self._engine.release(managed)
-
-    def _change(self, name: str) -> Schedule | None:
-        """Another schedule that agrees with the step so far; None where there is none."""
-        seen = (*self._seen, name)
-        for schedule in self._alternatives:
-            if schedule.names[: len(seen)] == seen:
-                self._schedule = schedule
-                return schedule
-        self._schedule = None
-        return None
+    def _kernel_over(self) -> None:
+        with self._interrupts:
+            self._device.end_kernel()
+            self._engine.end_kernel()
 
     def _need_bytes(
-        self, kernel: int, name: str, used: list[ManagedStorage], call: tuple[Any, Any, Any]
+        self,
+        kernel: int,
+        used: list[ManagedStorage],
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
     ) -> int:
-        """What the kernel will take beyond what is there, as far as is known."""
-        schedule = self._schedule if self._in_step else None
-        if self._inferred is not None and (schedule is None or not self._has_sizes(schedule, used)):
-            return self._inferred.bytes(*call)
-        if schedule is None:
-            return min(self._needs_bytes.get(name, 0), self._engine.budget_bytes // 4)
+        """What the kernel will take beyond what is there, inferred where the schedule is of other sizes."""
+        assert self._inferred is not None
+        schedule: Schedule | None = self._kernels.schedule if self._kernels.in_step else None
+        if schedule is None or not self._has_sizes(schedule, used):
+            return self._inferred.bytes(operator, args, kwargs or {})
         return schedule.needs_bytes[kernel]
+
+    def _note_need(self, operator: Any, taken_bytes: int, workspace_bytes: int) -> None:
+        assert self._inferred is not None
+        self._inferred.note(operator, taken_bytes, workspace_bytes)
 
     @staticmethod
     def _has_sizes(schedule: Schedule, used: list[ManagedStorage]) -> bool:
@@ -467,16 +342,48 @@ class Clock(TorchDispatchMode):
             managed.index < len(sizes) and sizes[managed.index] == managed.size_bytes for managed in used
         )
 
+    # -- the schedule --------------------------------------------------------------------------
+
+    def _tensor(self, index: int) -> ManagedStorage | None:
+        """The storage that is the trace's tensor ``index``: of this step, or kept from the last one."""
+        managed = self._kernels.tensor(index)
+        if managed is None:
+            managed = self._carried.get(index)
+            if managed is not None and managed.step == self._kernels.step:
+                return None
+        return managed
+
+    def _act(self, kernel: int) -> None:
+        """Do what the schedule says is to be done before the kernel."""
+        engine = self._engine
+        with self._interrupts:
+            for action in self._kernels.schedule.before[kernel]:
+                managed = self._tensor(action.tensor)
+                if managed is None or not managed.movable:
+                    continue
+                if type(action) is Evict:
+                    engine.evict(managed, action.tier, release=False)
+                elif type(action) is Prefetch:
+                    engine.prefetch(managed, action.keeps_copy)
+                else:
+                    engine.release(managed)
+
+    def _change(self, name: str) -> None:
+        """Follow another schedule that agrees with the step so far; none where there is none."""
+        seen = (*self._kernels.seen(), name)
+        agrees = (other for other in self._alternatives if other.names[: len(seen)] == seen)
+        self._kernels.follow(next(agrees, None))
+
     def _victims(self) -> Iterator[ManagedStorage]:
         """What should leave first: what is used furthest in the future where that is known, else what was
         used least recently."""
         self.storages.bury()  # a copy that is over may have been the last to hold one
-        schedule = self._schedule
-        by_use = list(self.storages.by_use.values())
+        schedule: Schedule | None = self._kernels.schedule
+        by_use = self.storages.by_use()
         if schedule is None:
             yield from by_use
             return
-        kernel, step = self.kernels, self._step
+        kernel, step = self._kernels.kernels, self._kernels.step
 
         def next_use(managed: ManagedStorage) -> int:
             if managed.step == step or self._carried.get(managed.index) is managed:
@@ -490,14 +397,18 @@ class Clock(TorchDispatchMode):
     def _bury(self, managed: ManagedStorage) -> None:
         """The storage has died: its tensor in the recording ends with the kernel before."""
         recording = self._recording
-        if recording is not None and managed.step == self._step and managed.index < len(recording.tensors):
-            # What the kernel itself ends was there while it ran.
-            recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
-        self._device.bury(managed)
+        with self._interrupts:
+            if (
+                recording is not None
+                and managed.step == self._kernels.step
+                and managed.index < len(recording.tensors)
+            ):
+                # What the kernel itself ends was there while it ran.
+                recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
+            self._device.bury(managed)
 
     def _record(
         self,
-        recording: Recording,
         facts: Operator,
         result: Any,
         used: list[ManagedStorage],
@@ -506,8 +417,11 @@ class Clock(TorchDispatchMode):
         entered_s: float,
         begun_s: float,
         ended_s: float,
-    ) -> None:
-        """Note the kernel. Time since the last one is the program's own, and counts for this one."""
+    ) -> int:
+        """Note the kernel; its workspace, in bytes. Time since the last one is the program's own, and counts
+        for this one."""
+        recording = self._recording
+        assert recording is not None
         kernel = self.kernels
         inputs = tuple(managed.index for managed in used)
         outputs = tuple(
@@ -517,7 +431,7 @@ class Clock(TorchDispatchMode):
             )
         )
         fresh = {managed.index for managed in made if managed.birth == kernel and managed.index not in inputs}
-        for managed in self._numbered[len(recording.tensors) :]:
+        for managed in self._kernels.numbered()[len(recording.tensors) :]:
             born = managed.index in fresh
             recording.tensors.append(
                 TensorRecord(
@@ -538,23 +452,25 @@ class Clock(TorchDispatchMode):
         repeats = phase == 0 and facts.is_repeatable
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
+        workspace_bytes = self._device.workspace_bytes()
         recording.kernels.append(
             KernelRecord(
                 facts.name,
-                ended_s - begun_s + max(entered_s - self._left_s, 0.0),
+                ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0),
                 inputs,
                 outputs,
-                self._device.workspace_bytes(),
+                workspace_bytes,
                 phase,
                 begun_s,
                 ended_s,
             )
         )
         recording.in_memory_bytes.append(self._device.in_memory_bytes())
+        return workspace_bytes
 
     def _finish(self, recording: Recording) -> None:
         """Kinds are known for sure at the end of the step."""
-        for managed in self._numbered[: len(recording.tensors)]:
+        for managed in self._kernels.numbered()[: len(recording.tensors)]:
             if managed.kind >= 0:
                 recording.tensors[managed.index].kind = managed.kind
 

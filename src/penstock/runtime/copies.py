@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
@@ -62,10 +63,12 @@ Done = Callable[[PenstockError | None, Sequence[Moved]], None]
 class Device(Protocol):
     """What a device must do to a storage. Called with the engine's lock held, unless it says otherwise.
 
+    memory            what is reserved of it
     admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
     place_text        where copies go, for messages
     """
 
+    memory: DeviceMemory
     admits_anywhere: bool
     place_text: str
 
@@ -126,6 +129,8 @@ class CopyEngine:
     in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
     waits, moved      since `begin_step`
     check_interrupt   raises in a wait what should end it
+    prefetches        that wait for room
+    unpinned_later    to be released when the kernels that use them are over
     """
 
     def __init__(
@@ -145,12 +150,13 @@ class CopyEngine:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._evictions: deque[ManagedStorage] = deque()  # that have not begun
-        self._prefetches: deque[ManagedStorage] = deque()  # that wait for room
+        self.prefetches: deque[ManagedStorage] = deque()
         self._out_bytes = 0  # in flight
         self._in_bytes = 0
         self._freeing_bytes = 0  # of what is leaving, and released when its copy is complete
-        self._reserved_bytes = 0  # in use when the kernel began, and what it takes
-        self._unpinned_later: list[ManagedStorage] = []
+        self.memory = device.memory
+        self.memory.budget_bytes = budget_bytes
+        self.unpinned_later: list[ManagedStorage] = []
         self._pumping = False
         self._completions = 0
         self._error: PenstockError | None = None
@@ -250,7 +256,7 @@ class CopyEngine:
     def _release(self, managed: ManagedStorage) -> None:
         """Of what is resident and clean."""
         if managed.pins:
-            self._unpinned_later.append(managed)
+            self.unpinned_later.append(managed)
             return
         storage = managed.hold or managed.storage()
         if storage is None:
@@ -258,7 +264,7 @@ class CopyEngine:
         if self._device.release(managed, storage):
             managed.state = AWAY
             managed.keeps_copy = True
-            self._reserved_bytes -= managed.size_bytes
+            self.memory.reserved_bytes -= managed.size_bytes
         else:  # the program wrote to it without our knowing
             managed.clean = False
             managed.hold = None
@@ -313,7 +319,7 @@ class CopyEngine:
             self._unmark_released(managed)
         elif managed.state == AWAY and not managed.queued:
             managed.queued = True
-            self._prefetches.append(managed)
+            self.prefetches.append(managed)
             self._pump()
 
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
@@ -346,7 +352,7 @@ class CopyEngine:
             return managed.state == RESIDENT
         managed.state = COMING
         managed.hold = storage
-        self._reserved_bytes += managed.size_bytes
+        self.memory.reserved_bytes += managed.size_bytes
         self._in_bytes += managed.size_bytes
         try:
             done = functools.partial(self._came, managed, priority)
@@ -395,7 +401,7 @@ class CopyEngine:
         if used_bytes + size_bytes > self.budget_bytes:
             began_s = time.perf_counter()
             while True:
-                self._reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
+                self.memory.reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
                 short_bytes = used_bytes + size_bytes - self.budget_bytes
                 if short_bytes <= 0:
                     break
@@ -410,7 +416,7 @@ class CopyEngine:
                     self._wait()
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
-        self._reserved_bytes = used_bytes + size_bytes
+        self.memory.reserved_bytes = used_bytes + size_bytes
 
     def free(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""
@@ -455,13 +461,14 @@ class CopyEngine:
 
     def end_kernel(self) -> None:
         """What was reserved is in use now, or not needed."""
-        self._reserved_bytes = 0
-        if self._unpinned_later:
-            later, self._unpinned_later = self._unpinned_later, []
+        self.memory.reserved_bytes = 0
+        if self.unpinned_later:
+            later = self.unpinned_later[:]
+            self.unpinned_later.clear()
             for managed in later:
                 if managed.state == RESIDENT and managed.clean:
                     self._release(managed)
-        if self._prefetches:
+        if self.prefetches:
             self._pump()
 
     # -- the queues ----------------------------------------------------------------------------
@@ -479,15 +486,15 @@ class CopyEngine:
             self._pumping = False
 
     def _start_prefetches(self) -> None:
-        while self._prefetches:
-            managed = self._prefetches[0]
+        while self.prefetches:
+            managed = self.prefetches[0]
             if managed.state == AWAY and managed.queued:
                 if self._in_bytes and self._in_bytes + managed.size_bytes > self._most_in_flight_bytes:
                     return
-                used_bytes = max(self._device.in_memory_bytes(), self._reserved_bytes)
+                used_bytes = max(self._device.in_memory_bytes(), self.memory.reserved_bytes)
                 if used_bytes + managed.size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
                     return
-            self._prefetches.popleft()
+            self.prefetches.popleft()
             managed.queued = False
 
     def _start_evictions(self) -> None:
@@ -556,11 +563,11 @@ class CopyEngine:
                 managed.hold = None
                 managed.state = RESIDENT
                 self._unmark_released(managed)
-            for managed in self._prefetches:
+            for managed in self.prefetches:
                 managed.queued = False
             self._evictions.clear()
-            self._prefetches.clear()
-            self._reserved_bytes = 0
+            self.prefetches.clear()
+            self.memory.reserved_bytes = 0
             while self._out_bytes or self._in_bytes:
                 self._wait_for_copy()
 

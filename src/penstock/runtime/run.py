@@ -78,7 +78,7 @@ def _leave_to_parent() -> None:
     """In a process made by fork: copies are the parent's. What is away is read here when it is touched."""
     for run in _open:
         run._closed = True
-        run._clock.entered = False
+        run._clock.forget()
     _open.clear()
 
 
@@ -562,7 +562,7 @@ class Offload:
         """Bring back what is away, and give everything back; False where it does not fit."""
         with self._engine.lock:
             self._clock.storages.bury()
-            if not self._device.settle(list(self._clock.storages)):
+            if not self._device.settle(self._clock.storages.all()):
                 return False
         self._device.close()
         self._spill.close()

@@ -7,12 +7,14 @@ from typing import Protocol
 import torch
 
 from penstock.runtime import copies
-from penstock.runtime.storages import ManagedStorage
+from penstock.runtime.storages import ManagedStorage, Storages
 
 
 class Device(copies.Device, Protocol):
     """A device tier as a run needs it: it copies for the engine, and measures its memory.
 
+    storages         that the clock has met
+    first_serial     see Storages
     tier             where evictions go that nothing planned: "host" or "disk"
     memory_manager   who gives the device its memory, for reports
     evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
@@ -23,6 +25,8 @@ class Device(copies.Device, Protocol):
     """
 
     engine: copies.CopyEngine | None
+    storages: Storages | None
+    first_serial: int
     tier: str
     memory_manager: str
     evict_link: str

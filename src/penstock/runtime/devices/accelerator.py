@@ -33,12 +33,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.runtime.copies import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
-from penstock.runtime.storages import AWAY, ManagedStorage
+from penstock.runtime.storages import AWAY, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_bytes_up
@@ -145,6 +146,8 @@ class AcceleratorDevice:
     keeps_budget = False
     infers_needs = True
     unplanned_accesses = 0  # they raise
+    first_serial = 0
+    storages: Storages | None = None
 
     def __init__(
         self,
@@ -167,6 +170,7 @@ class AcceleratorDevice:
         self._budget_bytes = budget_bytes
         self.memory_manager = driver.memory_manager
         self.engine: CopyEngine | None = None
+        self.memory = DeviceMemory()
         self._chunk_bytes = chunk_bytes
         self.host_tier_bytes = host_bytes - staging_bytes
         self.tier = "host" if self.host_tier_bytes else "disk"

@@ -21,7 +21,7 @@ from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
-from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage
+from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
 from penstock.units import format_bytes_up
@@ -58,17 +58,19 @@ class CpuDevice:
         before = arena.stats()
         self._foreign_bytes = before.in_memory_bytes  # of tensors that this run has not met
         self._foreign_in_use_bytes = before.in_use_bytes
-        self._first_serial = before.serial + 1
+        self.first_serial = before.serial + 1
+        self.memory = _native.DeviceMemory()
+        self.memory.in_arena = True
+        self.memory.beside_bytes = -self._foreign_bytes
         self._faults_before = before.faults
         self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
-        self._by_place: dict[int, ManagedStorage] = {}
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
         self._pending: dict[int, PendingTransfer] = {}  # by key: reads under way
-        self._gone: set[int] = set()  # keys of what the arena took by itself
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
         self.engine: CopyEngine | None = None
+        self.storages: Storages | None = None
 
     # -- which storages ------------------------------------------------------------------------
 
@@ -76,9 +78,9 @@ class CpuDevice:
         if storage.device.type != "cpu":
             return False
         serial = self._serial(storage)
-        if 0 < serial < self._first_serial:  # of an earlier run, and now of this one
+        if 0 < serial < self.first_serial:  # of an earlier run, and now of this one
             if _native.arena_state(storage.data_ptr()) == "out":
-                self._gone.add(managed.key)
+                managed.gone = True
                 managed.state = AWAY
             else:
                 self._foreign_bytes -= managed.size_bytes
@@ -92,15 +94,14 @@ class CpuDevice:
                     _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
                 self._set_budget()
-                managed.place = -1
+                managed.fixed = True
                 return False
             if self.engine is not None:
                 self.engine.make_room(managed.size_bytes)
             storage.resize_(managed.size_bytes)  # allocates anew, and copies
             if not self._serial(storage):
                 return False
-        managed.place = storage.data_ptr()
-        self._by_place[managed.place] = managed
+        managed.address = storage.data_ptr()
         return True
 
     @staticmethod
@@ -111,14 +112,11 @@ class CpuDevice:
         return block[2] if block is not None and block[0] == address else 0
 
     def _set_budget(self) -> None:
+        self.memory.beside_bytes = self._fixed_bytes - self._foreign_bytes
         self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0) + self._foreign_bytes)
 
     def bury(self, managed: ManagedStorage) -> None:
-        if managed.movable:
-            if self._by_place.get(managed.place) is managed:
-                del self._by_place[managed.place]
-            self._gone.discard(managed.key)
-        elif managed.place == -1:
+        if managed.fixed:
             self._fixed_bytes -= managed.size_bytes
             self._set_budget()
         if managed.slot is not None:
@@ -128,7 +126,7 @@ class CpuDevice:
     # -- copies --------------------------------------------------------------------------------
 
     def in_memory_bytes(self) -> int:
-        return _native.arena_stats().in_memory_bytes - self._foreign_bytes + self._fixed_bytes
+        return self.memory.in_use_bytes()
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
         return self._spill.allocate(managed.size_bytes)
@@ -138,15 +136,13 @@ class CpuDevice:
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
-        if not managed.movable or storage.data_ptr() == managed.place:
+        if not managed.movable or storage.data_ptr() == managed.address:
             return not managed.movable
-        if self._by_place.get(managed.place) is managed:
-            del self._by_place[managed.place]
-        self._gone.discard(managed.key)
-        managed.movable = managed.guarded = False
-        managed.place = None
+        assert self.storages is not None
+        self.storages.forget_address(managed)
+        managed.movable = managed.guarded = managed.gone = False
         if not self._serial(storage):
-            managed.place = -1
+            managed.fixed = True
             self._fixed_bytes += managed.size_bytes
             self._set_budget()
         return True
@@ -156,8 +152,8 @@ class CpuDevice:
             managed.void = True
             done(None, [])
             return
-        _native.arena_guard(managed.place)
-        if _native.arena_state(managed.place) == "out":  # the arena took it a moment ago
+        _native.arena_guard(managed.address)
+        if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago
             managed.void = True
             self._note_events()
             done(None, [])
@@ -166,7 +162,7 @@ class CpuDevice:
         report = _report("disk_write", managed, done)
         self._spill.write(
             managed.slot,
-            managed.place,
+            managed.address,
             _transfer_bytes(managed),
             storage,
             functools.partial(self._written, managed, report),
@@ -187,7 +183,7 @@ class CpuDevice:
         if self._is_elsewhere(managed, storage):
             return False
         if not _native.arena_leave(
-            managed.place, self._spill.segments(managed.slot, _transfer_bytes(managed))
+            managed.address, self._spill.segments(managed.slot, _transfer_bytes(managed))
         ):
             return False
         managed.guarded = False
@@ -197,9 +193,9 @@ class CpuDevice:
         if self._is_elsewhere(managed, storage):
             managed.state = RESIDENT
             return False
-        if managed.key in self._gone:
+        if managed.gone:
             return True
-        staging = _native.arena_stage(managed.place)
+        staging = _native.arena_stage(managed.address)
         if staging:
             self._staging[managed.key] = staging
         return bool(staging)
@@ -207,7 +203,7 @@ class CpuDevice:
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        if managed.key in self._gone:
+        if managed.gone:
             self._reader.submit(self._bring_in, managed, done)
             return
         staging = self._staging[managed.key]
@@ -222,7 +218,7 @@ class CpuDevice:
 
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
         try:
-            _native.arena_bring_in(managed.place)
+            _native.arena_bring_in(managed.address)
         except OSError as error:
             done(SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}"), [])
         else:
@@ -232,54 +228,53 @@ class CpuDevice:
         self._pending.pop(managed.key, None)
         if self._staging.pop(managed.key, None) is None:  # the arena has read its own copy
             managed.guarded = True
-            self._gone.discard(managed.key)
+            managed.gone = False
             return False
-        if _native.arena_arrive(managed.place, managed.keeps_copy):
+        if _native.arena_arrive(managed.address, managed.keeps_copy):
             managed.guarded = managed.keeps_copy
-            self._gone.discard(managed.key)
+            managed.gone = False
         else:  # touched, written and taken again meanwhile
-            self._gone.add(managed.key)
+            managed.gone = True
         return managed.keeps_copy
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._pending.pop(managed.key, None)
         if self._staging.pop(managed.key, None) is not None:
-            _native.arena_unstage(managed.place)
+            _native.arena_unstage(managed.address)
 
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
             managed.guarded = False
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
-                _native.arena_unguard(managed.place)
+                _native.arena_unguard(managed.address)
 
     def notice(self) -> None:
         self._note_events()
 
     def is_gone(self, managed: ManagedStorage) -> bool:
-        return managed.key in self._gone
+        return managed.gone
 
     # -- kernels -------------------------------------------------------------------------------
 
     def begin_kernel(self, storages: list[ManagedStorage]) -> None:
-        if _native.arena_touch([managed.place for managed in storages if managed.movable]):
-            self._note_events()
+        pass  # the clock tells the arena by itself
 
     def _note_events(self) -> None:
-        assert self.engine is not None
+        assert self.engine is not None and self.storages is not None
         for address, what in _native.arena_events():
-            managed = self._by_place.get(address)
+            managed = self.storages.at(address)
             if managed is None:
                 continue
             if managed.state == LEAVING and not managed.queued:
                 managed.void = True  # it left while it was copied
             if what == "out":
-                self._gone.add(managed.key)
+                managed.gone = True
                 managed.guarded = False
                 self.engine.note_gone(managed)
             else:
                 managed.guarded = True
-                was_gone = managed.key in self._gone
-                self._gone.discard(managed.key)
+                was_gone = managed.gone
+                managed.gone = False
                 self.engine.note_arrived(managed, clean=not was_gone)
 
     def end_kernel(self) -> None:

@@ -1,0 +1,436 @@
+#include "runtime/clock.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#ifdef __linux__
+#include "arena/arena.hpp"
+#include "arena/hooks.hpp"
+#endif
+#include "bindings.hpp"
+
+namespace penstock {
+
+namespace {
+
+// As Python's time.perf_counter.
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// torch.compile leaves alone what Python runs for the clock.
+class WithoutCompiler {
+ public:
+  explicit WithoutCompiler(const nb::object& set_compiler) : set_compiler_(set_compiler), before_(set(nb::none())) {}
+  WithoutCompiler(const WithoutCompiler&) = delete;
+  WithoutCompiler& operator=(const WithoutCompiler&) = delete;
+  ~WithoutCompiler() {
+    if (before_.is_none()) return;
+    const nb::error_scope keep;
+    if (PyObject* result = PyObject_CallFunctionObjArgs(set_compiler_.ptr(), before_.ptr(), nullptr))
+      Py_DECREF(result);
+    else
+      PyErr_Clear();
+  }
+
+ private:
+  nb::object set(nb::handle compiler) const { return set_compiler_(compiler); }
+
+  const nb::object& set_compiler_;
+  nb::object before_;
+};
+
+nb::list to_list(const std::vector<ManagedStorage*>& storages) {
+  nb::list found;
+  for (const auto* managed : storages) found.append(nb::handle(managed->self));
+  return found;
+}
+
+bool is_empty(const nb::object& values) { return PyObject_Size(values.ptr()) <= 0; }
+
+std::int64_t integer_at(const nb::object& values, std::int64_t position) {
+  PyObject* value = PyTuple_GetItem(values.ptr(), static_cast<Py_ssize_t>(position));
+  if (value == nullptr) throw nb::python_error();
+  const auto integer = PyLong_AsLongLong(value);
+  if (integer == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return integer;
+}
+
+bool is_atom(PyObject* value) {
+  return value == Py_None || PyLong_Check(value) || PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+}
+
+}  // namespace
+
+std::int64_t DeviceMemory::in_use_bytes() const {
+#ifdef __linux__
+  if (const auto* arena = installed_arena(); arena != nullptr)
+    return static_cast<std::int64_t>(arena->in_memory_bytes()) + beside_bytes;
+#endif
+  return beside_bytes;
+}
+
+// Storages, each once, in order. They are not freed while it lives.
+class KernelClock::Pins {
+ public:
+  explicit Pins(KernelClock& clock) : clock_(clock) {}
+  Pins(const Pins&) = delete;
+  Pins& operator=(const Pins&) = delete;
+  ~Pins() {
+    for (auto* managed : storages) Py_DECREF(managed->self);
+  }
+
+  void add(ManagedStorage* managed) {
+    if (mark_ != clock_.mark_) {  // another list was begun since
+      mark_ = ++clock_.mark_;
+      for (auto* known : storages) known->mark = mark_;
+    }
+    if (managed->mark == mark_) return;
+    managed->mark = mark_;
+    Py_INCREF(managed->self);
+    storages.push_back(managed);
+  }
+
+  Used storages;
+
+ private:
+  KernelClock& clock_;
+  std::uint64_t mark_ = ~std::uint64_t{0};  // of none yet
+};
+
+// The copy engine's lock, held.
+class KernelClock::Section {
+ public:
+  explicit Section(const KernelClock& clock) : clock_(clock) { nb::steal(check(PyObject_CallNoArgs(clock.acquire_.ptr()))); }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+  ~Section() {
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    Py_XDECREF(PyObject_CallNoArgs(clock_.release_.ptr()));
+    PyErr_Restore(kind, value, trace);
+  }
+
+ private:
+  static PyObject* check(PyObject* result) {
+    if (result == nullptr) throw nb::python_error();
+    return result;
+  }
+
+  const KernelClock& clock_;
+};
+
+KernelClock::KernelClock(nb::object storages, nb::object memory, nb::object lock, nb::object prefetches,
+                         nb::object unpinned, TorchTypes types, nb::object set_compiler)
+    : storages_object_(std::move(storages)),
+      memory_object_(std::move(memory)),
+      storages_(nb::cast<Storages&>(storages_object_)),
+      memory_(nb::cast<DeviceMemory&>(memory_object_)),
+      lock_(std::move(lock)),
+      acquire_(lock_.attr("acquire")),
+      release_(lock_.attr("release")),
+      prefetches_(std::move(prefetches)),
+      unpinned_(std::move(unpinned)),
+      types_(std::move(types)),
+      set_compiler_(std::move(set_compiler)) {}
+
+// -- steps --------------------------------------------------------------------------------------------------
+
+void KernelClock::begin_step(nb::object schedule) {
+  ++step;
+  kernels = operators = 0;
+  clock_s = 0;
+  numbered_.clear();
+  seen_.clear();
+  in_step = true;
+  follow(std::move(schedule));
+  left_s = now_s();
+}
+
+void KernelClock::follow(nb::object schedule) {
+  schedule_ = std::move(schedule);
+  if (schedule_.is_none()) return;
+  names_ = schedule_.attr("names");
+  known_ = schedule_.attr("known");
+  before_ = schedule_.attr("before");
+  needs_ = schedule_.attr("needs_bytes");
+}
+
+nb::object KernelClock::tensor(std::int64_t index) const {
+  if (index < 0 || static_cast<std::size_t>(index) >= numbered_.size()) return nb::none();
+  return numbered_[static_cast<std::size_t>(index)];
+}
+
+std::int64_t KernelClock::touched_bytes() const {
+  std::int64_t total = 0;
+  for (const auto& managed : numbered_) total += nb::inst_ptr<ManagedStorage>(managed)->size_bytes;
+  return total;
+}
+
+// -- every operator -----------------------------------------------------------------------------------------
+
+Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
+  if (const auto found = operators_.find(torch_operator.ptr()); found != operators_.end()) return found->second;
+  Operator known;
+  known.facts = clock.attr("_describe")(torch_operator);
+  known.torch_operator = nb::borrow(torch_operator);
+  // What an overload's own __call__ does, without its frame.
+  const bool is_overload = torch_operator.type().is(types_.overload);
+  known.callee = is_overload ? nb::object(torch_operator.attr("_op")) : known.torch_operator;
+  known.name = known.facts.attr("name");
+  known.is_kernel = nb::cast<bool>(known.facts.attr("is_kernel"));
+  known.is_repeatable = nb::cast<bool>(known.facts.attr("is_repeatable"));
+  known.is_opaque = nb::cast<bool>(known.facts.attr("is_opaque"));
+  known.takes_lists = nb::cast<bool>(known.facts.attr("takes_lists"));
+  for (const auto argument : known.facts.attr("written"))
+    known.written.emplace_back(nb::cast<Py_ssize_t>(argument[0]), nb::object(argument[1]));
+  return operators_.emplace(torch_operator.ptr(), std::move(known)).first->second;
+}
+
+nb::object KernelClock::call(const Operator& facts, nb::handle args, nb::handle kwargs) const {
+  PyObject* named = kwargs.is_none() ? nullptr : kwargs.ptr();
+  PyObject* result = PyObject_Call(facts.callee.ptr(), args.ptr(), named);
+  if (result == nullptr) throw nb::python_error();
+  return nb::steal(result);
+}
+
+nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
+                                 nb::handle kwargs) {
+  const WithoutCompiler guard(set_compiler_);
+  auto& facts = know(clock, torch_operator);
+  if (!entered) return call(facts, args, kwargs);
+  if (!facts.is_kernel) {
+    if (views_need_bytes) return clock.attr("_view")(torch_operator, args, kwargs);
+    return call(facts, args, kwargs);
+  }
+  for (const auto kind : nb::borrow<nb::iterable>(types))
+    if (!kind.is(types_.tensor) && !kind.is(types_.parameter) && !kind.is(types_.buffer))
+      return nb::borrow(Py_NotImplemented);  // a tensor of another kind does it with operators on plain ones
+  if (facts.takes_lists) return clock.attr("_run_slices")(torch_operator, args, kwargs);
+  return run(clock, facts, args, kwargs);
+}
+
+nb::object KernelClock::run(nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs) {
+  return run(clock, know(clock, torch_operator), args, kwargs);
+}
+
+nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs) {
+  const double entered_s = now_s();
+  Pins used(*this), written(*this), made(*this);
+  double waited_s = 0;
+  std::int64_t need_bytes = 0, kernel = 0;
+
+  const auto over = [&] {
+    for (auto* managed : used.storages) {
+      --managed->pins;
+      storages_.move_to_end(*managed);
+    }
+#ifdef __linux__
+    if (memory_.in_arena) installed_arena()->kernel_over();
+#endif
+    memory_.reserved_bytes = 0;
+    if (!memory_.in_arena || !is_empty(prefetches_) || !is_empty(unpinned_)) clock.attr("_kernel_over")();
+  };
+
+  {
+    const Section section(*this);
+    storages_.bury();
+    collect_all(clock, args, kwargs, used);
+    kernel = kernels;
+    if (in_step) {
+      number(used.storages, false);
+      if (!schedule_.is_none()) act(clock, facts);
+    }
+    for (auto* managed : used.storages) ++managed->pins;
+    try {
+      if (memory_.in_arena) {
+        if (touch(used.storages)) clock.attr("_notice")();
+      } else {
+        clock.attr("_begin_kernel")(to_list(used.storages));
+      }
+      bool away = false, asks = false;
+      for (const auto* managed : used.storages) away |= managed->state > kLeaving;
+      if (facts.is_opaque && views_need_bytes) {  // it may write any of them, and nobody else would notice
+        for (auto* managed : used.storages) written.add(managed);
+      } else {
+        for (const auto& [position, name] : facts.written) {
+          if (position < PyTuple_Size(args.ptr()))
+            collect(clock, PyTuple_GetItem(args.ptr(), position), written);
+          else if (!kwargs.is_none())
+            if (PyObject* value = PyDict_GetItemWithError(kwargs.ptr(), name.ptr())) collect(clock, value, written);
+        }
+      }
+      for (const auto* managed : written.storages)
+        asks |= managed->clean || managed->guarded || managed->state != kResident;
+      const bool planned = in_step && !schedule_.is_none();
+      if (asks_needs)
+        need_bytes = nb::cast<std::int64_t>(
+            clock.attr("_need_bytes")(kernel, to_list(used.storages), facts.torch_operator, args, kwargs));
+      else
+        need_bytes = planned ? integer_at(needs_, kernel) : std::min(facts.need_bytes, memory_.budget_bytes / 4);
+      bool short_of_room = false;
+      if (need_bytes != 0 || away) {
+        const auto wanted_bytes = memory_.in_arena ? memory_.in_use_bytes() + need_bytes : 0;
+        short_of_room = away || !memory_.in_arena || wanted_bytes > memory_.budget_bytes;
+        if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
+      }
+      if (away || asks || short_of_room)
+        waited_s = nb::cast<double>(clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages),
+                                                              need_bytes));
+    } catch (...) {
+      over();
+      throw;
+    }
+  }
+
+  if (watches) clock.attr("_begin_measuring")();
+  const double begun_s = now_s();
+  nb::object result;
+  while (!result.is_valid()) {
+    try {
+      result = call(facts, args, kwargs);
+    } catch (nb::python_error& error) {
+      bool again = false;
+      try {
+        again = facts.is_repeatable && nb::cast<bool>(clock.attr("_frees_enough")(error.value(), need_bytes));
+      } catch (...) {
+        const Section section(*this);
+        over();
+        throw;
+      }
+      if (!again) {
+        {
+          const Section section(*this);
+          over();
+        }
+        clock.attr("_kernel_failed")(error.value(), need_bytes);
+        throw;
+      }
+    }
+  }
+  if (watches) clock.attr("_end_measuring")();
+  const double ended_s = now_s();
+
+  const Section section(*this);
+  std::int64_t taken_bytes = 0, workspace_bytes = 0;
+  try {
+    storages_.bury();
+    collect(clock, result, made, true);
+    for (auto* managed : made.storages) {
+      if (managed->birth != kNew) continue;
+      managed->birth = in_step ? kernel : -1;
+      managed->kind = activation;
+      taken_bytes += managed->size_bytes;
+    }
+  } catch (...) {
+    over();
+    throw;
+  }
+  over();
+  if (in_step) {
+    number(made.storages, true);
+    if (!schedule_.is_none() && integer_at(known_, kernel) != static_cast<std::int64_t>(numbered_.size()))
+      schedule_ = nb::none();  // its numbers mean other tensors
+    if (watches)
+      workspace_bytes = nb::cast<std::int64_t>(clock.attr("_record")(
+          facts.facts, result, to_list(used.storages), to_list(written.storages), to_list(made.storages), entered_s,
+          begun_s, ended_s));
+    kernels = kernel + 1;
+    seen_.push_back(facts.name);
+  }
+  if (asks_needs) clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
+  facts.need_bytes = taken_bytes + workspace_bytes;
+  ++operators;
+  left_s = now_s();
+  clock_s += begun_s - entered_s + left_s - ended_s - waited_s;
+  return result;
+}
+
+// Whether the arena has moved something by itself since it was last asked.
+bool KernelClock::touch(const Used& used) {
+  std::vector<std::uintptr_t>& addresses = addresses_;
+  addresses.clear();
+  for (const auto* managed : used)
+    if (managed->movable && managed->address != 0) addresses.push_back(managed->address);
+  return touch_blocks(addresses) != 0;
+}
+
+void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found) {
+  collect(clock, args, found);
+  if (kwargs.is_none() || PyDict_Size(kwargs.ptr()) == 0) return;
+  Py_ssize_t position = 0;
+  PyObject *name = nullptr, *value = nullptr;
+  while (PyDict_Next(kwargs.ptr(), &position, &name, &value) != 0) collect(clock, value, found);
+}
+
+void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, bool made) {
+  PyObject* object = value.ptr();
+  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  const auto meet = [&](PyObject* storage) {
+    auto* managed = storages_.find(storage);
+    if (managed == nullptr) {
+      managed = storages_.meet(storage, made);
+      if (made) managed->birth = kNew;
+    }
+    found.add(managed);
+  };
+  if (kind == types_.tensor.ptr() || kind == types_.parameter.ptr() || kind == types_.buffer.ptr()) {
+    PyObject* arguments[] = {object};
+    PyObject* storage = PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr);
+    if (storage != nullptr) {
+      const nb::object held = nb::steal(storage);
+      meet(storage);
+      return;
+    }
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
+    PyErr_Clear();  // it is sparse, or opaque
+  } else if (is_atom(object)) {
+    return;
+  } else if (PyTuple_CheckExact(object)) {
+    const auto size = PyTuple_Size(object);
+    for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, made);
+    return;
+  } else if (PyList_CheckExact(object)) {
+    for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
+      const nb::object item = nb::borrow(PyList_GetItem(object, i));
+      collect(clock, item, found, made);
+    }
+    return;
+  } else if (PyTuple_Check(object) == 0 && PyList_Check(object) == 0 && PyDict_Check(object) == 0 &&
+             PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(types_.tensor.ptr())) == 0) {
+    return;
+  }
+  for (const auto storage : clock.attr("_storages_in")(value)) meet(storage.ptr());
+}
+
+// Number what this step touches for the first time, as the trace does.
+void KernelClock::number(const Used& touched, bool made) {
+  for (auto* managed : touched) {
+    if (managed->step == step) continue;
+    managed->step = step;
+    managed->index = static_cast<std::int64_t>(numbered_.size());
+    if (!made && managed->kind == activation) managed->kind = -1;  // made in another step, or between steps
+    numbered_.push_back(nb::borrow(managed->self));
+  }
+}
+
+void KernelClock::act(nb::handle clock, const Operator& facts) {
+  PyObject* planned = kernels < PyTuple_Size(names_.ptr()) ? PyTuple_GetItem(names_.ptr(), kernels) : nullptr;
+  if (planned == facts.name.ptr() || (planned != nullptr && PyUnicode_Compare(planned, facts.name.ptr()) == 0)) {
+    if (PyTuple_Size(PyTuple_GetItem(before_.ptr(), kernels)) == 0) return;
+  } else {
+    clock.attr("_change")(facts.name);
+    if (schedule_.is_none()) return;
+  }
+  clock.attr("_act")(kernels);
+}
+
+int KernelClock::traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  Py_VISIT(nb::inst_ptr<KernelClock>(self)->storages_object_.ptr());
+  return 0;
+}
+
+}  // namespace penstock

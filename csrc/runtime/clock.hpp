@@ -1,0 +1,100 @@
+// What the clock of kernels does for every operator, as far as nothing has to move: finds the storages, numbers
+// them, keeps them where they are while the kernel runs, and reserves room. What takes more is asked of
+// penstock.runtime.clock, in Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "runtime/storages.hpp"
+
+namespace penstock {
+
+// Bytes of the device, as kernels see them.
+struct DeviceMemory {
+  std::int64_t budget_bytes = 0;
+  std::int64_t reserved_bytes = 0;  // in use when the kernel began, and what it takes
+  std::int64_t beside_bytes = 0;    // in use outside of the arena, less what in it belongs to others
+  bool in_arena = false;            // else only Python knows what is in use
+
+  std::int64_t in_use_bytes() const;
+};
+
+// An operator of torch.
+struct Operator {
+  nb::object torch_operator, callee, facts, name;
+  std::vector<std::pair<Py_ssize_t, nb::object>> written;  // arguments: position, name
+  bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false;
+  std::int64_t need_bytes = 0;  // what it took last
+};
+
+// What torch gives to know tensors by.
+struct TorchTypes {
+  nb::object tensor, parameter, buffer, overload, untyped_storage;
+};
+
+class KernelClock {
+ public:
+  KernelClock(nb::object storages, nb::object memory, nb::object lock, nb::object prefetches, nb::object unpinned,
+              TorchTypes types, nb::object set_compiler);
+
+  // What __torch_dispatch__ of `clock` gives.
+  nb::object dispatch(nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
+                      nb::handle kwargs);
+  nb::object run(nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs);
+
+  void begin_step(nb::object schedule);
+  void follow(nb::object schedule);
+  nb::object tensor(std::int64_t index) const;  // of this step, or None
+  std::vector<nb::object> numbered() const { return numbered_; }
+  std::vector<nb::object> seen() const { return seen_; }
+  std::int64_t touched_bytes() const;
+
+  bool entered = false;           // operators are looked at
+  bool in_step = false;
+  bool views_need_bytes = false;  // torch refuses views of what is away
+  bool asks_needs = false;        // Python tells what a kernel takes, before it runs
+  bool watches = false;           // kernels are recorded
+  std::int64_t ahead_bytes = 0;   // see CopyEngine.make_room
+  std::int64_t step = 0, kernels = 0, operators = 0;
+  double clock_s = 0, left_s = 0;
+  int activation = -1;  // index of this kind of tensor
+  nb::object schedule() const { return schedule_; }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg);
+
+ private:
+  class Pins;
+  class Section;
+  using Used = std::vector<ManagedStorage*>;
+  static constexpr std::int64_t kNew = -2;  // as birth, until the kernel that made it is over
+
+  Operator& know(nb::handle clock, nb::handle torch_operator);
+  nb::object run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs);
+  nb::object call(const Operator& facts, nb::handle args, nb::handle kwargs) const;
+  void collect(nb::handle clock, nb::handle value, Pins& found, bool made = false);
+  void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
+  void number(const Used& touched, bool made);
+  void act(nb::handle clock, const Operator& facts);
+  bool touch(const Used& used);
+
+  nb::object storages_object_, memory_object_;
+  Storages& storages_;
+  DeviceMemory& memory_;
+  nb::object lock_, acquire_, release_;
+  nb::object prefetches_, unpinned_;  // of the copy engine: what waits for the end of a kernel
+  TorchTypes types_;
+  nb::object set_compiler_;
+  std::unordered_map<PyObject*, Operator> operators_;
+  std::uint64_t mark_ = 0;
+  nb::object schedule_ = nb::none();
+  nb::object names_, known_, before_, needs_;  // the schedule's
+  std::vector<nb::object> numbered_, seen_;
+  std::vector<std::uintptr_t> addresses_;  // of the kernel that begins
+};
+
+}  // namespace penstock

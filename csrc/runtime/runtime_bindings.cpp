@@ -1,0 +1,128 @@
+// What Python sees of the runtime's native part.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.hpp"
+#include "runtime/clock.hpp"
+#include "runtime/storages.hpp"
+
+namespace penstock {
+
+namespace {
+
+nb::object found(const ManagedStorage* managed) {
+  return managed == nullptr ? nb::none() : nb::borrow(managed->self);
+}
+
+PyType_Slot storages_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Storages::traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&Storages::clear)},
+                                {0, nullptr}};
+PyType_Slot clock_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&KernelClock::traverse)}, {0, nullptr}};
+
+void bind_storages(nb::module_& module) {
+  nb::class_<ManagedStorage>(module, "ManagedStorage", nb::is_weak_referenceable())
+      .def(nb::new_([](nb::handle storage, std::int64_t size_bytes, nb::handle died) {
+             return Storages::make(storage, size_bytes, died);
+           }),
+           nb::arg("storage"), nb::arg("size_bytes"), nb::arg("died"))
+      .def_ro("key", &ManagedStorage::key)
+      .def_rw("address", &ManagedStorage::address)
+      .def_ro("size_bytes", &ManagedStorage::size_bytes)
+      .def_rw("state", &ManagedStorage::state)
+      .def_rw("clean", &ManagedStorage::clean)
+      .def_rw("guarded", &ManagedStorage::guarded)
+      .def_rw("keeps_copy", &ManagedStorage::keeps_copy)
+      .def_rw("released", &ManagedStorage::released)
+      .def_rw("void", &ManagedStorage::is_void)
+      .def_rw("queued", &ManagedStorage::queued)
+      .def_rw("movable", &ManagedStorage::movable)
+      .def_rw("lasts", &ManagedStorage::lasts)
+      .def_rw("gone", &ManagedStorage::gone)
+      .def_rw("fixed", &ManagedStorage::fixed)
+      .def_rw("pins", &ManagedStorage::pins)
+      .def_rw("index", &ManagedStorage::index)
+      .def_rw("step", &ManagedStorage::step)
+      .def_rw("birth", &ManagedStorage::birth)
+      .def_rw("kind", &ManagedStorage::kind)
+      .def_rw("slot", &ManagedStorage::slot, nb::arg().none())
+      .def_rw("hold", &ManagedStorage::hold, nb::arg().none())
+      .def_rw("place", &ManagedStorage::place, nb::arg().none())
+      .def("storage", [](const ManagedStorage& managed) { return managed.reference(); });
+
+  nb::class_<Storages>(module, "Storages", nb::type_slots(storages_slots))
+      .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("buried"),
+           nb::arg("smallest_bytes"), nb::arg("first_serial") = 0)
+      .def_rw("tells_all", &Storages::tells_all)
+      .def("find", [](const Storages& storages, nb::handle storage) { return found(storages.find(storage.ptr())); })
+      .def(
+          "meet",
+          [](Storages& storages, nb::handle storage, bool made) { return found(storages.meet(storage.ptr(), made)); },
+          nb::arg("storage"), nb::arg("made") = false)
+      .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
+      .def("forget_address", &Storages::forget_address, nb::arg("managed"))
+      .def("bury", &Storages::bury)
+      .def("all", &Storages::all)
+      .def("by_use", &Storages::by_use)
+      .def("all_resident", &Storages::all_resident)
+      .def("__len__", &Storages::size);
+}
+
+}  // namespace
+
+void bind_runtime(nb::module_& module) {
+  bind_storages(module);
+
+  nb::class_<DeviceMemory>(module, "DeviceMemory")
+      .def(nb::init<>())
+      .def_rw("budget_bytes", &DeviceMemory::budget_bytes)
+      .def_rw("reserved_bytes", &DeviceMemory::reserved_bytes)
+      .def_rw("beside_bytes", &DeviceMemory::beside_bytes)
+      .def_rw("in_arena", &DeviceMemory::in_arena)
+      .def("in_use_bytes", &DeviceMemory::in_use_bytes);
+
+  nb::class_<KernelClock>(module, "KernelClock", nb::type_slots(clock_slots))
+      .def(
+          "__init__",
+          [](KernelClock* clock, nb::object storages, nb::object memory, nb::object lock, nb::object prefetches,
+             nb::object unpinned, nb::object tensor, nb::object parameter, nb::object buffer, nb::object overload,
+             nb::object untyped_storage, nb::object set_compiler) {
+            new (clock) KernelClock(std::move(storages), std::move(memory), std::move(lock), std::move(prefetches),
+                                    std::move(unpinned),
+                                    {std::move(tensor), std::move(parameter), std::move(buffer), std::move(overload),
+                                     std::move(untyped_storage)},
+                                    std::move(set_compiler));
+          },
+          nb::kw_only(), nb::arg("storages"), nb::arg("memory"), nb::arg("lock"), nb::arg("prefetches"),
+          nb::arg("unpinned"), nb::arg("tensor"), nb::arg("parameter"), nb::arg("buffer"), nb::arg("overload"),
+          nb::arg("untyped_storage"), nb::arg("set_compiler"))
+      .def(
+          "__call__",
+          [](KernelClock& kernels, nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
+             nb::handle kwargs) { return kernels.dispatch(clock, torch_operator, types, args, kwargs); },
+          nb::arg("clock"), nb::arg("torch_operator"), nb::arg("types"), nb::arg("args") = nb::make_tuple(),
+          nb::arg("kwargs").none() = nb::none())
+      .def("run",
+           [](KernelClock& kernels, nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs) {
+             return kernels.run(clock, torch_operator, args, kwargs);
+           })
+      .def("begin_step", &KernelClock::begin_step, nb::arg("schedule").none())
+      .def("follow", &KernelClock::follow, nb::arg("schedule").none())
+      .def("tensor", &KernelClock::tensor)
+      .def("numbered", &KernelClock::numbered)
+      .def("seen", &KernelClock::seen)
+      .def("touched_bytes", &KernelClock::touched_bytes)
+      .def_prop_ro("schedule", &KernelClock::schedule)
+      .def_rw("entered", &KernelClock::entered)
+      .def_rw("in_step", &KernelClock::in_step)
+      .def_rw("views_need_bytes", &KernelClock::views_need_bytes)
+      .def_rw("asks_needs", &KernelClock::asks_needs)
+      .def_rw("watches", &KernelClock::watches)
+      .def_rw("activation", &KernelClock::activation)
+      .def_ro("step", &KernelClock::step)
+      .def_ro("kernels", &KernelClock::kernels)
+      .def_ro("operators", &KernelClock::operators)
+      .def_ro("clock_s", &KernelClock::clock_s)
+      .def_ro("left_s", &KernelClock::left_s);
+}
+
+}  // namespace penstock

@@ -1,0 +1,146 @@
+#include "runtime/storages.hpp"
+
+#ifdef __linux__
+#include "arena/arena.hpp"
+#include "arena/hooks.hpp"
+#endif
+
+namespace penstock {
+
+nb::object Storages::make(nb::handle storage, std::int64_t size_bytes, nb::handle died) {
+  nb::object object = nb::inst_alloc(nb::type<ManagedStorage>());
+  auto* managed = new (nb::inst_ptr<ManagedStorage>(object)) ManagedStorage;
+  nb::inst_mark_ready(object);
+  managed->self = object.ptr();
+  managed->key = reinterpret_cast<std::uintptr_t>(storage.ptr());
+  managed->size_bytes = size_bytes;
+  managed->reference = nb::steal(PyWeakref_NewRef(storage.ptr(), died.ptr()));
+  if (!managed->reference.is_valid()) throw nb::python_error();
+  return object;
+}
+
+Storages::Storages(nb::object adopt, nb::object buried, std::int64_t smallest_bytes, std::uint64_t first_serial)
+    : adopt_(std::move(adopt)),
+      buried_(std::move(buried)),
+      smallest_bytes_(smallest_bytes),
+      first_serial_(first_serial),
+      dead_(nb::module_::import_("collections").attr("deque")()),
+      died_(dead_.attr("append")),
+      pop_dead_(dead_.attr("popleft")) {}
+
+bool Storages::has_dead() const { return PyObject_Size(dead_.ptr()) > 0; }
+
+ManagedStorage* Storages::find(PyObject* storage) const {
+  const auto found = by_storage_.find(storage);
+  return found == by_storage_.end() ? nullptr : found->second;
+}
+
+ManagedStorage* Storages::meet(PyObject* storage, bool made) {
+  if (auto* known = find(storage)) return known;
+  const auto size_bytes = nb::cast<std::int64_t>(nb::handle(storage).attr("nbytes")());
+  nb::object object = make(storage, size_bytes, died_);
+  auto* managed = nb::inst_ptr<ManagedStorage>(object);
+  by_storage_.insert_or_assign(storage, managed);
+  by_reference_.insert_or_assign(managed->reference.ptr(), Owned{object, managed});
+  if (size_bytes >= smallest_bytes_ && adopts(*managed, storage, made)) {
+    managed->movable = true;
+    managed->use = use_.insert(use_.end(), managed);
+    managed->in_use_order = true;
+  }
+  return managed;
+}
+
+bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made) {
+#ifdef __linux__
+  if (first_serial_ != 0) {
+    const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")());
+    if (const auto* arena = installed_arena(); arena != nullptr) {
+      const auto block = arena->block(reinterpret_cast<const void*>(address));
+      if (block && block->start == address && block->serial >= first_serial_) {
+        managed.address = address;
+        enter_address(managed);
+        return true;
+      }
+    }
+  }
+#endif
+  const nb::object held = nb::borrow(managed.self);
+  const bool adopted = nb::cast<bool>(adopt_(held, nb::handle(storage), made));
+  if (adopted) enter_address(managed);
+  return adopted;
+}
+
+void Storages::enter_address(ManagedStorage& managed) {
+  if (managed.address != 0) by_address_.insert_or_assign(managed.address, &managed);
+}
+
+ManagedStorage* Storages::at(std::uintptr_t address) const {
+  const auto found = by_address_.find(address);
+  return found == by_address_.end() ? nullptr : found->second;
+}
+
+void Storages::forget_address(ManagedStorage& managed) {
+  if (const auto found = by_address_.find(managed.address);
+      found != by_address_.end() && found->second == &managed)
+    by_address_.erase(found);
+  managed.address = 0;
+}
+
+void Storages::bury_one() {
+  const nb::object reference = pop_dead_();
+  const auto found = by_reference_.find(reference.ptr());
+  if (found == by_reference_.end()) return;
+  const Owned owned = std::move(found->second);
+  by_reference_.erase(found);
+  auto& managed = *owned.managed;
+  const auto met = by_storage_.find(reinterpret_cast<PyObject*>(managed.key));
+  if (met != by_storage_.end() && met->second == &managed) by_storage_.erase(met);
+  if (managed.in_use_order) {
+    use_.erase(managed.use);
+    managed.in_use_order = false;
+  }
+  if (managed.address != 0) {
+    if (const auto there = by_address_.find(managed.address);
+        there != by_address_.end() && there->second == &managed)
+      by_address_.erase(there);
+  }
+  if (tells_all || managed.fixed || !managed.slot.is_none()) buried_(owned.object);
+}
+
+std::vector<nb::object> Storages::all() const {
+  std::vector<nb::object> found;
+  found.reserve(by_storage_.size());
+  for (const auto& [_, managed] : by_storage_) found.push_back(nb::borrow(managed->self));
+  return found;
+}
+
+std::vector<nb::object> Storages::by_use() const {
+  std::vector<nb::object> found;
+  found.reserve(use_.size());
+  for (const auto* managed : use_) found.push_back(nb::borrow(managed->self));
+  return found;
+}
+
+bool Storages::all_resident() const {
+  for (const auto* managed : use_)
+    if (managed->state != kResident) return false;
+  return true;
+}
+
+int Storages::traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  auto* storages = nb::inst_ptr<Storages>(self);
+  Py_VISIT(storages->adopt_.ptr());
+  Py_VISIT(storages->buried_.ptr());
+  return 0;
+}
+
+int Storages::clear(PyObject* self) {
+  auto* storages = nb::inst_ptr<Storages>(self);
+  storages->adopt_.reset();
+  storages->buried_.reset();
+  return 0;
+}
+
+}  // namespace penstock

@@ -1,0 +1,91 @@
+// The storages of a program: how large each is, where its bytes are, and who uses it now. Python sees them as
+// penstock.runtime.storages; all calls hold the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <list>
+#include <unordered_map>
+#include <vector>
+
+namespace penstock {
+
+namespace nb = nanobind;
+
+enum StorageState : int { kResident, kLeaving, kAway, kComing };
+
+struct ManagedStorage {
+  nb::object reference;         // weak, to torch's storage
+  std::uintptr_t key = 0;       // torch's storage object
+  std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
+  std::int64_t size_bytes = 0;
+  std::int64_t pins = 0;
+  std::int64_t index = -1, step = -1, birth = -1;
+  int state = kResident;
+  int kind = -1;
+  bool clean = false, guarded = false, keeps_copy = true, released = false, is_void = false, queued = false;
+  bool movable = false, lasts = false, gone = false, fixed = false;
+  nb::object slot = nb::none(), hold = nb::none(), place = nb::none();
+
+  PyObject* self = nullptr;  // the Python object that this is part of
+  std::uint64_t mark = 0;    // of the call that has listed it last
+  bool in_use_order = false;
+  std::list<ManagedStorage*>::iterator use;
+};
+
+class Storages {
+ public:
+  // first_serial   storages in blocks of the arena from this one on are movable, and `adopt` is not asked; 0: none
+  Storages(nb::object adopt, nb::object buried, std::int64_t smallest_bytes, std::uint64_t first_serial);
+
+  // Null where it was not met before.
+  ManagedStorage* find(PyObject* storage) const;
+  ManagedStorage* meet(PyObject* storage, bool made);
+  // Null where none lies there.
+  ManagedStorage* at(std::uintptr_t address) const;
+  // The arena no longer keeps it.
+  void forget_address(ManagedStorage& managed);
+  // It was used now.
+  void move_to_end(ManagedStorage& managed) {
+    if (managed.in_use_order) use_.splice(use_.end(), use_, managed.use);
+  }
+  void bury() {
+    while (has_dead()) bury_one();
+  }
+  bool has_dead() const;
+
+  std::vector<nb::object> all() const;
+  // Movable ones, the least recently used first.
+  std::vector<nb::object> by_use() const;
+  bool all_resident() const;
+  std::size_t size() const { return by_storage_.size(); }
+
+  bool tells_all = true;  // `buried` is told of those, too, that have neither a copy nor a fixed place
+
+  static nb::object make(nb::handle storage, std::int64_t size_bytes, nb::handle died);
+  static int traverse(PyObject* self, visitproc visit, void* arg);
+  static int clear(PyObject* self);
+
+ private:
+  struct Owned {
+    nb::object object;
+    ManagedStorage* managed = nullptr;
+  };
+
+  void bury_one();
+  bool adopts(ManagedStorage& managed, PyObject* storage, bool made);
+  void enter_address(ManagedStorage& managed);
+
+  nb::object adopt_, buried_;
+  const std::int64_t smallest_bytes_;
+  const std::uint64_t first_serial_;
+  nb::object dead_;  // a deque of weak references: filled anywhere, on any thread, by a call nothing can interrupt
+  nb::object died_, pop_dead_;
+  std::unordered_map<PyObject*, ManagedStorage*> by_storage_;
+  std::unordered_map<PyObject*, Owned> by_reference_;  // until it is buried
+  std::unordered_map<std::uintptr_t, ManagedStorage*> by_address_;
+  std::list<ManagedStorage*> use_;
+};
+
+}  // namespace penstock
