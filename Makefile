@@ -7,9 +7,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
+
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-samples test lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-samples test test-torch lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -26,6 +28,14 @@ demo-samples: setup
 
 test: lint
 	$(BIN)/pytest -n 2
+
+# All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
+# With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13
+test-torch:
+	test -n '$(VERSION)' || { echo 'say which version: make test-torch VERSION=2.10.0' >&2; exit 2; }
+	$(PYTHON) -m venv .venv-torch-$(VERSION)
+	.venv-torch-$(VERSION)/bin/python -m pip install 'torch==$(VERSION)' '.[cli,plan,report,dev]'
+	.venv-torch-$(VERSION)/bin/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff check
@@ -66,10 +76,10 @@ sanitize: sanitize-asan sanitize-tsan
 sanitize-asan: SANITIZERS := address,undefined
 sanitize-tsan: SANITIZERS := thread
 sanitize-asan sanitize-tsan: sanitize-%:
-	cmake -S . -B build/$* -D PENSTOCK_TESTS=ON -D CMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(CMAKE) -S . -B build/$* -D PENSTOCK_TESTS=ON -D CMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all"
-	cmake --build build/$* --parallel 2
-	ctest --test-dir build/$* --output-on-failure
+	$(CMAKE) --build build/$* --parallel 2
+	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure
 
 # Everything that needs a CUDA device, in parts of under ten minutes. With $(PYTHON) as it is: Python 3.12, torch 2.11
 # for CUDA, numpy, msgspec, pytest, hypothesis; no network. Leaves out/gpu.json, and prints one table.

@@ -236,11 +236,13 @@ class Clock(TorchDispatchMode):
         return [storage for tensor in tensors_in(values) for storage in _storages_of(tensor)]
 
     def _run_slices(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """An operator on lists of tensors."""
+        """An operator on lists of tensors, in parts that fit. Ctrl-C comes before it or after it, as it does
+        for the operator in one piece; only one that meets a wait ends it half done."""
         parts = slices(operator, args, kwargs or {})
         if parts is None:
             return self._kernels.run(self, operator, args, kwargs)
-        return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
+        with self._interrupts:
+            return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
 
     def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """torch refuses a view of a storage that is empty."""
