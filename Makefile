@@ -27,7 +27,7 @@ demo-samples: setup
 	$(BIN)/python examples/samples_demo.py
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3 --dist worksteal
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13

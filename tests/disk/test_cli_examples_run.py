@@ -30,7 +30,7 @@ def run(script: Path, *options: str | Path) -> str:
 @pytest.mark.slow
 def test_the_demo_shows_five_rows_and_leaves_a_picture(tmp_path: Path) -> None:
     script = ROOT / "examples" / "demo.py"
-    said = run(script, "--quick", "--steps", "7", "--spill-dir", tmp_path, "-o", tmp_path / "out")
+    said = run(script, "--quick", "--steps", "6", "--spill-dir", tmp_path, "-o", tmp_path / "out")
     table = said[said.index("After") :]
     for name in ("in memory", "checkpoint", "penstock, 65 %", "penstock, 35 %", "penstock, 20 %"):
         (row,) = [line for line in table.splitlines() if line.lstrip().startswith(name)]

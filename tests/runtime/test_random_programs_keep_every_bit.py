@@ -1,6 +1,6 @@
 """Random programs on the checked accelerator: the bits of the plain run, never more than the budget, no race.
 
-A hundred by default; ``PENSTOCK_PROGRAMS=10000`` runs so many.
+Sixty by default; ``PENSTOCK_PROGRAMS=10000`` runs so many.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
 
-PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "100"))
+PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "60"))
 PARTS = 10
 
 

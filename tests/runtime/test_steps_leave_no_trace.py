@@ -17,7 +17,7 @@ import penstock
 from penstock import _native
 from tests.support.families import FAMILIES, iterate
 
-STEPS = int(os.environ.get("PENSTOCK_STEPS", "400"))
+STEPS = int(os.environ.get("PENSTOCK_STEPS", "300"))
 SETTLED = STEPS // 2  # the heap of the C library has taken by then what it takes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,21 @@ MIB = 1 << 20
 CODE_BYTES = 64 * MIB  # for code and libraries, the solver among them
 
 
+@pytest.fixture(scope="module")
+def in_memory() -> dict[str, Any]:
+    return training.outcome()
+
+
+@pytest.fixture(scope="module")
+def generous(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With more than it needs."""
+    return training.outcome(budget="2GiB", spill_dir=str(tmp_path_factory.mktemp("generous")), steps=2)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4], ids=["minimum", "middle"])
-def test_resident_growth_keeps_the_budget(share: float, tmp_path: Path) -> None:
-    in_memory = training.outcome()
-    generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), steps=2)
+def test_resident_growth_keeps_the_budget(
+    share: float, in_memory: dict[str, Any], generous: dict[str, Any], tmp_path: Path
+) -> None:
     least, most = generous["report"]["minimum_bytes"], generous["report"]["peak_bytes"]
     budget_bytes = int(least + share * (most - least))
 
@@ -30,7 +42,7 @@ def test_resident_growth_keeps_the_budget(share: float, tmp_path: Path) -> None:
 
 
 def test_a_limit_of_the_operating_system_is_kept_where_the_in_memory_run_is_refused(tmp_path: Path) -> None:
-    size = {"batch": 16, "steps": 3}
+    size = {"batch": 10, "steps": 2}
     generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), **size)
     least, most = generous["report"]["minimum_bytes"], generous["report"]["peak_bytes"]
     # The limit counts addresses: 8 MiB for the stack of each thread, of which there are up to 12.
