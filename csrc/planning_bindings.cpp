@@ -1,4 +1,4 @@
-// What Python sees of the replay. Every array is checked by penstock.simulator.replay.
+// What Python sees of the replay. Every array is checked: a wrong one raises ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -66,7 +66,9 @@ Planner::Rows rows_of(const nb::tuple& columns) {
 }
 
 void construct(Planner* self, const nb::dict& trace, const nb::dict& machine) {
-  new (self) Planner{trace_of(trace), machine_of(machine)};
+  auto checked = trace_of(trace);
+  auto with_rates = machine_of(machine, checked);
+  new (self) Planner{std::move(checked), std::move(with_rates)};
 }
 
 nb::dict outcome_of(Outcome&& outcome, bool record) {

@@ -1,6 +1,7 @@
 #include "model.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -40,6 +41,47 @@ void Trace::prepare() {
   live.assign(count, 0);
   Bytes sum = 0;
   for (std::size_t k = 0; k < count; ++k) live[k] = sum += change[k];
+}
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+bool all_within(const std::vector<Index>& values, Index low, Index high) {
+  return std::all_of(values.begin(), values.end(), [=](Index value) { return low <= value && value <= high; });
+}
+
+void check(const Lists& lists, Index count, Index limit) {
+  require(lists.starts.size() == at(count) + 1 && lists.starts.front() == 0 &&
+              std::is_sorted(lists.starts.begin(), lists.starts.end()) &&
+              at(lists.starts.back()) == lists.values.size(),
+          "lists do not fit their starts");
+  require(all_within(lists.values, 0, limit - 1), "a list has an entry that the trace lacks");
+}
+
+}  // namespace
+
+void check(const Trace& trace) {
+  const auto T = trace.bytes.size();
+  require(trace.kernels >= 0, "the number of kernels is negative");
+  for (const auto* column : {&trace.compressed, &trace.birth, &trace.death, &trace.producer})
+    require(column->size() == T, "columns of tensors differ in length");
+  require(trace.persistent.size() == T, "columns of tensors differ in length");
+  for (const auto* column : {&trace.bytes, &trace.compressed})
+    require(all_within(*column, 0, std::numeric_limits<Index>::max()), "a tensor has a negative size");
+  for (const auto* column : {&trace.birth, &trace.death})
+    require(all_within(*column, 0, trace.kernels), "a tensor is born or dies at a kernel that the trace lacks");
+  require(all_within(trace.producer, -1, trace.kernels - 1), "a tensor is made by a kernel that the trace lacks");
+  check(trace.outputs, trace.kernels, trace.tensors);
+  check(trace.writers, trace.tensors, trace.kernels);
+}
+
+void check(const Trace& trace, const Machine& machine) {
+  for (const auto* columns : {&machine.rate, &machine.rate_compressed})
+    for (const auto& rates : *columns)
+      require(rates.size() == trace.bytes.size(), "rates of another number of tensors");
 }
 
 void check(const Trace& trace, const Absences& rows) {

@@ -52,6 +52,7 @@ struct Machine {
   bool shares_bus = true;
   double duplex = 1.0;
   double compress_bytes_per_s = 1.0, expand_bytes_per_s = 1.0;
+  double copy_overhead_s = 0.0;  // of the compute stream, for each copy that it starts
   std::array<double, kLinks> latency_s{};
   // By link: [T] bytes per second of each tensor when alone there, as it is and compressed; 0: no such link.
   std::array<std::vector<double>, kLinks> rate, rate_compressed;
@@ -88,7 +89,10 @@ struct Copies {
   std::vector<Index> since, until;
 };
 
-void check(const Trace& trace, const Absences& rows);  // throws std::invalid_argument
+// These throw std::invalid_argument. A trace is checked before it is prepared.
+void check(const Trace& trace);
+void check(const Trace& trace, const Machine& machine);
+void check(const Trace& trace, const Absences& rows);
 // The rows of each tensor, by `begin`, then in the order of the plan.
 void group(const Trace& trace, const Absences& rows, Lists& rows_of);
 void find_copies(const Trace& trace, const Absences& rows, Copies& copies);

@@ -1,4 +1,5 @@
-// What the compute stream does before a kernel, in order: compress, expand, recompute.
+// What the compute stream does before a kernel, in order: compress, expand, recompute. After each kernel,
+// and before it, it starts copies.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 
 namespace penstock::planning {
 
-enum Kind : std::uint8_t { kRun, kCompress, kExpand, kRecomputation };
+enum Kind : std::uint8_t { kRun, kCompress, kExpand, kRecomputation, kStartCopies };
 
 struct Operation {
   Index kernel;

@@ -150,6 +150,7 @@ void Replayer::before(Index kernel, int iteration, std::size_t& operation) {
   for (const auto* row = issues_.begin(kernel); row != issues_.end(kernel); ++row) issue(*row);
   for (const auto* row = ends_.begin(kernel); row != ends_.end(kernel); ++row) demand(*row);
   admit();
+  charge_copies();
   for (; next < operation; ++next) {
     restore(operations_[next], kernel);
     reserve_ = needs_[next - first + 1];
@@ -303,6 +304,12 @@ void Replayer::execute(Index kernel, bool last) {
   if (kernel + 1 < trace_.kernels || !last) free += trace_.deaths[at(kernel) + 1] - die(kernel + 1);
   use(0, -free);
   write_after(kernel);
+}
+
+void Replayer::charge_copies() {
+  const auto count = std::exchange(started_, 0);
+  if (count > 0 && machine_.copy_overhead_s > 0)
+    work(kStartCopies, -1, static_cast<double>(count) * machine_.copy_overhead_s, 0);
 }
 
 void Replayer::unpacked(Index row) {

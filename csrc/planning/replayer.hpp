@@ -67,6 +67,7 @@ class Replayer {
   // Asks for a tensor back. One whose copy is not complete never left.
   void issue(Index row);
   void ask(Index row) {
+    ++started_;
     state_[at(row)] = kWaiting;
     push(needed_[at(row)] ? demands_ : prefetches_, row);
   }
@@ -85,6 +86,9 @@ class Replayer {
   // The compute stream is busy for `seconds`, while copies go on.
   void work(Kind kind, Index index, double seconds, Bytes bytes);
   void execute(Index kernel, bool last);
+
+  // What starting the copies that were issued since the last call costs the compute stream.
+  void charge_copies();
 
   // The kernel that needed an expanded tensor has ended: its compressed buffer goes, or stays for a copy.
   void unpacked(Index row);
@@ -183,6 +187,7 @@ class Replayer {
   std::array<Bytes, 3> levels_{};  // bytes in use by tier
   Bytes reserve_ = 0;              // what the kernel at hand still has to allocate
   Index missing_ = 0;              // copies that the kernel at hand waits for
+  Index started_ = 0;              // copies that the compute stream has not been charged for
   Index freeing_ = 0;              // what will free memory when its copy is complete
   bool reported_ = false, ended_ = false;
   std::array<Bytes, kLinks> moved_before_{};

@@ -6,10 +6,12 @@ namespace penstock::planning {
 void Replayer::write_after(Index kernel) {
   for (const auto* row = writes_.begin(kernel + 1); row != writes_.end(kernel + 1); ++row) write(*row);
   dispatch();
+  charge_copies();
 }
 
 void Replayer::write(Index row) {
   if (written_[at(row)] == kQueued || written_[at(row)] == kUnderWay) return;
+  ++started_;
   written_[at(row)] = kQueued;
   push(writes_queue_[is_disk(rows_.how[row]) ? 1 : 0], row);
 }

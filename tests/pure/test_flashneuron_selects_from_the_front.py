@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +19,9 @@ from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.flashneuron import flashneuron, rehearsed
 from penstock.planners.problem import Problem
 from penstock.simulator import simulate
+from penstock.units import parse_bytes
 
-from .traces import Step, machine, machines, traces, whole_traces
+from .traces import PAGE, Step, machine, machines, traces, whole_traces
 
 
 def chain(density: list[float] | None = None, size: int = 4000) -> Trace:
@@ -53,17 +55,23 @@ def planned(trace: Trace, hardware: Hardware, budget: int, compress: bool = Fals
     fraction=st.floats(0, 1.2),
     compress=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
-def test_plans_are_legal_or_refused(
+@settings(max_examples=100, deadline=None)
+def test_plans_are_legal_and_a_refusal_names_a_budget_that_leads_to_one(
     trace: Trace, hardware: Hardware, fraction: float, compress: bool
 ) -> None:
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
-    try:
-        made = planned(trace, hardware, budget, compress)
-    except InvalidArgument as refused:
-        assert "raise" in str(refused).lower()
-        return
+    made = None
+    while made is None:
+        try:
+            made = planned(trace, hardware, budget, compress)
+        except InvalidArgument as refused:
+            assert "raise" in str(refused).lower()
+            named = re.search(r"needs a device budget of ([\d.]+ \w+)", str(refused))
+            following = parse_bytes(named[1]) if named else budget + budget // 8 + PAGE
+            assert following > budget
+            budget = following
+    assert budget <= 2 * trace.peak_bytes + 2**20
     assert check(trace, made, hardware) == []
     assert {evict.tier for evict in made.evictions} <= {"disk"}
     assert simulate(trace, made, hardware).peak_bytes <= budget

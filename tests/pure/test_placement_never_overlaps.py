@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,23 @@ def test_the_peak_is_what_the_judge_counts_at_most(data: st.DataObject) -> None:
     assert peak <= resident.max(initial=0)
     if not any(evict.codec == "csr" for evict in plan.evictions):
         assert peak == resident.max(initial=0)
+
+
+def test_two_tensors_made_again_for_one_kernel_are_counted_like_the_judge_does() -> None:
+    """While the first is made again, with a workspace of 200 pages, the second has its room already."""
+    step = Step()
+    weight = step.tensor(PAGE, "weight", persistent=True)
+    first, second = step.tensor(10 * PAGE), step.tensor(4 * PAGE)
+    step.kernel("large workspace", 1.0, [weight], [first], workspace_bytes=200 * PAGE)
+    step.kernel("make", 1.0, [weight], [second])
+    step.kernel("wait", 1.0, [weight])
+    step.kernel("use", 1.0, [weight, first, second], phase="backward")
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 0, 1]))
+    again = (Recompute(first, 2, 3), Recompute(second, 2, 3))
+    plan = Plan(policy="test", device_budget_bytes=2**50, recomputations=again)
+    assert check(trace, plan, machine()) == []
+    resident = resident_bytes(trace, (), again)
+    assert occupancy(trace, plan).peak_bytes == resident.max() == 215 * PAGE
 
 
 @slow

@@ -59,7 +59,7 @@ SIGNATURES = {
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),
-    "trace": (["step"], ["fake=", "device=", "warmup=", "mode=", "density="]),
+    "trace": (["step"], ["fake=", "device=", "warmup=", "mode="]),
     "fake_mode": ([], []),
     "probe": (["spill_dir", "device=", "time_budget_s="], []),
     "plan": (

@@ -11,6 +11,8 @@ from penstock.capture.roofline import DATA_SHEETS
 from penstock.core.trace import KINDS
 from penstock.errors import InvalidArgument
 
+from .traces import machine
+
 
 def captured(**options: object) -> penstock.Trace:
     torch.manual_seed(0)
@@ -50,14 +52,25 @@ def test_random_numbers_edited_tensors_and_gradients_cannot() -> None:
 
 
 def test_the_zeros_of_what_is_saved_are_counted() -> None:
-    trace = captured(fake=False, density=True)
+    trace = captured(fake=False)
     rectified = made_by(trace, "relu")
     assert 0.3 < trace.tensor_density[rectified] < 0.7
     size_bytes = 32 * 64 * 4
     assert trace.tensor_itemsize[rectified] == 4
     packed = trace.compressed_bytes(rectified)
-    assert packed == size_bytes // 32 + round(trace.tensor_density[rectified] * 32 * 64) * 4
-    assert not len(captured(fake=False).tensor_density)
+    rows_bytes = (32 * 64 // 128 + 1) * 4
+    assert packed == size_bytes // 32 + round(trace.tensor_density[rectified] * 32 * 64) * 4 + rows_bytes
+    assert not len(captured().tensor_density)
+    with pytest.raises(InvalidArgument, match="trace a real run"):
+        penstock.plan(captured(), machine(), compress=True)
+
+
+def test_a_real_run_without_zeros_says_so() -> None:
+    layer = torch.nn.Linear(64, 64)
+    batch = torch.randn(32, 64)
+    trace = penstock.trace(lambda: layer(batch).square().sum().backward(), fake=False)
+    assert len(trace.tensor_density) == trace.tensors
+    assert penstock.plan(trace, machine(), compress=True).evictions == ()
 
 
 def test_a_density_can_be_assumed() -> None:
@@ -66,8 +79,6 @@ def test_a_density_can_be_assumed() -> None:
     assert trace.tensor_density[made_by(trace, "addmm")] == 1.0
     with pytest.raises(InvalidArgument, match=r"density of 'relu' is 1\.5"):
         trace.with_density({"relu": 1.5})
-    with pytest.raises(InvalidArgument, match="no zeros to count"):
-        captured(density=True)
 
 
 def test_weights_may_leave_over_the_end_of_the_iteration() -> None:

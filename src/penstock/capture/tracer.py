@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
     meter      measures real kernels; None where nothing is executed
     costs      what tracing itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
-    density    count the zeros of activations that are alive when backward begins
+    density    measure which fraction of each activation's elements is not zero, when backward begins
     """
 
     supports_higher_order_operators = True  # such as a compiled region, which is one kernel
@@ -383,20 +383,18 @@ def trace(
     device: str = "cpu",
     warmup: int = 1,
     mode: FakeTensorMode | None = None,
-    density: bool = False,
 ) -> Trace:
     """Capture one whole iteration, such as forward, backward and optimizer, as a Trace.
 
     step     runs one iteration: it makes the loss, calls backward and steps the optimizer
     fake     True: nothing is executed and no memory is used; the model may be a real one, or one
              built inside `fake_mode()`. Parameters, gradients and optimizer state are as before
-             afterwards. False: the step is run ``warmup + 1`` times for real, and timed.
+             afterwards. False: the step is run ``warmup + 1`` times for real, and timed;
+             the zeros of activations are counted when backward begins, which compression lives on.
     device   where kernel times are for, when fake: "cpu" (this one, measured briefly) or a name
              in penstock.capture.roofline.DATA_SHEETS. When real: the device the step runs on.
     warmup   iterations before the one that is recorded, so that the optimizer's state exists
     mode     the fake mode the model was built in, if it was
-    density  count the zeros of activations that are alive when backward begins, which compression lives
-             on; needs a real run
 
     A region of `torch.compile` is one kernel. It has to be compiled inside: what was compiled before, by a
     step outside of penstock, cannot be seen.
@@ -404,9 +402,7 @@ def trace(
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
     if not fake:
-        return _trace_real(step, torch.device(device), warmup, density)
-    if density:
-        raise InvalidArgument("a fake tensor has no zeros to count: take density=True out, or fake=False in")
+        return _trace_real(step, torch.device(device), warmup)
     if device != "cpu" and device not in DATA_SHEETS:
         raise InvalidArgument(f"no data sheet for {device!r}: give one of cpu, {', '.join(DATA_SHEETS)}")
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
@@ -435,9 +431,9 @@ def trace(
     return tracers[-1].trace(measured=False, notes=notes)
 
 
-def _trace_real(step: Callable[[], object], device: torch.device, warmup: int, density: bool) -> Trace:
+def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
-    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=density)
+    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
     with _compiled_regions_shown():
         for _ in range(warmup):
             step()

@@ -55,18 +55,25 @@ def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
     return Rows(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
 
 
-def required_bytes(trace: Trace) -> IntArray:
-    """[K] device bytes each kernel, as traced, cannot do without: its own tensors, those it does not use
-    but that cannot leave, and its workspace. What no kernel reads again has left."""
+def held_bytes(trace: Trace) -> IntArray:
+    """[K] device bytes that no plan can do without while each kernel runs, its workspace apart: its own
+    tensors, and those it does not use but that cannot leave. What no kernel reads again has left."""
     trace = released_after_last_use(trace)
     periods = np.array(trace.inactive_periods, dtype=np.int64).reshape(-1, 4)
     tensor, begin, end, _ = periods.T
-    return trace.live_bytes - spread(trace.kernels, begin, end, trace.tensor_bytes[tensor])
+    live = trace.live_bytes - trace.kernel_workspace_bytes
+    return live - spread(trace.kernels, begin, end, trace.tensor_bytes[tensor])
+
+
+def required_bytes(trace: Trace) -> IntArray:
+    """[K] device bytes that each kernel cannot do without: `held_bytes`, and the least workspace of its
+    variants."""
+    return held_bytes(trace) + least_workspace_bytes(trace)
 
 
 def minimum_bytes(trace: Trace) -> int:
-    """The smallest device budget at which the step can run as traced: moDNN's equation 7, for the batch
-    at hand."""
+    """The smallest device budget at which the step can run, for the batch at hand: moDNN's equation 7, but
+    that tensors which outlive the step may leave too."""
     floor = 0 if trace.kernels else trace.persistent_bytes
     return int(required_bytes(trace).max(initial=floor))
 
@@ -74,6 +81,14 @@ def minimum_bytes(trace: Trace) -> int:
 def tightest_kernel(trace: Trace) -> int:
     """The first kernel that needs `minimum_bytes`. The trace has at least one kernel."""
     return int(required_bytes(trace).argmax())
+
+
+def least_workspace_bytes(trace: Trace) -> IntArray:
+    """[K] workspace of each kernel in the variant that needs the least."""
+    least: IntArray = trace.kernel_workspace_bytes.copy()
+    for kernel, variants in enumerate(trace.kernel_variants):
+        least[kernel] = min([least[kernel], *(variant.workspace_bytes for variant in variants)])
+    return least
 
 
 def workspace_bytes(trace: Trace, variants: Sequence[int] = ()) -> IntArray:

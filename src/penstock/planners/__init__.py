@@ -16,6 +16,7 @@ from penstock.planners.keep import keep
 from penstock.planners.modnn import modnn
 from penstock.planners.optimal import optimal
 from penstock.planners.problem import Decision, Policy, Problem
+from penstock.planners.search.kernels import as_traced
 from penstock.planners.vdnn import vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up
@@ -36,6 +37,7 @@ POLICIES: dict[str, Policy] = {
     "optimal": optimal,
 }
 
+CHOOSES_VARIANTS = ("modnn", "optimal")  # others run kernels as traced, but where that does not fit
 LAST_DIGITS = 1e-9  # by which the same sum differs, taken in another order
 
 
@@ -61,7 +63,8 @@ def plan(
     again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
-    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
+    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget, or the trace does
+    not know what compression would save.
     """
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
     require_policy(policy)
@@ -76,7 +79,15 @@ def plan(
     needed = minimum_bytes(trace)
     if budget < needed:
         raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
+    if compress and not len(trace.tensor_density):
+        raise InvalidArgument(
+            "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
+            "run (fake=False, --real), or assume densities (Trace.with_density)"
+        )
     asked = within_budget(trace, budget)
+    variants: tuple[int, ...] = ()
+    if policy not in CHOOSES_VARIANTS:
+        variants, asked = as_traced(asked, budget)
     _require_room(asked, policy, budget)
     decision = POLICIES[policy](Problem(asked, hardware, budget, recompute, compress, time_limit_s))
     draft = Plan(
@@ -84,7 +95,7 @@ def plan(
         device_budget_bytes=budget,
         evictions=decision.evictions,
         recomputations=decision.recomputations,
-        variants=decision.variants,
+        variants=decision.variants or variants,
         offsets=decision.offsets,
         minimum_bytes=needed,
         lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),

@@ -40,7 +40,8 @@ def modnn(problem: Problem) -> Decision:
     """Algorithm 1, and an address for every tensor where the budget has room for that.
 
     Where the addresses need a little more than the budget, the pass is made again in a smaller space.
-    Where they need much more, or that does not help, the plan has none, and the reason says so.
+    Where they need much more, or that does not help, as at the smallest budget of all, the plan has none,
+    and the reason says so.
     """
     trace, budget = problem.trace, problem.budget_bytes
     started = time.perf_counter()
@@ -59,9 +60,7 @@ def modnn(problem: Problem) -> Decision:
         placed = place(trace, _draft(problem, decision), enough_bytes=budget)
         if placed.extent_bytes <= budget:
             return replace(decision, offsets=placed.offsets)
-        needed = format_bytes_up(placed.extent_bytes)
-        reason = f"modnn was asked for; it has no addresses: they would need {needed}"
-        first = first or replace(decision, reason=reason)
+        first = first or replace(decision, reason=_without_addresses(placed.extent_bytes))
         excess = placed.extent_bytes - budget
         space -= math.ceil(1.5 * excess + MARGIN * budget)
         late = time.perf_counter() - started > problem.time_limit_s
@@ -81,6 +80,14 @@ def _keep(problem: Problem) -> Decision | None:
         return None
     placement = place(trace, _draft(problem, decision), enough_bytes=budget)
     return replace(decision, offsets=placement.offsets) if placement.extent_bytes <= budget else None
+
+
+def _without_addresses(extent_bytes: int) -> str:
+    return (
+        "the plan keeps to the budget, but gives no addresses: with one for all of a tensor's life it would "
+        f"take {format_bytes_up(extent_bytes)} of address space. Plan for a budget of that size or more to "
+        "have them"
+    )
 
 
 def _draft(problem: Problem, decision: Decision) -> Plan:

@@ -23,9 +23,9 @@ from penstock.planners.problem import Decision, Problem
 from penstock.planners.relaxation.relax import relax
 from penstock.planners.search.choices import Choices, choices
 from penstock.planners.search.improve import Candidate, Improver
-from penstock.planners.search.kernels import with_fastest, with_thrifty
+from penstock.planners.search.kernels import with_fastest, with_least_workspace
 from penstock.planners.search.rounding import HowArray
-from penstock.planners.search.seeds import everything_away, seeds
+from penstock.planners.search.seeds import everything_away, of_absences, seeds
 from penstock.units import format_bytes, format_bytes_up
 
 GOOD_ENOUGH = 1.0005  # of the bound
@@ -58,9 +58,9 @@ def optimal(problem: Problem) -> Decision:
     if problem.trace.kernel_variants:
         bound_s = _relaxed(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
     ways = [with_fastest(problem.trace, problem.budget_bytes)]
-    thrifty = with_thrifty(problem.trace, problem.budget_bytes)
-    if thrifty[0] != ways[0][0]:
-        ways.append(thrifty)
+    least = with_least_workspace(problem.trace, problem.budget_bytes)
+    if least[0] != ways[0][0]:
+        ways.append(least)
     found: list[tuple[float, Decision]] = []
     for index, (variants, trace) in enumerate(ways):
         left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(ways) - index)
@@ -84,19 +84,18 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     def left_s() -> float:
         return max(problem.time_limit_s - (time.perf_counter() - begun_s), 0.0)
 
-    few = _few_copies(problem)
-    if few is not None:
-        reason = "nothing can be faster, and moving the largest tensors alone is enough"
+    few, is_best = _few_copies(problem)
+    if few is not None and is_best:
         evictions, recomputations = few.absences()
         return few.iteration_s, Decision(
             evictions=evictions,
             recomputations=recomputations,
             lower_bound_s=trace.fastest_s,
-            reason=reason,
+            reason="nothing can be faster, and moving the largest tensors alone is enough",
         )
     options = choices(problem)
     bound_s, fractions, note = _relaxed(problem)
-    starts = _starts(problem, options, fractions, _SEEDING * left_s())
+    starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
     best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
     evictions, recomputations = best.absences()
     reason = f"the best of {best.evaluations} changes tried" + (", until the time limit" * best.timed_out)
@@ -108,13 +107,14 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     )
 
 
-def _few_copies(problem: Problem) -> Candidate | None:
-    """A plan as fast as any can be that moves large tensors alone; None where none was found at once.
+def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
+    """The fastest plan that moves large tensors alone, and whether nothing can be faster.
 
-    A copy costs the processor time whatever its size, which the simulator does not count.
+    Where the machine's cost of a copy is not known, only one that is as fast as any can be counts.
     """
     begun_s = time.perf_counter()
     trace = problem.trace
+    best: Candidate | None = None
     largest = int(trace.tensor_bytes.max(initial=0))
     for power in range(largest.bit_length() - 1, SMALLEST_LARGE.bit_length() - 2, -1):
         movable = trace.movable & (trace.tensor_bytes >= 1 << power)
@@ -126,10 +126,12 @@ def _few_copies(problem: Problem) -> Candidate | None:
         except SpillSpaceFull:
             continue
         if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
-            return start
+            return start, True
+        if best is None or start.iteration_s < best.iteration_s:
+            best = start
         if time.perf_counter() - begun_s > _FEW_COPIES * problem.time_limit_s:
             break
-    return None
+    return best if problem.hardware.copy_overhead_s > 0 else None, False
 
 
 def _relaxed(problem: Problem) -> tuple[float, FloatArray | None, str]:
@@ -148,9 +150,13 @@ def _relaxed(problem: Problem) -> tuple[float, FloatArray | None, str]:
 
 
 def _starts(
-    problem: Problem, options: Choices, fractions: FloatArray | None, seconds: float
+    problem: Problem,
+    options: Choices,
+    fractions: FloatArray | None,
+    seconds: float,
+    given: Candidate | None = None,
 ) -> list[Candidate]:
-    """The seeds as plans that fit, the fastest first."""
+    """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
     improver = Improver(problem, options, fractions)
 
@@ -162,6 +168,9 @@ def _starts(
                 found.append(first)
 
     found: list[Candidate] = []
+    if given is not None:
+        evictions, recomputations = given.absences()
+        fitted(of_absences(options, evictions, recomputations))
     for how in seeds(problem, options, fractions):
         fitted(how)
         if found and time.perf_counter() - begun_s >= seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -123,7 +123,8 @@ def cases(
 def with_disks(hardware: Hardware, count: float) -> Hardware:
     """The same machine with ``count`` times its disk: capacity and rates."""
     return replace(
-        _faster(hardware, DISK_LINKS, count), disk_bytes=math.floor(min(hardware.disk_bytes * count, 2**62))
+        hardware.scaled(dict.fromkeys(DISK_LINKS, count)),
+        disk_bytes=math.floor(min(hardware.disk_bytes * count, 2**62)),
     )
 
 
@@ -191,7 +192,7 @@ def cell(case: Case) -> Cell:
 def _judged(case: Case, made: Plan) -> Cell:
     summary = summarise(case.trace, made, simulate(case.trace, made, case.hardware))
     doubled = if_doubled_s(case, made)
-    fast = _faster(case.hardware, DISK_LINKS, MANY)
+    fast = case.hardware.scaled(dict.fromkeys(DISK_LINKS, MANY))
     return Cell(
         case=case,
         plan=made,
@@ -220,11 +221,11 @@ def if_doubled_s(case: Case, made: Plan) -> dict[str, float]:
     trace, hardware = case.trace, case.hardware
     times = {"compute": _time_s(trace.scaled(0.5), made, hardware)}
     if hardware.host_bytes or hardware.disk_shares_bus:
-        bus = _faster(hardware, ("device_to_host", "host_to_device"), 2)
+        bus = hardware.scaled(dict.fromkeys(("device_to_host", "host_to_device"), 2))
         times["bus"] = _time_s(trace, made, bus)
     if any(evict.tier == "disk" for evict in made.evictions):
         for link in DISK_LINKS:
-            times[link.replace("_", " ")] = _time_s(trace, made, _faster(hardware, (link,), 2))
+            times[link.replace("_", " ")] = _time_s(trace, made, hardware.scaled({link: 2}))
         if hardware.host_bytes:
             roomy = replace(hardware, host_bytes=2 * hardware.host_bytes)
             moved = to_host(trace, made, roomy.host_bytes)
@@ -272,16 +273,3 @@ def disk_rates(hardware: Hardware) -> tuple[float, float]:
 def _rate(hardware: Hardware, link: str) -> float:
     points = hardware.measured_rates.get(link)
     return max(rate for _, rate in points) if points else hardware.rate_bytes_per_s(link)
-
-
-def _faster(hardware: Hardware, links: Sequence[str], factor: float) -> Hardware:
-    """The same machine with ``factor`` times the rates of ``links``."""
-    rates: dict[str, float] = {
-        f"{link}_bytes_per_s": hardware.rate_bytes_per_s(link) * factor for link in links
-    }
-    measured = {
-        link: tuple((size, rate * factor) for size, rate in points) if link in links else points
-        for link, points in hardware.measured_rates.items()
-    }
-    change: Callable[..., Hardware] = replace
-    return change(hardware, **rates, measured_rates=measured)

@@ -11,6 +11,8 @@ Assumptions, each of which costs some accuracy:
 - Prefetches get memory in the order they were issued: one that does not fit holds up those behind it.
 - Before a kernel the compute stream compresses what leaves compressed, waits for what is due, expands
   it, and makes again what was dropped, in this order.
+- Starting copies costs the compute stream ``hardware.copy_overhead_s`` each, right after they are issued:
+  those of writes behind the kernel that they follow, those of prefetches before the kernel that issues them.
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
   later eviction needs it.
 - A write that has not started when its tensor dies is dropped. One under way holds the tensor's
@@ -30,7 +32,7 @@ from penstock.core.trace import Trace, within_budget
 from penstock.simulator.replay import CAUSES, Absences, Replay
 
 STREAMS = ("compute", *LINKS)
-RUN, COMPRESS, EXPAND, RECOMPUTATION = range(4)  # what the compute stream does
+RUN, COMPRESS, EXPAND, RECOMPUTATION, START_COPIES = range(5)  # what the compute stream does
 
 
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
@@ -64,6 +66,8 @@ def _span(
 ) -> Span:
     if stream > 0:
         label = f"tensor {index}"
+    elif kind == START_COPIES:
+        label = "start copies"
     elif kind in (COMPRESS, EXPAND):
         label = f"{'compress' if kind == COMPRESS else 'expand'} tensor {index}"
     else:

@@ -243,6 +243,7 @@ def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict
         "duplex": float(hardware.duplex),
         "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
         "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+        "copy_overhead_s": float(hardware.copy_overhead_s),
         "links": [
             (
                 0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),

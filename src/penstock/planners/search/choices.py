@@ -102,9 +102,12 @@ def _ways(
 
 
 def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatArray:
-    """[P] seconds there and back, when nothing else is under way."""
+    """[P] seconds there and back, when nothing else is under way, and what the compute stream spends."""
     distinct, position = np.unique(size_bytes, return_inverse=True)
-    both = [hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) for size in distinct.tolist()]
+    both = [
+        hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
+        for size in distinct.tolist()
+    ]
     result: FloatArray = np.array(both, dtype=np.float64)[position]
     return result
 

@@ -49,22 +49,11 @@ class Candidate:
 
 
 class Improver:
-    """What can be done with a problem's periods, and the means to try it. Not for two threads at once."""
+    """What can be done with a problem's periods, and the means to try it. One thread works at a time."""
 
     def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
         """bias: [P, WAYS] how much of each period goes which way in the relaxation."""
-        favour = np.zeros_like(choices.cost_s) if bias is None else bias
-        trace, hardware = problem.trace, problem.hardware
-        kernels = {
-            "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
-            "workspace_bytes": _integers(trace.kernel_workspace_bytes),
-        }
-        tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
-        self._search = PlanSearch(
-            trace_columns(trace) | kernels,
-            machine_columns(trace, hardware, problem.budget_bytes) | tiers,
-            _choice_columns(choices, favour),
-        )
+        self._search = PlanSearch(*search_columns(problem, choices, bias))
         self._count = len(choices)
 
     def repaired(self, how: HowArray, late: HowArray | None = None) -> tuple[HowArray, HowArray] | None:
@@ -97,8 +86,18 @@ class Improver:
         return np.zeros(self._count, dtype=np.int8) if late is None else late
 
 
-def _choice_columns(choices: Choices, bias: FloatArray) -> dict[str, object]:
-    return {
+def search_columns(
+    problem: Problem, choices: Choices, bias: FloatArray | None = None
+) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+    """What `PlanSearch` wants to know of the trace, the machine and the choices."""
+    trace, hardware = problem.trace, problem.hardware
+    kernels = {
+        "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
+        "workspace_bytes": _integers(trace.kernel_workspace_bytes),
+    }
+    tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
+    shares = np.zeros_like(choices.cost_s) if bias is None else bias
+    table = {
         "tensor": choices.tensor,
         "begin": choices.begin,
         "end": choices.end,
@@ -106,11 +105,13 @@ def _choice_columns(choices: Choices, bias: FloatArray) -> dict[str, object]:
         "size_bytes": _integers(choices.size_bytes),
         "allowed": np.packbits(choices.allowed, axis=1, bitorder="little").reshape(-1),
         "cost_s": np.ascontiguousarray(choices.cost_s).reshape(-1),
-        "bias": np.ascontiguousarray(bias, dtype=np.float64).reshape(-1),
+        "bias": np.ascontiguousarray(shares, dtype=np.float64).reshape(-1),
         "order": _integers(choices.order),
         "parent_starts": _integers(choices.parents.starts),
         "parents": _integers(choices.parents.values),
     }
+    machine = machine_columns(trace, hardware, problem.budget_bytes) | tiers
+    return trace_columns(trace) | kernels, machine, table
 
 
 def _integers(values: IntArray) -> IntArray:

@@ -6,21 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.core.pressure import required_bytes
+from penstock.core.pressure import held_bytes, least_workspace_bytes
 from penstock.core.trace import IntArray, Trace, Variant
 
 
 def with_fastest(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
     """The fastest variants with which the step can run in the budget, and a trace without others."""
-    return _chosen(trace, required_bytes(trace) - trace.kernel_workspace_bytes, budget_bytes)
+    return _chosen(trace, held_bytes(trace), budget_bytes)
 
 
-def with_thrifty(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+def with_least_workspace(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
     """The same, but no variant sends tensors away from its kernel where another needs none to leave."""
-    needed = required_bytes(trace) - trace.kernel_workspace_bytes
     live = trace.live_bytes - trace.kernel_workspace_bytes
-    least = np.array([min(entry.workspace_bytes for entry in _all(trace, k)) for k in range(trace.kernels)])
-    return _chosen(trace, np.where(live + least <= budget_bytes, live, needed), budget_bytes)
+    fits = live + least_workspace_bytes(trace) <= budget_bytes
+    return _chosen(trace, np.where(fits, live, held_bytes(trace)), budget_bytes)
+
+
+def as_traced(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+    """Every kernel as it was traced where that can run in the budget, else the fastest variant that can."""
+    traced = held_bytes(trace) + trace.kernel_workspace_bytes <= budget_bytes
+    only = tuple(() if fits else others for fits, others in zip(traced, trace.kernel_variants, strict=False))
+    return _chosen(replace(trace, kernel_variants=only), held_bytes(trace), budget_bytes)
 
 
 def _chosen(trace: Trace, others_bytes: IntArray, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from penstock.core.plan import Evict
+from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import FloatArray
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.g10 import g10
 from penstock.planners.problem import Problem
-from penstock.planners.search.choices import KEEP, MOVES, Choices
+from penstock.planners.search.choices import KEEP, MOVES, RECOMPUTE, Choices
 from penstock.planners.search.rounding import HowArray, round_fractions
 
 
@@ -26,20 +26,23 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
         yield round_fractions(problem.trace, choices, fractions)
     yield np.zeros(len(choices), dtype=np.int8)
     with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
-        yield of_evictions(choices, g10(problem).evictions)
+        yield of_absences(choices, g10(problem).evictions)
 
 
-def of_evictions(choices: Choices, evictions: Iterable[Evict]) -> HowArray:
-    """[P] the way that each period goes in a plan without recomputations."""
+def of_absences(
+    choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
+) -> HowArray:
+    """[P] what happens in each period in a plan."""
     ways = {name: way for way, name in MOVES.items()}
     by_tensor: dict[int, list[int]] = {}
     for period, tensor in enumerate(choices.tensor.tolist()):
         by_tensor.setdefault(tensor, []).append(period)
     how: HowArray = np.full(len(choices), KEEP, dtype=np.int8)
-    for evict in evictions:
-        for period in by_tensor.get(evict.tensor, []):
-            way = ways[evict.tier, evict.codec]
-            inside = choices.begin[period] <= evict.begin < evict.end <= choices.end[period]
+    rows = [(e.tensor, e.begin, e.end, ways[e.tier, e.codec]) for e in evictions]
+    rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
+    for tensor, begin, end, way in rows:
+        for period in by_tensor.get(tensor, []):
+            inside = choices.begin[period] <= begin < end <= choices.end[period]
             if inside and choices.allowed[period, way]:
                 how[period] = way
     return how

