@@ -17,7 +17,7 @@ import numpy as np
 import penstock
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners import POLICIES, Problem
-from penstock.planners.flashneuron import rehearsed
+from penstock.planners.heuristics.flashneuron import rehearsed
 from penstock.simulator.replay import Absences, Replay
 from planning.cells import Cell, trace_of
 

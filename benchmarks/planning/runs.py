@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import penstock
+from penstock.core.check import check
 from penstock.errors import PenstockError
 
 NOISE = 0.2  # kernel times off by this fraction either way, as in G10's figure 19
@@ -91,7 +92,7 @@ def run(
         planning_s = time.perf_counter() - began_s
         return Outcome(way.name, None, trace.ideal_s, planning_s=planning_s, failed=str(error))
     planning_s = time.perf_counter() - began_s
-    violations = plan.check(trace, hardware)
+    violations = check(trace, plan, hardware)
     if violations:
         raise AssertionError(f"{way.name}: {len(violations)} violations, such as: {violations[0]}")
     timeline = penstock.simulate(trace, plan, hardware)

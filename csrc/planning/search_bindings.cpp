@@ -33,7 +33,7 @@ nb::tuple columns(search::Rows rows) {
 
 std::vector<std::int8_t> flags(const std::vector<std::uint8_t>& values) { return {values.begin(), values.end()}; }
 
-// The columns are made by penstock.planners.search.improve.
+// The columns are made by penstock.planners.optimal.search.improve.
 void make(search::Search* self, const nb::dict& trace, const nb::dict& machine, const nb::dict& table) {
   search::Choices choices{
       .tensor = column<std::int64_t>(table, "tensor"),

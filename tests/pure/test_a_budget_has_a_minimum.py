@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import KINDS
+from penstock.core.memory_profile import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
 from penstock.core.plan import Evict
-from penstock.core.pressure import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
-from penstock.core.trace import KINDS, Trace, Variant, released_after_last_use
+from penstock.core.trace import Trace, Variant, released_after_last_use
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidPlan
 from penstock.planners import POLICIES, plan
 from penstock.simulator import simulate

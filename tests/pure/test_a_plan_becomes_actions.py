@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import plan

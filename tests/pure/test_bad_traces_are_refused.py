@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.trace import KINDS, Lists, Trace, Variant
+from penstock.core.columns import KINDS, Lists
+from penstock.core.trace import Trace, Variant
 from penstock.errors import InvalidArgument, InvalidFile
 
 from .traces import Step, five_kernels, gpt, recompute_links, traces, whole_traces

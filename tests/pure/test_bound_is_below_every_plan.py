@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Evict, Hardware, Plan, Trace, simulate
+from penstock.core.check import check
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
-from penstock.core.pressure import minimum_bytes
+from penstock.planners.optimal.lp.bound import lower_bound
+from penstock.planners.optimal.lp.fractional import relax
+from penstock.planners.optimal.lp.model import KEEP, RECOMPUTE, WAYS
 from penstock.planners.problem import Problem
-from penstock.planners.relaxation.bound import lower_bound
-from penstock.planners.relaxation.programme import KEEP, RECOMPUTE, WAYS
-from penstock.planners.relaxation.relax import relax
+from penstock.studies import published
 
 from .traces import Step, candidates, five_kernels, gpt, legal_plans, machine, machines, traces, whole_traces
 
@@ -123,7 +125,7 @@ def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
     (index,) = (index for index, period in enumerate(periods) if period.tensor == 1)
     assert found.fractions[index, RECOMPUTE] == pytest.approx(1.0, abs=1e-6)
     dropped = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
-    assert not dropped.check(trace, nowhere)
+    assert not check(trace, dropped, nowhere)
     assert simulate(trace, dropped, nowhere).iteration_s == pytest.approx(6.0)
 
 
@@ -137,7 +139,7 @@ def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None
         Evict(1, after=1, begin=2, end=3, prefetch_at=2, tier="disk", codec="csr"),
     )
     plan = Plan(policy="", device_budget_bytes=136, evictions=evictions)
-    assert not plan.check(trace, slow)
+    assert not check(trace, plan, slow)
     predicted_s = simulate(trace, plan, slow).iteration_s
     assert predicted_s == pytest.approx(5.4)
     for slots in (2, 3, 1000):
@@ -160,7 +162,7 @@ def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
     slow = replace(machine(), disk_write_bytes_per_s=5.0)
     evictions = (Evict(weight, 4, 5, 8, 8, "disk"), Evict(weight, 1, 2, 3, 3, "disk"))
     plan = Plan(policy="", device_budget_bytes=130, evictions=evictions)
-    assert not plan.check(trace, slow)
+    assert not check(trace, plan, slow)
     predicted_s = simulate(trace, plan, slow).iteration_s
     assert predicted_s < 30.0  # twice through the link would take 40 s
     assert bound(trace, slow, 130) <= predicted_s * (1 + 1e-9)
@@ -190,7 +192,7 @@ def test_without_time_the_bound_is_the_kernels_time() -> None:
 @pytest.mark.parametrize("name", FIGURE_11)
 def test_the_published_plans_of_figure_11_are_above_it(name: str) -> None:
     published_of_ideal = dict(zip(FIGURE_11, (0.997, 0.671, 0.977, 0.984, 0.934), strict=True))[name]
-    trace = Trace.load(DATA / f"{name}.json.gz")
+    trace = published.trace(DATA / f"{name}.json.gz")
     found = relax(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
     assert found.status == "optimal"
     assert trace.ideal_s <= found.bound_s <= trace.ideal_s / published_of_ideal
@@ -207,7 +209,7 @@ def _every_plan(trace: Trace, hardware: Hardware, budget: int) -> list[Plan]:
     for chosen in product(*ways):
         evictions = tuple(evict for evict in chosen if evict is not None)
         plan = Plan(policy="", device_budget_bytes=budget, evictions=evictions)
-        if not plan.check(trace, hardware):
+        if not check(trace, plan, hardware):
             plans.append(plan)
     assert plans and math.prod(map(len, ways)) < 1000
     return plans

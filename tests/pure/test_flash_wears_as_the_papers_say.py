@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
@@ -80,7 +81,7 @@ def test_a_plan_wears_by_what_it_writes_to_the_disk() -> None:
         disk_read_bytes_per_s=1e9,
         disk_write_bytes_per_s=1e9,
     )
-    assert plan.check(trace, machine) == []
+    assert check(trace, plan, machine) == []
     flash = Flash(capacity_bytes=GB, drive_writes_per_day=1)
     found = wear(trace, plan, flash)
     assert found.written_bytes_per_iteration == 300 * MB  # the second eviction of the first is clean

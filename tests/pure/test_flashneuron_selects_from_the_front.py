@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.flashneuron import flashneuron, rehearsed
+from penstock.planners.heuristics.flashneuron import flashneuron, rehearsed
 from penstock.planners.problem import Problem
+from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 from penstock.units import parse_bytes
 
@@ -45,8 +46,15 @@ def chain(density: list[float] | None = None, size: int = 4000) -> Trace:
 
 
 def planned(trace: Trace, hardware: Hardware, budget: int, compress: bool = False) -> Plan:
-    made = flashneuron(Problem(trace, hardware, budget, compress=compress))
-    return Plan(policy="test", device_budget_bytes=budget, evictions=made.evictions, reason=made.reason)
+    variants, runs = as_traced(trace, budget)
+    made = flashneuron(Problem(runs, hardware, budget, compress=compress))
+    return Plan(
+        policy="test",
+        device_budget_bytes=budget,
+        evictions=made.evictions,
+        variants=variants,
+        reason=made.reason,
+    )
 
 
 @given(

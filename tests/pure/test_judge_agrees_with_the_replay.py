@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import Lists
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes, tier_bytes
-from penstock.core.trace import Lists, Trace
+from penstock.core.trace import Trace
 from penstock.simulator import simulate
 from penstock.simulator.replay import Absences, Replay
 

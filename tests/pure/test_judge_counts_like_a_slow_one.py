@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes, required_bytes, resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import minimum_bytes, required_bytes, resident_bytes, tier_bytes
 from penstock.core.trace import Trace
 
 from .traces import legal_plans, machines, traces, whole_traces

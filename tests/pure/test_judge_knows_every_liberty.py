@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.core.check import check
+from penstock.core.columns import Lists
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes
-from penstock.core.trace import Lists, Trace, Variant
+from penstock.core.trace import Trace, Variant
 
 from .traces import Step, machine, recompute_links
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes, tier_bytes
 from penstock.core.trace import InactivePeriod, Trace
 from penstock.simulator import simulate
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace, Variant
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.microbatch import (

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace, Variant
 from penstock.errors import SpillSpaceFull
-from penstock.planners.evict_all import evict_all
+from penstock.planners.heuristics.evict_all import evict_all
 from penstock.planners.modnn import modnn
+from penstock.planners.modnn.space import ManagedSpace
 from penstock.planners.problem import Decision, Problem
-from penstock.planners.space.space import ManagedSpace
 from penstock.simulator import simulate
+from penstock.studies import published
 from penstock.units import parse_bytes
 
 from .traces import G10_DATA, PAGE, Step, gpt, machine, machines, needs_g10_data, traces, whole_traces
@@ -207,7 +208,7 @@ def test_it_is_the_same_every_time() -> None:
 @pytest.mark.parametrize("name", ["BERT-256", "ResNet152-1280"])
 def test_published_traces_lie_between_sending_all_and_ideal(name: str) -> None:
     """The artifact's settings: 40 GiB on the device, 128 GiB on the host, 3.2 GiB/s of SSD."""
-    trace = Trace.load(G10_DATA / f"{name}.json.gz")
+    trace = published.trace(G10_DATA / f"{name}.json.gz")
     bus, disk = 15.754 * 2**30, 3.2 * 2**30
     hardware = Hardware(
         device_bytes=40 * 2**30,

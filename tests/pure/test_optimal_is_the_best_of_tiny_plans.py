@@ -10,13 +10,14 @@ from random import Random
 
 import numpy as np
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.planners import plan
+from penstock.planners.optimal.search.choices import DISK, HOST, MOVES, RECOMPUTE, Choices, choices
 from penstock.planners.problem import Problem
-from penstock.planners.search.choices import DISK, HOST, MOVES, RECOMPUTE, Choices, choices
 from penstock.simulator import simulate
 
 from .traces import Step, machine
@@ -75,7 +76,7 @@ def every_plan(trace: Trace, hardware: Hardware, budget: int, recompute: bool) -
             evictions=tuple(evictions),
             recomputations=tuple(again),
         )
-        if not made.check(trace, hardware):
+        if not check(trace, made, hardware):
             yield made
 
 
@@ -113,7 +114,7 @@ def ratios(
         if budget >= trace.peak_bytes or math.isinf(best_s):
             continue
         made = plan(trace, hardware, "optimal", recompute, device_budget_bytes=budget, time_limit_s=60)
-        assert not made.check(trace, hardware)
+        assert not check(trace, made, hardware)
         assert made.lower_bound_s <= best_s * (1 + 1e-9)
         found.append(made.predicted_s / best_s)
     return found

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.planners.occupancy import occupancy
 from penstock.planners.placement import METHODS, Placement, fragmentation_of_stays, place, with_offsets
-from penstock.planners.space.occupancy import occupancy
 
 from .traces import PAGE, Step, five_kernels, gpt, legal_plans, machine, traces, whole_traces
 

@@ -230,7 +230,7 @@ OUTSIDE = {
     "msgspec",
     "highspy",
 }  # msgspec: in core/files.py; highspy: in relaxation/solver.py
-COMPILED = {"simulator/replay.py", "planners/search/improve.py"}  # import the native module
+COMPILED = {"simulator/replay.py", "planners/optimal/search/improve.py"}  # import the native module
 DEADLINES = {
     f"planners/{name}.py"
     for name in ("relaxation/relax", "relaxation/solver", "relaxation/bound", "optimal", "modnn")

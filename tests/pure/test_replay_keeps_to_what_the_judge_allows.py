@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hardware import LINKS, Hardware
+from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import resident_bytes, tier_bytes
 from penstock.core.trace import Trace
 from penstock.simulator import simulate
 from penstock.simulator.replay import KEEP, Absences, Replay

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull

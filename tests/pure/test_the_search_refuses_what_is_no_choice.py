@@ -10,10 +10,10 @@ import pytest
 
 from penstock._native import PlanSearch
 from penstock._native import Replay as NativeReplay
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
+from penstock.planners.optimal.search.choices import choices
+from penstock.planners.optimal.search.improve import Improver, search_columns
 from penstock.planners.problem import Problem
-from penstock.planners.search.choices import choices
-from penstock.planners.search.improve import Improver, search_columns
 from penstock.simulator.replay import machine_columns, trace_columns
 
 from .traces import gpt, machine

@@ -8,7 +8,7 @@ import torch
 import penstock
 from penstock.capture import datasheets
 from penstock.capture.roofline import DATA_SHEETS
-from penstock.core.trace import KINDS
+from penstock.core.columns import KINDS
 from penstock.errors import InvalidArgument
 
 from .traces import machine

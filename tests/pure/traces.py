@@ -12,10 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import KINDS, PHASES, Lists
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes
-from penstock.core.trace import KINDS, PHASES, Lists, Trace, Variant
+from penstock.core.trace import Trace, Variant
 
 PAGE = 4096
 

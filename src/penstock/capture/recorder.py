@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
+from penstock.core.columns import IntArray, Lists
 from penstock.core.repeat import harmless_makers
-from penstock.core.trace import IntArray, Lists, Trace
+from penstock.core.trace import Trace
 
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
 

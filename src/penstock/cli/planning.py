@@ -12,8 +12,8 @@ from penstock.cli.output import ERROR, Answer, Table
 from penstock.cli.values import load, save
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.report.policies import Candidate, Question, compare_policies

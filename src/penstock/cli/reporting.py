@@ -13,6 +13,7 @@ import msgspec
 from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, own_files
 from penstock.cli.planning import cell_values, policy_table, summary_table, timing
 from penstock.cli.values import load, save_text
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -51,7 +52,7 @@ def report(options: Namespace) -> Answer:
         trace, plan = load(Trace, options.source[0]), load(Plan, options.source[1])
         hardware = load(Hardware, options.hardware)
         measured = load(Timeline, options.measured) if options.measured else None
-        if violations := plan.check(trace, hardware):
+        if violations := check(trace, plan, hardware):
             text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
             return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
         values, shown = {}, []

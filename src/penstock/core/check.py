@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.core.addresses import check_offsets
 from penstock.core.hardware import Hardware
-from penstock.core.plan import CODECS, Evict, Plan, Recompute
-from penstock.core.pressure import (
+from penstock.core.memory_profile import (
     EVERY,
     FIRST,
     copies_made,
@@ -19,6 +18,7 @@ from penstock.core.pressure import (
     tier_bytes,
     written,
 )
+from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.trace import InactivePeriod, Trace, within_budget
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_bytes_up

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.core import files
 from penstock.core.trace import Trace
-
-if TYPE_CHECKING:
-    from penstock.core.hardware import Hardware
-
 
 CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
 
@@ -93,12 +88,6 @@ class Plan:
     def gap(self) -> float | None:
         """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
         return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
-
-    def check(self, trace: Trace, hardware: Hardware) -> list[str]:
-        """Every rule that this plan breaks, each in one sentence; empty where it is legal."""
-        from penstock.core.check import check  # the judge knows plans
-
-        return check(trace, self, hardware)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

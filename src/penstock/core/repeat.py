@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.trace import BoolArray, IntArray, Lists
+from penstock.core.columns import BoolArray, IntArray, Lists
 
 
 def sole_writers(outputs: Lists, tensors: int) -> IntArray:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.core import files
-from penstock.errors import InvalidArgument
+from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
+from penstock.core.validate import validate
+from penstock.errors import InvalidArgument, InvalidFile
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
-
-PHASES = ("forward", "backward", "optimizer")
-KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
+PUBLISHED_SCHEMA = "trace/1"  # of files that penstock.studies.published reads
 CSR_ROW_ELEMENTS, CSR_POINTER_BYTES = 128, 4  # 0.8 % of a tensor of 4-byte elements
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lists:
-    """Lists of integers, one after the other: list i is ``values[starts[i]:starts[i + 1]]``."""
-
-    starts: IntArray
-    values: IntArray
-
-    def __getitem__(self, index: int) -> IntArray:
-        return self.values[self.starts[index] : self.starts[index + 1]]
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @classmethod
-    def of(cls, lists: list[list[int]]) -> Lists:
-        lengths = [len(entry) for entry in lists]
-        return cls(
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.array([value for entry in lists for value in entry], dtype=np.int64),
-        )
 
 
 class Variant(NamedTuple):
@@ -68,6 +42,15 @@ class InactivePeriod(NamedTuple):
     begin: int
     end: int
     ready: int
+
+
+class Periods(NamedTuple):
+    """P inactive periods as columns, [P] each: see `InactivePeriod`. By begin, then by tensor."""
+
+    tensor: IntArray
+    begin: IntArray
+    end: IntArray
+    ready: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +109,6 @@ class Trace:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from penstock.core.validate import validate  # it knows traces
-
         validate(self)
 
     @property
@@ -200,21 +181,26 @@ class Trace:
         return Lists(starts.astype(np.int64), (keys % count).astype(np.int64))
 
     @cached_property
-    def inactive_periods(self) -> tuple[InactivePeriod, ...]:
+    def periods(self) -> Periods:
         """Every period in which a movable tensor could be away from the device (G10 section 4.2)."""
-        return tuple(sorted(self._periods(), key=lambda period: (period.begin, period.tensor)))
+        starts, values = self.uses.starts, self.uses.values
+        owner = np.repeat(np.arange(self.tensors), np.diff(starts))
+        used = np.flatnonzero(np.diff(starts))
+        last = np.zeros(len(values), dtype=np.bool_)
+        last[starts[used + 1] - 1] = True
+        following = np.append(values[1:], 0)
+        following[last] = values[starts[used]] + self.kernels
+        kept = self.movable[owner] & (values + 1 < following) & (~last | self.tensor_persistent[owner])
+        tensor, begin, end = owner[kept], values[kept] + 1, following[kept]
+        order = np.lexsort((tensor, begin))
+        tensor, begin, end = tensor[order], begin[order], end[order]
+        return Periods(tensor, begin, end, self.writers.last_below(tensor, begin))
 
-    def _periods(self) -> Iterator[InactivePeriod]:
-        for tensor in np.flatnonzero(self.movable).tolist():
-            uses = self.uses[tensor].tolist()
-            if not uses:
-                continue
-            writers = self.writers[tensor].tolist()
-            following = uses[1:] + ([uses[0] + self.kernels] if self.tensor_persistent[tensor] else [])
-            for before, after in zip(uses, following, strict=False):
-                if before + 1 < after:
-                    ready = max((kernel for kernel in writers if kernel <= before), default=-1)
-                    yield InactivePeriod(tensor, before + 1, after, ready)
+    @cached_property
+    def inactive_periods(self) -> tuple[InactivePeriod, ...]:
+        """`periods` one by one."""
+        columns = (column.tolist() for column in self.periods)
+        return tuple(InactivePeriod(*row) for row in zip(*columns, strict=True))
 
     @property
     def movable(self) -> BoolArray:
@@ -275,18 +261,14 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote, or a published trace (penstock.core.published).
-
-        Raises InvalidFile where the file holds something else.
-        """
-        from penstock.core import published  # it makes traces
-
+        """Read what `save` wrote. Raises InvalidFile where it is something else."""
         source = files.read(path)
-        return (
-            published.trace(path)
-            if source.schema == published.TRACE_SCHEMA
-            else files.value(cls, source, path)
-        )
+        if source.schema == PUBLISHED_SCHEMA:
+            raise InvalidFile(
+                f"{path} is a published trace of the schema {source.schema!r}: read it with "
+                "penstock.studies.published.trace"
+            )
+        return files.value(cls, source, path)
 
 
 def released_after_last_use(trace: Trace) -> Trace:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES, IntArray, Lists
 from penstock.core.repeat import harmful, sole_writers
-from penstock.core.trace import KINDS, PHASES, IntArray, Lists
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:

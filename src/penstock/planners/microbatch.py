@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES, IntArray
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
-from penstock.core.trace import KINDS, PHASES, IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.planners.space.variants import algorithms
+from penstock.planners.modnn.algorithms import algorithms
 from penstock.units import format_bytes, format_bytes_up
 
 SHARE = 0.15  # of all kernels: moDNN's alpha

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.core.columns import KINDS, FloatArray, IntArray
+from penstock.core.memory_profile import copy_sources
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import copy_sources
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, FloatArray, IntArray, Trace, within_budget
+from penstock.core.trace import Trace, within_budget
 from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")

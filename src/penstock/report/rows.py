@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, PHASES, Trace
+from penstock.core.trace import Trace
 from penstock.report.plot import FAINT, INTO_DEVICE, LINK_COLOURS, LINK_ORDER, OUT_OF_DEVICE, STALL
 from penstock.report.presence import Way, ways
 from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import tier_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import tier_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.planners import plan

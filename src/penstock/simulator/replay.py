@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
+from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 
 KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(6)
