@@ -1,4 +1,4 @@
-"""One problem, planned by one policy, judged and simulated: what the tables are made of."""
+"""One problem, planned by one policy, checked and simulated: what the tables are made of."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(
     time_limit_s: float = 10.0,
     noise: bool = False,
 ) -> Outcome:
-    """Plan, judge and simulate. Raises AssertionError where the judge refuses the plan."""
+    """Plan, plan checker and simulate. Raises AssertionError where the plan checker refuses the plan."""
     began_s = time.perf_counter()
     try:
         plan = penstock.plan(

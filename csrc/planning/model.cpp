@@ -84,21 +84,21 @@ void check(const Trace& trace, const Machine& machine) {
       require(rates.size() == trace.bytes.size(), "rates of another number of tensors");
 }
 
-void check(const Trace& trace, const Absences& rows) {
+void check(const Trace& trace, const Intervals& rows) {
   const auto K = trace.kernels;
   for (Index r = 0; r < rows.count; ++r) {
-    const auto how = rows.how[r];
-    if (how == kKeep) continue;
+    const auto action = rows.action[r];
+    if (action == kKeep) continue;
     const auto fail = [r](const char* what) {
       throw std::invalid_argument("row " + std::to_string(r) + " " + what);
     };
-    if (how < kKeep || how > kRecompute) fail("leaves in no known way");
+    if (action < kKeep || action > kRecompute) fail("leaves by no known action");
     if (rows.tensor[r] < 0 || rows.tensor[r] >= trace.tensors) fail("names a tensor that the trace lacks");
     if (rows.begin[r] < 0 || rows.begin[r] > K) fail("begins at a kernel that the trace lacks");
     if (rows.end[r] < rows.begin[r] || rows.end[r] >= 2 * K) fail("ends at a kernel that the trace lacks");
-    if (how == kRecompute) {
+    if (action == kRecompute) {
       if (trace.producer[at(rows.tensor[r])] < 0)
-        fail("recomputes a tensor that no kernel can make again");
+        fail("recomputes a tensor that no kernel can recompute");
       continue;
     }
     if (rows.after[r] < -1 || rows.after[r] >= K) fail("is copied after a kernel that the trace lacks");

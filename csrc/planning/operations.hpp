@@ -23,13 +23,13 @@ struct Operation {
   }
 };
 
-inline std::vector<Operation> operations_of(const Trace& trace, const Absences& rows, const Copies& copies) {
+inline std::vector<Operation> operations_of(const Trace& trace, const Intervals& rows, const Copies& copies) {
   std::vector<Operation> operations;
   for (Index r = 0; r < rows.count; ++r) {
-    const auto how = rows.how[r];
-    if (how == kRecompute) {
+    const auto action = rows.action[r];
+    if (action == kRecompute) {
       operations.push_back({rows.end[r] % trace.kernels, kRecomputation, r});
-    } else if (is_csr(how)) {
+    } else if (is_csr(action)) {
       operations.push_back({rows.end[r] % trace.kernels, kExpand, r});
       if (copies.source[at(r)] == r)
         operations.push_back({rows.begin[r] % trace.kernels, kCompress, r});

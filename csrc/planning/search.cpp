@@ -27,7 +27,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-bool on_host(std::int8_t how) { return how == kHost || how == kHostCsr; }
+bool on_host(std::int8_t action) { return action == kHost || action == kHostCsr; }
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
@@ -43,7 +43,7 @@ void check(const Choices& choices, const planning::Trace& trace) {
   for (const auto* column : {&choices.begin, &choices.end, &choices.ready, &choices.bytes, &choices.order})
     require(column->size() == P, "columns of periods differ in length");
   require(choices.allowed.size() == P, "columns of periods differ in length");
-  require(choices.cost_s.size() == P * kHows && choices.bias.size() == P * kHows,
+  require(choices.cost_s.size() == P * kActions && choices.bias.size() == P * kActions,
           "costs or shares of another number of periods");
   require(all_within(choices.tensor, 0, trace.tensors - 1), "a period names a tensor that the trace lacks");
   require(all_within(choices.begin, 0, K) && all_within(choices.end, 0, 2 * K - 1) &&
@@ -51,10 +51,10 @@ void check(const Choices& choices, const planning::Trace& trace) {
           "a period names a kernel that the trace lacks");
   for (std::size_t period = 0; period < P; ++period) {
     require(choices.begin[period] < choices.end[period], "a period ends before it begins");
-    require(choices.allowed[period] >> kHows == 0, "a period can leave in no known way");
+    require(choices.allowed[period] >> kActions == 0, "a period can leave by no known action");
     require(!(choices.allowed[period] >> kRecompute & 1) ||
                 trace.producer[static_cast<std::size_t>(choices.tensor[period])] >= 0,
-            "a period recomputes a tensor that no kernel can make again");
+            "a period recomputes a tensor that no kernel can recompute");
   }
   auto order = choices.order;
   std::sort(order.begin(), order.end());
@@ -71,16 +71,16 @@ void check(const Choices& choices, const planning::Trace& trace) {
 
 void Rows::clear() {
   for (auto* column : {&tensor, &after, &begin, &end, &prefetch_at}) column->clear();
-  how.clear();
+  action.clear();
 }
 
-void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t how_) {
+void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t action_) {
   tensor.push_back(tensor_);
   after.push_back(after_);
   begin.push_back(begin_);
   end.push_back(end_);
   prefetch_at.push_back(end_);
-  how.push_back(how_);
+  action.push_back(action_);
 }
 
 Search::Search(planning::Trace trace, planning::Machine machine, std::vector<double> time_s,
@@ -100,8 +100,8 @@ Search::Search(planning::Trace trace, planning::Machine machine, std::vector<dou
       return turns + ideal_start_s_[static_cast<std::size_t>(kernel % trace_.kernels)];
     };
     double least_s = kInfinity;
-    for (std::size_t how = kHost; how < kHows; ++how) {
-      least_s = std::min(least_s, choices_.cost_s[period * kHows + how]);
+    for (std::size_t action = kHost; action < kActions; ++action) {
+      least_s = std::min(least_s, choices_.cost_s[period * kActions + action]);
     }
     const double idle_s = at(choices_.end[period]) - at(choices_.begin[period]);
     const double ease = least_s < kInfinity ? idle_s / (kAmple * least_s + 1e-12) : 0.0;
@@ -114,12 +114,12 @@ Search::Search(planning::Trace trace, planning::Machine machine, std::vector<dou
 }
 
 void Search::check(const State& state) const {
-  require(state.how.size() == choices_.periods() && state.late.size() == choices_.periods(),
+  require(state.action.size() == choices_.periods() && state.late.size() == choices_.periods(),
           "a choice for another number of periods");
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
-    const auto how = state.how[period];
-    require(how == kKeep || (how > kKeep && how < kHows && (choices_.allowed[period] >> how & 1)),
-            "a period leaves in a way that it cannot");
+    const auto action = state.action[period];
+    require(action == kKeep || (action > kKeep && action < kActions && (choices_.allowed[period] >> action & 1)),
+            "a period leaves by an action that it cannot take");
   }
 }
 
@@ -170,15 +170,15 @@ void Search::expand(const State& state) {
   const auto& order = choices_.order;
   for (auto position = order.rbegin(); position != order.rend(); ++position) {
     const auto period = static_cast<std::size_t>(*position);
-    const auto how = state.how[period];
-    if (how == kKeep) continue;
+    const auto action = state.action[period];
+    if (action == kKeep) continue;
     const auto tensor = static_cast<std::size_t>(choices_.tensor[period]);
     begin_[period] = choices_.begin[period];
     end_[period] = choices_.end[period];
     for (const auto pull : pulls_[tensor]) shrink(period, pull);
     if (begin_[period] >= end_[period]) continue;
     if (end_[period] >= trace_.kernels) last_end_[tensor] = end_[period] - trace_.kernels;
-    if (how != kRecompute) continue;
+    if (action != kRecompute) continue;
     for (auto at = choices_.parent_starts[period]; at < choices_.parent_starts[period + 1]; ++at) {
       const auto parent = choices_.parents[static_cast<std::size_t>(at)];
       auto& pulls = pulls_[static_cast<std::size_t>(parent)];
@@ -191,13 +191,13 @@ void Search::expand(const State& state) {
   periods_.clear();
   for (const auto position : order) {
     const auto period = static_cast<std::size_t>(position);
-    const auto how = state.how[period];
-    if (how == kKeep || begin_[period] >= end_[period]) continue;
+    const auto action = state.action[period];
+    if (action == kKeep || begin_[period] >= end_[period]) continue;
     const auto tensor = choices_.tensor[period];
     auto& last_end = last_end_[static_cast<std::size_t>(tensor)];
     auto after = std::max(choices_.ready[period], last_end);
-    if (is_csr(how) || state.late[period]) after = begin_[period] - 1;
-    rows_.add(tensor, after, begin_[period], end_[period], how);
+    if (is_csr(action) || state.late[period]) after = begin_[period] - 1;
+    rows_.add(tensor, after, begin_[period], end_[period], action);
     periods_.push_back(period);
     last_end = end_[period];
   }
@@ -216,7 +216,7 @@ bool Search::tiers_fit() {
   // A look that suffices where there is plenty: each row takes room at most once.
   std::int64_t host_bytes = 0, disk_bytes = 0;
   for (std::size_t row = 0; row < rows_.size(); ++row) {
-    if (is_moved(rows_.how[row])) (on_host(rows_.how[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
+    if (is_moved(rows_.action[row])) (on_host(rows_.action[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
   }
   if (host_bytes <= choices_.host_bytes && disk_bytes <= choices_.disk_bytes) return true;
   find_tier_bytes();
@@ -231,25 +231,25 @@ bool Search::fits(const State& state) {
   return memory_fits() && tiers_fit();
 }
 
-// Sends the period away: the cheapest way that the tiers have room for, the relaxation's favourite first.
+// Sends the period away: the cheapest action that the tiers have room for, the linear program's favourite first.
 bool Search::place(State& state, std::size_t period) {
-  std::int8_t ways[kHows];
+  std::int8_t actions[kActions];
   int count = 0;
-  for (std::int8_t how = kHost; how < kHows; ++how) {
-    if (choices_.allowed[period] >> how & 1) ways[count++] = how;
+  for (std::int8_t action = kHost; action < kActions; ++action) {
+    if (choices_.allowed[period] >> action & 1) actions[count++] = action;
   }
-  const auto rank = [&](std::int8_t how) {
-    const auto at = period * kHows + static_cast<std::size_t>(how);
+  const auto rank = [&](std::int8_t action) {
+    const auto at = period * kActions + static_cast<std::size_t>(action);
     return choices_.cost_s[at] * (1.0 - 0.9 * choices_.bias[at]);
   };
-  std::stable_sort(ways, ways + count, [&](std::int8_t a, std::int8_t b) { return rank(a) < rank(b); });
-  const auto before = state.how[period];
-  for (int way = 0; way < count; ++way) {
-    state.how[period] = ways[way];
+  std::stable_sort(actions, actions + count, [&](std::int8_t a, std::int8_t b) { return rank(a) < rank(b); });
+  const auto before = state.action[period];
+  for (int action = 0; action < count; ++action) {
+    state.action[period] = actions[action];
     expand(state);
     if (tiers_fit()) return true;
   }
-  state.how[period] = before;
+  state.action[period] = before;
   return false;
 }
 
@@ -265,17 +265,17 @@ bool Search::repair_tiers(State& state) {
     const bool host = kernel >= 0;
     if (!host) kernel = worst(disk_, choices_.disk_bytes);
     if (kernel < 0) return true;
-    // Of the copies that are there then, the one that the relaxation wants there least; the longest of those.
+    // Of the copies that are there then, the one that the linear program wants there least; the longest of those.
     std::size_t chosen = kNone;
     double least = kInfinity;
     for (const bool there : {true, false}) {
       for (std::size_t row = 0; row < rows_.size(); ++row) {
         const auto period = periods_[row];
-        const auto how = state.how[period];
-        if (!is_moved(how) || on_host(how) != host) continue;
+        const auto action = state.action[period];
+        if (!is_moved(action) || on_host(action) != host) continue;
         const auto begin = rows_.after[row] + 1, end = rows_.end[row], later = kernel + trace_.kernels;
         if (there && !(begin <= kernel && kernel < end) && !(begin <= later && later < end)) continue;
-        const auto* bias = &choices_.bias[period * kHows];
+        const auto* bias = &choices_.bias[period * kActions];
         const double here = host ? bias[kHost] + bias[kHostCsr] : bias[kDisk] + bias[kDiskCsr];
         const double share = static_cast<double>(rows_.end[row] - rows_.begin[row]) /
                              static_cast<double>(std::max<Kernel>(trace_.kernels, 1));
@@ -288,14 +288,14 @@ bool Search::repair_tiers(State& state) {
       if (chosen != kNone) break;
     }
     if (chosen == kNone) return false;
-    const auto how = state.how[chosen];
-    const std::int8_t other = how == kHost ? kDisk : kDiskCsr;
+    const auto action = state.action[chosen];
+    const std::int8_t other = action == kHost ? kDisk : kDiskCsr;
     if (host && (choices_.allowed[chosen] >> other & 1)) {
-      state.how[chosen] = other;
+      state.action[chosen] = other;
     } else if (choices_.allowed[chosen] >> kRecompute & 1) {
-      state.how[chosen] = kRecompute;
+      state.action[chosen] = kRecompute;
     } else {
-      state.how[chosen] = kKeep;
+      state.action[chosen] = kKeep;
     }
   }
   return false;
@@ -334,11 +334,11 @@ bool Search::repair_memory(State& state) {
     std::size_t chosen = kNone;
     double best = -1.0;
     for (std::size_t period = 0; period < choices_.periods(); ++period) {
-      if (state.how[period] != kKeep || refused[period] || !covers(period, worst)) continue;
+      if (state.action[period] != kKeep || refused[period] || !covers(period, worst)) continue;
       double cost_s = kInfinity;
-      for (std::int8_t how = kHost; how < kHows; ++how) {
-        if ((choices_.allowed[period] >> how & 1) && !(scarce && on_host(how) && !host_seems_free(period))) {
-          cost_s = std::min(cost_s, choices_.cost_s[period * kHows + static_cast<std::size_t>(how)]);
+      for (std::int8_t action = kHost; action < kActions; ++action) {
+        if ((choices_.allowed[period] >> action & 1) && !(scarce && on_host(action) && !host_seems_free(period))) {
+          cost_s = std::min(cost_s, choices_.cost_s[period * kActions + static_cast<std::size_t>(action)]);
         }
       }
       if (cost_s == kInfinity) continue;
@@ -359,7 +359,7 @@ bool Search::repair_memory(State& state) {
     std::size_t nearest = kNone;
     Kernel distance = std::numeric_limits<Kernel>::max();
     for (std::size_t period = 0; period < choices_.periods(); ++period) {
-      if (state.how[period] != kRecompute) continue;
+      if (state.action[period] != kRecompute) continue;
       const auto away = std::abs(choices_.end[period] - worst);
       if (away < distance) {
         distance = away;
@@ -367,13 +367,13 @@ bool Search::repair_memory(State& state) {
       }
     }
     if (nearest == kNone) return false;
-    state.how[nearest] = kKeep;
-    for (const std::int8_t how : {kHost, kDisk}) {
-      if (!(choices_.allowed[nearest] >> how & 1)) continue;
-      state.how[nearest] = how;
+    state.action[nearest] = kKeep;
+    for (const std::int8_t action : {kHost, kDisk}) {
+      if (!(choices_.allowed[nearest] >> action & 1)) continue;
+      state.action[nearest] = action;
       expand(state);
       if (tiers_fit()) break;
-      state.how[nearest] = kKeep;
+      state.action[nearest] = kKeep;
     }
     refused[nearest] = 1;
   }
@@ -393,8 +393,8 @@ void Search::prune(State& state) {
   find_static_bytes(rows_);
   candidates_.clear();
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
-    if (state.how[period] == kKeep) continue;
-    const auto cost_s = choices_.cost_s[period * kHows + static_cast<std::size_t>(state.how[period])];
+    if (state.action[period] == kKeep) continue;
+    const auto cost_s = choices_.cost_s[period * kActions + static_cast<std::size_t>(state.action[period])];
     candidates_.emplace_back(-cost_s, period);
   }
   std::sort(candidates_.begin(), candidates_.end());
@@ -403,16 +403,16 @@ void Search::prune(State& state) {
     // A cheap look before the exact one.
     bool room = true;
     const auto begin = choices_.begin[period], end = choices_.end[period];
-    if (is_moved(state.how[period])) {
+    if (is_moved(state.action[period])) {
       for (auto kernel = begin_[period]; kernel < end_[period] && room; ++kernel) {
         const auto used = memory_[static_cast<std::size_t>(kernel % trace_.kernels)];
         room = used + choices_.bytes[period] <= machine_.budget;
       }
     }
     if (!room || begin >= end) continue;
-    const auto how = state.how[period];
-    state.how[period] = kKeep;
-    if (!fits(state)) state.how[period] = how;
+    const auto action = state.action[period];
+    state.action[period] = kKeep;
+    if (!fits(state)) state.action[period] = action;
     expand(state);
     find_static_bytes(rows_);
   }
@@ -432,8 +432,8 @@ double Search::evaluate(const State& state, std::int64_t early, const std::vecto
 double Search::score(const Current& candidate) const {
   double work_s = 0.0;
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
-    const auto how = candidate.state.how[period];
-    if (how != kKeep) work_s += choices_.cost_s[period * kHows + static_cast<std::size_t>(how)];
+    const auto action = candidate.state.action[period];
+    if (action != kKeep) work_s += choices_.cost_s[period * kActions + static_cast<std::size_t>(action)];
   }
   return candidate.verdict.iteration_s + kTraffic * work_s;
 }
@@ -462,21 +462,21 @@ std::size_t Search::pick(const std::vector<double>& weight, Test test) {
 
 bool Search::alter(State& state, std::size_t period, bool may_keep) {
   if (period == kNone) return false;
-  std::int8_t ways[kHows];
+  std::int8_t actions[kActions];
   std::size_t count = 0;
-  for (std::int8_t how = may_keep ? kKeep : kHost; how < kHows; ++how) {
-    const bool possible = how == kKeep || (choices_.allowed[period] >> how & 1);
-    if (possible && how != state.how[period]) ways[count++] = how;
+  for (std::int8_t action = may_keep ? kKeep : kHost; action < kActions; ++action) {
+    const bool possible = action == kKeep || (choices_.allowed[period] >> action & 1);
+    if (possible && action != state.action[period]) actions[count++] = action;
   }
   if (count == 0) return false;
-  state.how[period] = ways[below(count)];
+  state.action[period] = actions[below(count)];
   return true;
 }
 
 // One small change, half of the time aimed at a kernel that waits.
 bool Search::change(State& state, const Verdict& verdict) {
   const auto kernels = trace_.kernels;
-  const auto kept = [&](std::size_t period) { return state.how[period] == kKeep; };
+  const auto kept = [&](std::size_t period) { return state.action[period] == kKeep; };
   const double draw = uniform();
   if (draw < 0.55) {
     double total = 0.0;
@@ -488,7 +488,7 @@ bool Search::change(State& state, const Verdict& verdict) {
       if (verdict.stall_cause[static_cast<std::size_t>(at)] == planning::kPrefetch) {
         return alter(state, pick(staying_, [&](std::size_t period) {
                        const auto until = ((choices_.end[period] - at) % kernels + kernels) % kernels;
-                       return is_moved(state.how[period]) && until < kReturning;
+                       return is_moved(state.action[period]) && until < kReturning;
                      }), true);
       }
       if (uniform() < 0.5) {
@@ -496,7 +496,7 @@ bool Search::change(State& state, const Verdict& verdict) {
       }
       return alter(state, pick(staying_, [&](std::size_t period) {
                      const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
-                     return is_moved(state.how[period]) && since < kLeaving && covers(period, at);
+                     return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
                    }), true);
     }
   }
@@ -507,11 +507,11 @@ bool Search::change(State& state, const Verdict& verdict) {
     const auto middle = (choices_.begin[leaves] + choices_.end[leaves]) / 2 % kernels;
     const auto enters = pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, middle); });
     if (enters == kNone) return false;
-    state.how[leaves] = kKeep;
+    state.action[leaves] = kKeep;
     return alter(state, enters, false);
   }
   if (draw < 0.83) {
-    const auto period = pick(leaving_, [&](std::size_t at) { return is_moved(state.how[at]); });
+    const auto period = pick(leaving_, [&](std::size_t at) { return is_moved(state.action[at]); });
     if (period == kNone) return false;
     state.late[period] ^= 1;
     return true;
@@ -525,7 +525,7 @@ bool Search::change(State& state, const Verdict& verdict) {
 bool Search::give_room(State& state) {
   const Kernel worst = std::max_element(memory_.begin(), memory_.end()) - memory_.begin();
   return alter(state, pick(leaving_, [&](std::size_t period) {
-                 return state.how[period] == kKeep && covers(period, worst);
+                 return state.action[period] == kKeep && covers(period, worst);
                }), false);
 }
 
@@ -536,12 +536,12 @@ bool Search::give_tier_room(State& state) {
   const bool host = host_most != host_.end() && *host_most > choices_.host_bytes;
   const Kernel worst = host ? host_most - host_.begin() : disk_most - disk_.begin();
   const auto period = pick(staying_, [&](std::size_t at) {
-    const auto how = state.how[at];
-    return is_moved(how) && on_host(how) == host && covers(at, worst);
+    const auto action = state.action[at];
+    return is_moved(action) && on_host(action) == host && covers(at, worst);
   });
   if (period == kNone) return false;
   const bool disk = choices_.allowed[period] >> kDisk & 1;
-  state.how[period] = host && disk && uniform() < 0.7 ? kDisk : kKeep;
+  state.action[period] = host && disk && uniform() < 0.7 ? kDisk : kKeep;
   return true;
 }
 
@@ -593,7 +593,7 @@ Found Search::improve(const State& start, const Limits& limits) {
     found.timed_out = seconds_since(begun) > limits.seconds;
     if (found.timed_out) break;
     ++found.evaluations;  // also of what is refused before the replay: the loop has to end
-    proposal.how = current.state.how;
+    proposal.action = current.state.action;
     proposal.late = current.state.late;
     if (!change(proposal, current.verdict)) continue;
     bool room = (expand(proposal), memory_fits());
@@ -625,7 +625,7 @@ Found Search::improve(const State& start, const Limits& limits) {
 void Search::polish(Found& found, const Limits& limits, Clock::time_point begun) {
   std::vector<std::size_t> moves;
   for (std::size_t row = 0; row < found.rows.size(); ++row) {
-    if (is_moved(found.rows.how[row])) moves.push_back(row);
+    if (is_moved(found.rows.action[row])) moves.push_back(row);
   }
   if (moves.empty()) return;
   Verdict verdict;

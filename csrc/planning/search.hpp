@@ -21,20 +21,20 @@ using planning::kHost;
 using planning::kHostCsr;
 using planning::kKeep;
 using planning::kRecompute;
-constexpr int kHows = kRecompute + 1;
+using planning::kActions;
 
-// The absences of a plan, as columns: one entry for each eviction or recomputation.
+// The eviction intervals of a plan, as columns: one entry for each eviction or recomputation.
 struct Rows {
   std::vector<std::int64_t> tensor, after, begin, end, prefetch_at;
-  std::vector<std::int8_t> how;
+  std::vector<std::int8_t> action;
 
-  planning::Absences view() const {
+  planning::Intervals view() const {
     return {static_cast<planning::Index>(size()), tensor.data(), after.data(), begin.data(), end.data(),
-            prefetch_at.data(), how.data()};
+            prefetch_at.data(), action.data()};
   }
-  std::size_t size() const { return how.size(); }
+  std::size_t size() const { return action.size(); }
   void clear();
-  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t how);
+  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t action);
 };
 
 // What a replay says of a plan. Stalls are by kernel; the cause is a planning::Cause.
@@ -49,9 +49,9 @@ struct Verdict {
 // tensor, begin, end   [P] the period; end > K where it reaches into the next iteration
 // ready                [P] the last kernel that writes the tensor before the period, -1 for none
 // bytes                [P] of the tensor
-// allowed              [P] bit h is set where `How` h is possible; keeping always is
-// cost_s               [P * kHows] seconds of link or compute that each way takes
-// bias                 [P * kHows] how much of the period goes each way in the relaxation, or zeros
+// allowed              [P] bit a is set where `Action` a is possible; keeping always is
+// cost_s               [P * kActions] seconds of link or compute that each action takes
+// bias                 [P * kActions] how much of the period each action has in the linear program, or zeros
 // order                [P] the periods so that what makes a tensor comes before what it is made into
 // parent_starts, parents   by period: the tensors that recomputing its tensor reads
 struct Choices {
@@ -66,7 +66,7 @@ struct Choices {
 
 // A choice for every period. late: the copy starts only before the period, though it could earlier.
 struct State {
-  std::vector<std::int8_t> how;
+  std::vector<std::int8_t> action;
   std::vector<std::uint8_t> late;
 };
 
@@ -108,7 +108,7 @@ class Search {
 
   void check(const State& state) const;
 
-  // Fills rows_ with the absences that a choice comes to: recomputations bring back early what they read.
+  // Fills rows_ with the eviction intervals that a choice leads to: recomputations bring back early what they read.
   void expand(const State& state);
   void find_static_bytes(const Rows& rows);
   void find_tier_bytes();

@@ -16,11 +16,11 @@ namespace penstock {
 
 namespace {
 
-using Ways = Column<std::int8_t>;
+using Actions = Column<std::int8_t>;
 
-search::State state_of(const Ways& how, const Ways& late) {
+search::State state_of(const Actions& action, const Actions& late) {
   search::State state;
-  state.how = copied(how);
+  state.action = copied(action);
   state.late.assign(late.data(), late.data() + late.shape(0));
   return state;
 }
@@ -28,7 +28,7 @@ search::State state_of(const Ways& how, const Ways& late) {
 nb::tuple columns(search::Rows rows) {
   return nb::make_tuple(array(std::move(rows.tensor)), array(std::move(rows.after)),
                         array(std::move(rows.begin)), array(std::move(rows.end)),
-                        array(std::move(rows.prefetch_at)), array(std::move(rows.how)));
+                        array(std::move(rows.prefetch_at)), array(std::move(rows.action)));
 }
 
 std::vector<std::int8_t> flags(const std::vector<std::uint8_t>& values) { return {values.begin(), values.end()}; }
@@ -56,25 +56,25 @@ void make(search::Search* self, const nb::dict& trace, const nb::dict& machine, 
                             column<std::int64_t>(trace, "workspace_bytes"), std::move(choices));
 }
 
-nb::object repair(search::Search& self, const Ways& how, const Ways& late) {
-  auto state = state_of(how, late);
+nb::object repair(search::Search& self, const Actions& action, const Actions& late) {
+  auto state = state_of(action, late);
   bool fits = false;
   {
     const nb::gil_scoped_release release;
     fits = self.repair(state);
   }
-  return fits ? array(std::move(state.how)) : nb::none();
+  return fits ? array(std::move(state.action)) : nb::none();
 }
 
-nb::tuple improve(search::Search& self, const Ways& how, const Ways& late, std::int64_t evaluations,
+nb::tuple improve(search::Search& self, const Actions& action, const Actions& late, std::int64_t evaluations,
                   double seconds, double target_s, double temperature, std::uint64_t seed) {
-  const auto state = state_of(how, late);
+  const auto state = state_of(action, late);
   search::Found found;
   {
     const nb::gil_scoped_release release;
     found = self.improve(state, {evaluations, seconds, target_s, temperature, seed});
   }
-  return nb::make_tuple(array(std::move(found.state.how)), array(flags(found.state.late)), found.iteration_s,
+  return nb::make_tuple(array(std::move(found.state.action)), array(flags(found.state.late)), found.iteration_s,
                         columns(std::move(found.rows)), found.evaluations, found.timed_out);
 }
 
@@ -86,8 +86,8 @@ void bind_search(nb::module_& module) {
       .def("__init__", &make, nb::arg("trace"), nb::arg("machine"), nb::arg("choices"),
            nb::sig("def __init__(self, trace: dict[str, object], machine: dict[str, object], "
                    "choices: dict[str, object]) -> None"))
-      .def("repair", &repair, nb::arg("how"), nb::arg("late"))
-      .def("improve", &improve, nb::arg("how"), nb::arg("late"), nb::arg("evaluations"), nb::arg("seconds"),
+      .def("repair", &repair, nb::arg("action"), nb::arg("late"))
+      .def("improve", &improve, nb::arg("action"), nb::arg("late"), nb::arg("evaluations"), nb::arg("seconds"),
            nb::arg("target_s"), nb::arg("temperature"), nb::arg("seed"));
 }
 

@@ -18,9 +18,9 @@ from penstock.core.check import check
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
 from penstock.planners.optimal.lp.bound import lower_bound
-from penstock.planners.optimal.lp.fractional import relax
-from penstock.planners.optimal.lp.model import KEEP, RECOMPUTE, WAYS
+from penstock.planners.optimal.lp.fractional import fractional_plan
 from penstock.planners.problem import Problem
+from penstock.simulator.actions import ACTIONS, KEEP, RECOMPUTE
 from penstock.studies import published
 
 from .traces import Step, candidates, five_kernels, gpt, legal_plans, machine, machines, traces, whole_traces
@@ -58,7 +58,7 @@ def buses(draw: st.DrawFn) -> Hardware:
 
 def bound(trace: Trace, hardware: Hardware, budget: int, slots: int = 1000) -> float:
     problem = Problem(trace, hardware, budget, recompute=True, compress=True, time_limit_s=20)
-    return relax(problem, slots).bound_s
+    return fractional_plan(problem, slots).bound_s
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,8 +95,8 @@ def test_it_is_not_below_the_kernels_times_and_falls_with_the_budget(data: st.Da
 def test_fractions_are_shares_of_each_period(trace: Trace, budget_part: float) -> None:
     least = minimum_bytes(trace)
     budget = least + int((trace.peak_bytes - least) * budget_part)
-    found = relax(Problem(trace, machine(5e6), budget, recompute=True, compress=True), 50)
-    assert found.fractions.shape == (len(trace.inactive_periods), len(WAYS))
+    found = fractional_plan(Problem(trace, machine(5e6), budget, recompute=True, compress=True), 50)
+    assert found.fractions.shape == (len(trace.inactive_periods), len(ACTIONS))
     assert found.fractions.min(initial=0.0) >= 0
     np.testing.assert_allclose(found.fractions.sum(axis=1), 1.0, atol=1e-9)
     if budget >= trace.peak_bytes:
@@ -115,11 +115,11 @@ def test_the_best_of_all_plans_for_five_kernels_is_near_it() -> None:
 
 
 def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
-    """No tier at all: b is dropped and made anew, for the time of its kernel."""
+    """No tier at all: b is released and recomputed, for the time of its kernel."""
     trace = replace(five_kernels(), tensor_recompute=np.array([-1, 1, -1]))
     nowhere = replace(machine(), disk_bytes=0)
     problem = Problem(trace, nowhere, 200, recompute=True)
-    found = relax(problem)
+    found = fractional_plan(problem)
     assert found.bound_s == pytest.approx(6.0, rel=1e-6)
     periods = trace.inactive_periods
     (index,) = (index for index, period in enumerate(periods) if period.tensor == 1)
@@ -169,7 +169,7 @@ def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
 
 
 def test_no_room_on_any_tier_is_said_and_proves_nothing() -> None:
-    found = relax(Problem(five_kernels(), replace(machine(), disk_bytes=10), 200))
+    found = fractional_plan(Problem(five_kernels(), replace(machine(), disk_bytes=10), 200))
     assert found.status == "infeasible"
     assert found.bound_s == pytest.approx(5.0)
 
@@ -177,7 +177,7 @@ def test_no_room_on_any_tier_is_said_and_proves_nothing() -> None:
 def test_grids_of_any_fineness_agree() -> None:
     trace, hardware = gpt(layers=6), machine(2e9, host_bytes=0, duplex=0.7)
     budget = trace.peak_bytes // 2
-    bounds = [relax(Problem(trace, hardware, budget), slots).bound_s for slots in (20, 60, 1000)]
+    bounds = [fractional_plan(Problem(trace, hardware, budget), slots).bound_s for slots in (20, 60, 1000)]
     assert bounds[2] >= max(bounds) * (1 - 1e-6)
     assert bounds[0] >= 0.9 * bounds[2]
     assert lower_bound(Problem(trace, hardware, budget)) == pytest.approx(bounds[2], rel=1e-6)
@@ -193,23 +193,23 @@ def test_without_time_the_bound_is_the_kernels_time() -> None:
 def test_the_published_plans_of_figure_11_are_above_it(name: str) -> None:
     published_of_ideal = dict(zip(FIGURE_11, (0.997, 0.671, 0.977, 0.984, 0.934), strict=True))[name]
     trace = published.trace(DATA / f"{name}.json.gz")
-    found = relax(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
+    found = fractional_plan(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
     assert found.status == "optimal"
     assert trace.ideal_s <= found.bound_s <= trace.ideal_s / published_of_ideal
 
 
 def _every_plan(trace: Trace, hardware: Hardware, budget: int) -> list[Plan]:
-    ways: list[list[Evict | None]] = []
+    actions: list[list[Evict | None]] = []
     for option in candidates(trace):
-        ways.append([None])
+        actions.append([None])
         for begin in range(option.begin, option.end):
             for prefetch in range(begin, option.end + 1):
-                ways[-1].append(replace(option, begin=begin, prefetch_at=prefetch))
+                actions[-1].append(replace(option, begin=begin, prefetch_at=prefetch))
     plans = []
-    for chosen in product(*ways):
+    for chosen in product(*actions):
         evictions = tuple(evict for evict in chosen if evict is not None)
         plan = Plan(policy="", device_budget_bytes=budget, evictions=evictions)
         if not check(trace, plan, hardware):
             plans.append(plan)
-    assert plans and math.prod(map(len, ways)) < 1000
+    assert plans and math.prod(map(len, actions)) < 1000
     return plans

@@ -28,7 +28,7 @@ def test_flashneuron_estimates_307_days() -> None:
 
 
 def test_sequential_writes_last_longer_than_the_rating() -> None:
-    # FlashNeuron section 3.4: makers rate random writes, which cost at least 3.5 times as much.
+    # FlashNeuron section 3.4: producers rate random writes, which cost at least 3.5 times as much.
     plain = Flash(capacity_bytes=8000 * GB, drive_writes_per_day=3)
     rated = Flash(capacity_bytes=8000 * GB, drive_writes_per_day=3, rated_write_amplification=3.5)
     assert lifetime_s(rated, 3.3e9) == pytest.approx(3.5 * lifetime_s(plain, 3.3e9))

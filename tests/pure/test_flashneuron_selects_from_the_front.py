@@ -16,7 +16,7 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.heuristics.flashneuron import flashneuron, rehearsed
+from penstock.planners.heuristics.flashneuron import flashneuron, own_iteration_s
 from penstock.planners.problem import Problem
 from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
@@ -131,7 +131,7 @@ def test_its_own_runtime_waits_for_all_copies_before_the_backward_pass() -> None
     hardware = machine(1000.0)
     problem = Problem(trace, hardware, 22_001)
     made = planned(trace, hardware, 22_001)
-    own_s = rehearsed(problem)
+    own_s = own_iteration_s(problem)
     assert own_s >= simulate(trace, made, hardware).iteration_s
     assert own_s >= 2 + 3 * 4 + 3 * 4
     assert f"{own_s:.3f} s" in made.reason
@@ -140,4 +140,4 @@ def test_its_own_runtime_waits_for_all_copies_before_the_backward_pass() -> None
 def test_nothing_is_offloaded_where_everything_fits() -> None:
     trace = chain()
     assert planned(trace, machine(1000.0), trace.peak_bytes).evictions == ()
-    assert rehearsed(Problem(trace, machine(1000.0), trace.peak_bytes)) == trace.ideal_s
+    assert own_iteration_s(Problem(trace, machine(1000.0), trace.peak_bytes)) == trace.ideal_s

@@ -136,10 +136,10 @@ def test_the_working_set_counts_each_tensor_of_a_window_once() -> None:
     assert working_set_bytes(trace, share=0.01) == 5 + 60 + 7
     assert working_set_bytes(trace, share=0.5) == 5 + 70 + 7
     assert working_set_bytes(trace, share=1.0) == 5 + 70 + 7
-    thrifty = replace(trace, kernel_variants=((), (Variant("implicit", 5.0, 0),), ()))
+    least_workspace = replace(trace, kernel_variants=((), (Variant("implicit", 5.0, 0),), ()))
     assert minimum_bytes(trace) == 5 + 67
-    assert minimum_bytes(thrifty) == 5 + 60
-    assert working_set_bytes(thrifty, share=0.01) == 5 + 60 + 7  # the fastest algorithm's workspace
+    assert minimum_bytes(least_workspace) == 5 + 60
+    assert working_set_bytes(least_workspace, share=0.01) == 5 + 60 + 7  # the fastest algorithm's workspace
 
 
 @slow

@@ -1,4 +1,4 @@
-"""Whatever the trace, the machine and the time limit: the judge finds nothing in what `optimal` answers."""
+"""Whatever the trace, the machine and the time limit: what `optimal` answers is legal."""
 
 from __future__ import annotations
 

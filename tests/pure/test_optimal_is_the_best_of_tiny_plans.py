@@ -16,9 +16,10 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.planners import plan
-from penstock.planners.optimal.search.choices import DISK, HOST, MOVES, RECOMPUTE, Choices, choices
+from penstock.planners.optimal.search.choices import Choices, choices
 from penstock.planners.problem import Problem
 from penstock.simulator import simulate
+from penstock.simulator.actions import DISK, HOST, MOVES, RECOMPUTE
 
 from .traces import Step, machine
 
@@ -43,7 +44,7 @@ def saved(random: Random) -> tuple[Trace, Hardware]:
 
 
 def free(random: Random) -> tuple[Trace, Hardware]:
-    """A chain of three tensors, used in reverse order, that can be made anew or go to either tier."""
+    """A chain of three tensors, used in reverse order, that can be recomputed or go to either tier."""
     step = Step()
     made: list[int] = []
     for index in range(3):
@@ -60,7 +61,7 @@ def free(random: Random) -> tuple[Trace, Hardware]:
 
 
 def every_plan(trace: Trace, hardware: Hardware, budget: int, recompute: bool) -> Iterator[Plan]:
-    """Every legal plan: each period kept, made anew, or moved, back at any moment, for the whole of it or
+    """Every legal plan: each period kept, recomputed, or moved, back at any moment, for the whole of it or
     a part."""
     problem = Problem(trace, hardware, budget, recompute)
     table = choices(problem)
@@ -88,11 +89,11 @@ def _entries(trace: Trace, table: Choices, period: int) -> Iterator[Evict | Reco
     for until in range(begin + 1, end + 1) if table.allowed[:, RECOMPUTE].any() else [end]:
         if table.allowed[period, RECOMPUTE]:
             yield Recompute(tensor, begin, until)
-        for way in (HOST, DISK):
-            if table.allowed[period, way]:
+        for action in (HOST, DISK):
+            if table.allowed[period, action]:
                 for after in {ready, begin - 1}:
                     for at in range(begin + 1, until + 1):
-                        yield Evict(tensor, after, begin, until, at, *MOVES[way])
+                        yield Evict(tensor, after, begin, until, at, *MOVES[action])
 
 
 def ratios(

@@ -64,7 +64,7 @@ def test_whatever_a_legal_plan_does(data: st.DataObject, method: str) -> None:
 
 @slow
 @given(data=st.data())
-def test_the_peak_is_what_the_judge_counts_at_most(data: st.DataObject) -> None:
+def test_the_peak_is_what_the_plan_checker_counts_at_most(data: st.DataObject) -> None:
     trace = data.draw(st.one_of(traces(), whole_traces()))
     plan = data.draw(legal_plans(trace, machine(host_bytes=2**40)))
     resident = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
@@ -74,8 +74,8 @@ def test_the_peak_is_what_the_judge_counts_at_most(data: st.DataObject) -> None:
         assert peak == resident.max(initial=0)
 
 
-def test_two_tensors_made_again_for_one_kernel_are_counted_like_the_judge_does() -> None:
-    """While the first is made again, with a workspace of 200 pages, the second has its room already."""
+def test_two_tensors_recomputed_for_one_kernel_are_counted_like_the_plan_checker_does() -> None:
+    """While the first is recomputed, with a workspace of 200 pages, the second has its room already."""
     step = Step()
     weight = step.tensor(PAGE, "weight", persistent=True)
     first, second = step.tensor(10 * PAGE), step.tensor(4 * PAGE)
@@ -147,13 +147,13 @@ def test_a_returning_tensor_keeps_its_address_free_of_others() -> None:
 
 def test_a_sibling_that_is_made_again_needs_room_too() -> None:
     step = Step()
-    source, twin = step.tensor(PAGE, "input"), step.tensor(8 * PAGE)
+    source, sibling = step.tensor(PAGE, "input"), step.tensor(8 * PAGE)
     kept = step.tensor(PAGE)
-    step.kernel("make", 1.0, inputs=[source], outputs=[kept, twin])
-    step.kernel("middle", 1.0, inputs=[kept, twin], outputs=[step.tensor(PAGE)])
+    step.kernel("make", 1.0, inputs=[source], outputs=[kept, sibling])
+    step.kernel("middle", 1.0, inputs=[kept, sibling], outputs=[step.tensor(PAGE)])
     step.kernel("pause", 1.0, inputs=[source])
     step.kernel("end", 1.0, inputs=[kept, source], phase="backward")
-    trace = replace(step.trace(), tensor_recompute=replace_all(step.trace(), {kept: 0, twin: 0}))
+    trace = replace(step.trace(), tensor_recompute=replace_all(step.trace(), {kept: 0, sibling: 0}))
     plan = Plan(policy="some", device_budget_bytes=2**30, recomputations=(Recompute(kept, 2, 3),))
     blocks = occupancy(trace, plan)
     assert blocks.in_use.tolist() == [10 * PAGE, 11 * PAGE, PAGE, 10 * PAGE, 2 * PAGE]

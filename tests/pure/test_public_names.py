@@ -229,11 +229,18 @@ OUTSIDE = {
     "numpy",
     "msgspec",
     "highspy",
-}  # msgspec: in core/files.py; highspy: in relaxation/solver.py
-COMPILED = {"simulator/replay.py", "planners/optimal/search/improve.py"}  # import the native module
+}  # msgspec: in core/files.py; highspy: in planners/optimal/lp/solver.py
+# These import the native module.
+COMPILED = {"simulator/actions.py", "simulator/replay.py", "planners/optimal/search/improve.py"}
 DEADLINES = {
     f"planners/{name}.py"
-    for name in ("relaxation/relax", "relaxation/solver", "relaxation/bound", "optimal", "modnn")
+    for name in (
+        "optimal/__init__",
+        "optimal/lp/bound",
+        "optimal/lp/fractional",
+        "optimal/lp/solver",
+        "modnn/__init__",
+    )
 }
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 

@@ -15,10 +15,10 @@ import pytest
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.heuristics.flashneuron import rehearsed
+from penstock.planners.heuristics.flashneuron import own_iteration_s
 from penstock.planners.heuristics.g10 import g10
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import Absences, Replay
+from penstock.simulator.replay import Intervals, Replay
 from penstock.studies import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_flashneuron_over_batch_size() -> None:
     failed, ratios = [], {}
     for case, trace, times in figure_15():
         try:
-            own_s = rehearsed(Problem(trace, PLANNED, GPU_BYTES))
+            own_s = own_iteration_s(Problem(trace, PLANNED, GPU_BYTES))
         except InvalidArgument:
             failed.append(case)
             continue
@@ -77,7 +77,7 @@ def test_g10_over_batch_size() -> None:
     differences = []
     for _, trace, times in figure_15():
         made = g10(Problem(trace, PLANNED, GPU_BYTES))
-        iteration_s = Replay(trace, SIMULATED, GPU_BYTES).run(Absences.of(made.evictions)).iteration_s
+        iteration_s = Replay(trace, SIMULATED, GPU_BYTES).run(Intervals.of(made.evictions)).iteration_s
         expected = times["prefetch_lru"]
         assert expected is not None
         differences.append(abs(trace.ideal_s / iteration_s - trace.ideal_s / expected))

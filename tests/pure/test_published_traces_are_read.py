@@ -219,7 +219,7 @@ def test_every_published_trace(name: str) -> None:
     assert (trace.tensor_bytes > 0).all()
     made = trace.tensor_recompute >= 0
     assert (trace.tensor_kind[made] == KINDS.index("activation")).all()
-    # Half of what a CNN keeps and all of what a transformer keeps can be made anew.
+    # Half of what a CNN keeps and all of what a transformer keeps can be recomputed.
     share = (
         trace.tensor_bytes[made].sum()
         / trace.tensor_bytes[trace.tensor_kind == KINDS.index("activation")].sum()

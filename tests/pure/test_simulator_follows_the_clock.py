@@ -19,7 +19,7 @@ from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
 from penstock.simulator import simulate
 
-from .test_judge_names_every_violation import used_twice
+from .test_plan_checker_names_every_violation import used_twice
 from .traces import Step, five_kernels, gpt, machine, machines, traces, whole_traces
 
 

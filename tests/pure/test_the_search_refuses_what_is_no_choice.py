@@ -70,11 +70,11 @@ def test_traces_are_checked(name: str, value: int) -> None:
 def test_choices_for_other_periods_are_refused() -> None:
     improver = Improver(PROBLEM, OPTIONS)
     short, nothing = np.zeros(len(OPTIONS) - 1, dtype=np.int8), np.zeros(len(OPTIONS), dtype=np.int8)
-    for how, late in ((short, nothing), (nothing, short)):
+    for action, late in ((short, nothing), (nothing, short)):
         with pytest.raises(ValueError, match="another number of periods"):
-            improver.repaired(how, late)
+            improver.repaired(action, late)
         with pytest.raises(ValueError, match="another number of periods"):
-            improver.improved(how, late, evaluations=1, seconds=1.0, target_s=0.0)
+            improver.improved(action, late, evaluations=1, seconds=1.0, target_s=0.0)
     for wrong in (-1, 1, 6, 127):  # there is no host
         with pytest.raises(ValueError, match="in a way that it cannot"):
             improver.repaired(np.full(len(OPTIONS), wrong, dtype=np.int8))
@@ -87,7 +87,7 @@ def test_two_threads_find_what_one_finds() -> None:
 
     def improved(seed: int) -> tuple[float, list[int]]:
         best = improver.improved(*found, evaluations=150, seconds=60.0, target_s=0.0, seed=seed)
-        return best.iteration_s, best.how.tolist()
+        return best.iteration_s, best.action.tolist()
 
     alone = [improved(seed) for seed in range(6)]
     with ThreadPoolExecutor(3) as pool:

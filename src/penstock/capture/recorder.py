@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
 from penstock.core.columns import IntArray, Lists
-from penstock.core.repeat import harmless_makers
+from penstock.core.repeat import harmless_producers
 from penstock.core.trace import Trace
 
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
@@ -104,7 +104,7 @@ def make_trace(
         tensor_birth=birth,
         tensor_death=death,
         tensor_movable=np.array([record.movable for record in records], dtype=np.bool_),
-        tensor_recompute=harmless_makers(producers, inputs, outputs, lasting),
+        tensor_recompute=harmless_producers(producers, inputs, outputs, lasting),
         tensor_itemsize=_integers(record.itemsize for record in records),
         tensor_density=np.array(densities if measured_zeros else [], dtype=np.float64),
         measured=measured,

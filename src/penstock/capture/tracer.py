@@ -268,7 +268,7 @@ class CudaMeter:
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-class _Twins:
+class _FakeTensors:
     """Fake stand-ins for the real tensors of a model, so that nothing reads or writes the real ones."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -295,21 +295,21 @@ class _Twins:
 
 
 class _FakeTracer(Tracer):
-    """A tracer that puts fake twins in the place of real tensors."""
+    """A tracer that puts fake tensors in the place of real tensors."""
 
-    def __init__(self, twins: _Twins, **options: Any) -> None:
+    def __init__(self, fakes: _FakeTensors, **options: Any) -> None:
         super().__init__(**options)
-        self._twins = twins
+        self._fakes = fakes
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if operator not in _LIFTS:
-            args, kwargs = tree_map_only(torch.Tensor, self._twins.of, (args, kwargs or {}))
+            args, kwargs = tree_map_only(torch.Tensor, self._fakes.of, (args, kwargs or {}))
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
     def _tensor_of(self, tensor: torch.Tensor) -> int:
-        return super()._tensor_of(self._twins.of(tensor))
+        return super()._tensor_of(self._fakes.of(tensor))
 
 
 @contextlib.contextmanager
@@ -407,8 +407,8 @@ def trace(
         raise InvalidArgument(f"no data sheet for {device!r}: give one of cpu, {', '.join(DATA_SHEETS)}")
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
     mode = mode or fake_mode()
-    twins = _Twins(mode)
-    tracers = [_FakeTracer(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
+    fakes = _FakeTensors(mode)
+    tracers = [_FakeTracer(fakes, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
         with (
             _compiled_regions_shown(),
@@ -426,7 +426,7 @@ def trace(
             "as .item(), and indexing with masks, out of the step, or trace a real run with fake=False"
         ) from error
     finally:
-        twins.restore_gradients()
+        fakes.restore_gradients()
     notes = {"device": device, "torch": str(torch.__version__)}
     return tracers[-1].trace(measured=False, notes=notes)
 

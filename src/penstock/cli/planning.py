@@ -73,14 +73,14 @@ def plan(options: Namespace) -> Answer:
 
 def simulate(options: Namespace) -> Answer:
     captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
-    judged = load(Plan, options.plan)
-    violations = check(captured, judged, hardware)
+    checked = load(Plan, options.plan)
+    violations = check(captured, checked, hardware)
     if violations:
         text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
         return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
-    timeline = penstock.simulate(captured, judged, hardware)
+    timeline = penstock.simulate(captured, checked, hardware)
     save(timeline, options.output)
-    summary = summarise(captured, judged, timeline)
+    summary = summarise(captured, checked, timeline)
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
         "violations": [],

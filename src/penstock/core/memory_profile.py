@@ -119,14 +119,14 @@ def resident_bytes(
     """
     count = trace.kernels
     evicted = rows_of(trace, tuple(evictions))
-    remade = np.array(
+    recomputed = np.array(
         [(entry.tensor, entry.begin, entry.end) for entry in recomputations], dtype=np.int64
     ).reshape(-1, 3)
     workspace = workspace_bytes(trace, variants)
     size = trace.tensor_bytes
     held = trace.live_bytes - trace.kernel_workspace_bytes
     held = held - spread(count, evicted.begin, evicted.prefetch_at, size[evicted.tensor])
-    held -= spread(count, remade[:, 1], remade[:, 2], size[remade[:, 0]])
+    held -= spread(count, recomputed[:, 1], recomputed[:, 2], size[recomputed[:, 0]])
     csr = np.flatnonzero(evicted.compressed)
     begin, end, packed = evicted.begin[csr], evicted.end[csr], evicted.moved_bytes[csr]
     whole = size[evicted.tensor[csr]]
@@ -134,7 +134,7 @@ def resident_bytes(
     held += spread(count, end, end + 1, packed)
 
     needed: IntArray = held + workspace
-    if count == 0 or not (len(csr) or len(remade)):
+    if count == 0 or not (len(csr) or len(recomputed)):
         return needed
     before = held - _born_bytes(trace)
     if len(csr):
@@ -142,11 +142,11 @@ def resident_bytes(
         np.add.at(leaving, begin % count, whole)
         np.maximum.at(largest, begin % count, packed)
         needed = np.maximum(needed, before + leaving + largest)
-    if len(remade):
+    if len(recomputed):
         most = np.zeros(count, dtype=np.int64)
-        made_by = trace.tensor_recompute[remade[:, 0]]
-        extra = workspace[made_by] + _transient_bytes(trace, evicted, remade)
-        np.maximum.at(most, remade[:, 2] % count, extra)
+        made_by = trace.tensor_recompute[recomputed[:, 0]]
+        extra = workspace[made_by] + _transient_bytes(trace, evicted, recomputed)
+        np.maximum.at(most, recomputed[:, 2] % count, extra)
         needed = np.maximum(needed, before + most)
     return needed
 
@@ -270,32 +270,34 @@ def _born_bytes(trace: Trace) -> IntArray:
     return born
 
 
-def _transient_bytes(trace: Trace, evicted: Rows, remade: IntArray) -> IntArray:
-    """[R] bytes of the other outputs of the kernel that makes each tensor anew that are not there."""
+def _transient_bytes(trace: Trace, evicted: Rows, recomputed: IntArray) -> IntArray:
+    """[R] bytes of the other outputs of the kernel that recomputes each tensor that are not there."""
     outputs: Lists = trace.outputs
-    maker, at = trace.tensor_recompute[remade[:, 0]], remade[:, 2] % trace.kernels
-    length = np.diff(outputs.starts)[maker]
-    row = np.repeat(np.arange(len(remade)), length)
+    producer, at = trace.tensor_recompute[recomputed[:, 0]], recomputed[:, 2] % trace.kernels
+    length = np.diff(outputs.starts)[producer]
+    row = np.repeat(np.arange(len(recomputed)), length)
     within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    tensor = outputs.values[outputs.starts[maker][row] + within]
-    other = tensor != remade[row, 0]
+    tensor = outputs.values[outputs.starts[producer][row] + within]
+    other = tensor != recomputed[row, 0]
     row, tensor, kernel = row[other], tensor[other], at[row[other]]
     there = (trace.tensor_birth[tensor] <= kernel) & (kernel < trace.tensor_death[tensor])
-    there &= ~is_away(trace, evicted, remade, tensor, kernel)
-    extra = np.zeros(len(remade), dtype=np.int64)
+    there &= ~is_away(trace, evicted, recomputed, tensor, kernel)
+    extra = np.zeros(len(recomputed), dtype=np.int64)
     np.add.at(extra, row[~there], trace.tensor_bytes[tensor[~there]])
     return extra
 
 
-def is_away(trace: Trace, evicted: Rows, remade: IntArray, tensor: IntArray, kernel: IntArray) -> BoolArray:
+def is_away(
+    trace: Trace, evicted: Rows, recomputed: IntArray, tensor: IntArray, kernel: IntArray
+) -> BoolArray:
     """[N] whether a tensor is away during a kernel: raw until its prefetch, otherwise until its end.
 
-    remade   [R, 3] tensor, begin and end of the recomputations
+    recomputed   [R, 3] tensor, begin and end of the recomputations
     """
     until = np.where(evicted.compressed, evicted.end, evicted.prefetch_at)
-    gone = np.concatenate([evicted.tensor, remade[:, 0]])
-    begin = np.concatenate([evicted.begin, remade[:, 1]])
-    end = np.concatenate([until, remade[:, 2]])
+    gone = np.concatenate([evicted.tensor, recomputed[:, 0]])
+    begin = np.concatenate([evicted.begin, recomputed[:, 1]])
+    end = np.concatenate([until, recomputed[:, 2]])
     return covered(trace.kernels, gone, begin, end, tensor, kernel)
 
 

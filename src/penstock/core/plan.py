@@ -37,7 +37,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop one tensor, and make it anew when it is needed.
+    """Release one tensor, and recompute it when it is needed.
 
     tensor   index in the trace; kernel ``trace.tensor_recompute[tensor]`` makes it
     begin    first kernel at which it is away
@@ -66,7 +66,7 @@ class Plan:
     minimum_bytes          smallest device budget at which the step can run at all
     predicted_s            iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
-    lower_bound_s          no plan for this trace, budget and these liberties is faster: proven
+    lower_bound_s          no plan for this trace, budget and these choices is faster: proven
     trace                  the iteration the plan is for, so that a plan made anywhere can be run; None
                            where it was made by hand. It is saved with the plan, and not compared
     """

@@ -80,7 +80,7 @@ class Trace:
                            in memory that is not the run's; empty where all can
     What a planner may do beyond moving tensors
         kernel_variants    K tuples of other algorithms, or empty where no kernel has any
-        tensor_recompute   [T] kernel that can be run again to make the tensor anew, bit for bit, -1
+        tensor_recompute   [T] kernel that can be run again to recompute the tensor, bit for bit, -1
                            where none can; empty where nothing can be recomputed
         tensor_density     [T] fraction of the elements that are not zero, 1.0 where not measured; empty
                            where none was

@@ -54,7 +54,7 @@ def plan(
     """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
     policy                a name in POLICIES
-    recompute             tensors may be made anew instead of being moved, where the trace says how
+    recompute             tensors may be recomputed instead of being moved, where the trace says how
     compress              tensors may be moved as bitmask-CSR, where the trace knows their density
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
     device_budget_bytes   all of the device's memory when not given

@@ -21,7 +21,7 @@ class Occupancy:
 
     Blocks 0 to T - 1 are the trace's tensors, the next K the kernels' workspaces. Then come those that
     compression and recomputation hold for a moment. A moment is a kernel, or one of the steps that run
-    before it: compressing, expanding, making a tensor anew.
+    before it: compressing, expanding, recomputing a tensor.
 
     size_bytes          [N] 0 for a block that does not exist
     tensor              [N] which tensor a block is, -1 for all others
@@ -132,19 +132,19 @@ class _Moments:
     def _tensors(self) -> list[list[Span]]:
         """[T] the moments during which each tensor is on the device."""
         trace, count = self.trace, self.trace.kernels
-        absences: dict[int, list[Span]] = defaultdict(list)
+        intervals: dict[int, list[Span]] = defaultdict(list)
         for index, evict in enumerate(self.plan.evictions):
             if evict.codec == "csr":
                 since = self._at(("compress", index), evict.begin) + 1
                 back = self._at(("expand", index), evict.end)
             else:
                 since, back = self._before(evict.begin), self._before(evict.prefetch_at)
-            absences[evict.tensor] += self._cyclic(since, back)
+            intervals[evict.tensor] += self._cyclic(since, back)
         for recompute in self.plan.recomputations:
-            # The room of all that a kernel needs again is taken before the first is made again, as the
-            # judge counts it.
+            # The room of all that a kernel needs again is taken before the first is recomputed, as the
+            # plan checker counts it.
             since, back = self._before(recompute.begin), self._before(recompute.end)
-            absences[recompute.tensor] += self._cyclic(since, back)
+            intervals[recompute.tensor] += self._cyclic(since, back)
         births, deaths = trace.tensor_birth.tolist(), trace.tensor_death.tolist()
         found: list[list[Span]] = []
         for tensor in range(trace.tensors):
@@ -154,7 +154,7 @@ class _Moments:
                 life = (self.main[births[tensor]], self.first[deaths[tensor]])
             else:
                 life = (0, 0)
-            found.append(_without(life, absences[tensor]) if tensor in absences else [life])
+            found.append(_without(life, intervals[tensor]) if tensor in intervals else [life])
         return found
 
     def _passing(self, spans: list[list[Span]]) -> Iterator[tuple[int, list[Span]]]:
@@ -170,10 +170,10 @@ class _Moments:
                 yield size, self._cyclic(self._before(evict.prefetch_at), until)
         workspaces = self._workspaces()
         for index, recompute in enumerate(self.plan.recomputations):
-            maker = int(trace.tensor_recompute[recompute.tensor])
+            producer = int(trace.tensor_recompute[recompute.tensor])
             moment = self.moment["recompute", index]
-            yield workspaces[maker], [(moment, moment + 1)]
-            for output in trace.outputs[maker].tolist():
+            yield workspaces[producer], [(moment, moment + 1)]
+            for output in trace.outputs[producer].tolist():
                 if output != recompute.tensor and not _holds(spans[output], moment):
                     yield int(trace.tensor_bytes[output]), [(moment, moment + 1)]
 
@@ -193,11 +193,11 @@ class _Moments:
         return [(since, until)] if until <= self.total else [(since, self.total), (0, until - self.total)]
 
 
-def _without(life: Span, absences: list[Span]) -> list[Span]:
-    """``life`` without the moments in ``absences``."""
+def _without(life: Span, intervals: list[Span]) -> list[Span]:
+    """``life`` without the moments in ``intervals``."""
     found = []
     since, until = life
-    for away, back in sorted(absences):
+    for away, back in sorted(intervals):
         if away > since:
             found.append((since, min(away, until)))
         since = max(since, back)

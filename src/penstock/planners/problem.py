@@ -15,7 +15,7 @@ class Problem:
     """One iteration to be planned.
 
     budget_bytes   of the device, at least `penstock.core.memory_profile.minimum_bytes`
-    recompute      tensors may be made anew instead of being moved
+    recompute      tensors may be recomputed instead of being moved
     compress       tensors may be moved as bitmask-CSR
     time_limit_s   for the whole of planning; a policy that reaches it answers with what it has
     """

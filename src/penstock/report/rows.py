@@ -127,8 +127,8 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
     for way in ways(trace, plan, timeline):
         every[way.evict.tensor].append((way.evict.begin, _way_text(trace, way)))
     for entry in plan.recomputations:
-        maker = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
-        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"made anew by {maker}"]
+        producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
+        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
         every[entry.tensor].append((entry.begin, text))
     for tensor, entries in every.items():
         texts[tensor] = tensor_text(trace, tensor)

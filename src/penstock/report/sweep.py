@@ -158,7 +158,7 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
                 own.summary is None
                 or _time_s(own.case.trace, trial, own.case.hardware) < own.summary.predicted_s
             ):
-                found[place[id(entry)]] = _judged(entry.case, trial)
+                found[place[id(entry)]] = _checked(entry.case, trial)
     return found
 
 
@@ -186,10 +186,10 @@ def cell(case: Case) -> Cell:
         )
     except PenstockError as error:
         return Cell(case=case, reason=str(error))
-    return _judged(case, made)
+    return _checked(case, made)
 
 
-def _judged(case: Case, made: Plan) -> Cell:
+def _checked(case: Case, made: Plan) -> Cell:
     summary = summarise(case.trace, made, simulate(case.trace, made, case.hardware))
     doubled = if_doubled_s(case, made)
     fast = case.hardware.scaled(dict.fromkeys(DISK_LINKS, MANY))

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.core import files
 from penstock.core.columns import KINDS, PHASES, FloatArray, IntArray, Lists
-from penstock.core.repeat import harmless_makers, sole_writers
+from penstock.core.repeat import harmless_producers, sole_writers
 from penstock.core.trace import PUBLISHED_SCHEMA, Trace
 from penstock.errors import InvalidArgument, InvalidFile
 
@@ -218,7 +218,7 @@ def _trace(document: _Trace) -> Trace:
     birth, death = _lifetimes(count, total, inputs, outputs)
     death[persistent], birth[persistent] = count, 0
     phase = np.array([PHASES.index(_phase(name, k, document.loss_kernel)) for k, name in enumerate(names)])
-    makers = _makers(names, kinds, phase, outputs)
+    producers = _makers(names, kinds, phase, outputs)
     made = Trace(
         kernel_name=tuple(names),
         kernel_time_s=np.array(kernels.ns, dtype=np.float64) * _NS,
@@ -231,7 +231,7 @@ def _trace(document: _Trace) -> Trace:
         tensor_persistent=persistent,
         tensor_birth=birth,
         tensor_death=death,
-        tensor_recompute=harmless_makers(makers, inputs, outputs, persistent),
+        tensor_recompute=harmless_producers(producers, inputs, outputs, persistent),
         tensor_itemsize=np.full(total, ITEMSIZE, dtype=np.int64),
         measured=False,
         notes={"model": document.model, "batch": str(document.batch), "source": document.source},
@@ -276,5 +276,5 @@ def _makers(names: Sequence[str], kinds: Sequence[str], phase: IntArray, outputs
     repeats &= np.array(["Dropout" not in name for name in names], dtype=np.bool_)
     makes = np.array([kind == "activation" for kind in kinds], dtype=np.bool_) & (writer >= 0)
     makes[makes] = repeats[writer[makes]]
-    makers: IntArray = np.where(makes, writer, -1)
-    return makers
+    producers: IntArray = np.where(makes, writer, -1)
+    return producers

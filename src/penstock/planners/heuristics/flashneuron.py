@@ -4,7 +4,7 @@ Phase 1 takes feature maps from the beginning of the forward pass on, until thos
 never leaves: the persistent tensors, and the largest kernel's own. Phase 2 runs where the copies take
 longer than the forward pass and tensors may be compressed: it exchanges the last of those taken that do
 not compress for those that compress best. Tensors come back when its runtime would fetch them, which the
-planner rehearses. The paper leaves room for weights and workspaces (section 3.3); G10's artifact, whose
+planner simulates. The paper leaves room for weights and workspaces (section 3.3); G10's artifact, whose
 published times this reproduces, for all that the largest kernel uses: with less, gradients find no room in
 16 of its 20 cells. As published, it fails where activations alone do not make enough room, or where its
 memory manager finds no extent that holds a tensor.
@@ -21,7 +21,7 @@ from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.heuristics.flashneuron_simulation import rehearse
+from penstock.planners.heuristics.flashneuron_simulation import simulate_flashneuron
 from penstock.planners.heuristics.prefetch import advance
 from penstock.planners.heuristics.room import Room, spill_full
 from penstock.planners.heuristics.vitality import Candidates, boundary
@@ -39,21 +39,21 @@ def flashneuron(problem: Problem) -> Decision:
     if trace.peak_bytes <= budget_bytes:
         return Decision(reason="everything fits: nothing is offloaded")
     evictions = _chosen(problem)
-    rehearsal = rehearse(trace, evictions, budget_bytes, problem.hardware)
-    issue = [rehearsal.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
+    simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
+    issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
     return Decision(
         evictions=advance(trace, evictions, issue, budget_bytes),
         reason="activations alone make enough room; FlashNeuron's own runtime, whose backward pass waits for "
-        f"all copies, would take {rehearsal.iteration_s:.3f} s",
+        f"all copies, would take {simulation.iteration_s:.3f} s",
     )
 
 
-def rehearsed(problem: Problem) -> float:
+def own_iteration_s(problem: Problem) -> float:
     """Seconds that an iteration takes in FlashNeuron's own runtime. Raises as `flashneuron` does."""
     trace, budget_bytes = problem.trace, problem.budget_bytes
     if trace.peak_bytes <= budget_bytes:
         return trace.ideal_s
-    return rehearse(trace, _chosen(problem), budget_bytes, problem.hardware).iteration_s
+    return simulate_flashneuron(trace, _chosen(problem), budget_bytes, problem.hardware).iteration_s
 
 
 def _chosen(problem: Problem) -> list[Evict]:

@@ -1,8 +1,8 @@
-"""FlashNeuron's own runtime, rehearsed: its memory manager, its queues and its order (section 3.2).
+"""FlashNeuron's own runtime, simulated: its memory manager, its queues and its order (section 3.2).
 
 FlashNeuron places tensors at both ends of the device's memory: those that stay from the low end, those
 that are offloaded from the high end. What it prefetches when depends on the largest free extent, and it
-fails where no extent holds a tensor: the rehearsal says both. Unlike penstock's runtime, its backward
+fails where no extent holds a tensor: the simulation says both. Unlike penstock's runtime, its backward
 pass starts only when everything is offloaded, and returning tensors come to new addresses.
 """
 
@@ -25,7 +25,7 @@ from penstock.planners.heuristics.vitality import boundary
 from penstock.units import format_bytes, format_bytes_up
 
 
-class Rehearsal(NamedTuple):
+class Simulation(NamedTuple):
     """prefetch_at   by tensor: the kernel at whose start its read is issued
     iteration_s   of the whole iteration"""
 
@@ -33,7 +33,9 @@ class Rehearsal(NamedTuple):
     iteration_s: float
 
 
-def rehearse(trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware) -> Rehearsal:
+def simulate_flashneuron(
+    trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
+) -> Simulation:
     """What FlashNeuron's runtime does with these evictions, each tensor's only one.
 
     Raises InvalidArgument where a tensor finds no free extent and nothing under way frees one.
@@ -87,7 +89,7 @@ class _Extents:
 
 
 class _Run:
-    """The state of one rehearsal: writes and reads each wait in a queue of their own, one under way."""
+    """The state of one simulation: writes and reads each wait in a queue of their own, one under way."""
 
     def __init__(
         self, trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
@@ -119,7 +121,7 @@ class _Run:
         self.coming: set[int] = set()
         self.prefetch_at: dict[int, int] = {}
 
-    def run(self) -> Rehearsal:
+    def run(self) -> Simulation:
         trace = self.trace
         for tensor in range(trace.tensors):
             if self.persistent[tensor]:
@@ -154,7 +156,7 @@ class _Run:
                     self.space.release(tensor)
             if kernel >= self.first_backward:
                 self._prefetch(waiting, kernel + 1, reserve)
-        return Rehearsal(self.prefetch_at, self.now)
+        return Simulation(self.prefetch_at, self.now)
 
     def _provide(self, tensor: int, kernel: int) -> None:
         """Wait until the tensor is there: allocated, and back."""

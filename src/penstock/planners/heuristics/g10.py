@@ -114,7 +114,7 @@ class _Selection:
         """Take the best offer until nothing is above the budget, or no offer helps.
 
         An offer only gets worse as others are taken: the best of the old ones is the best of all if
-        it is still ahead when made anew.
+        it is still ahead when recomputed.
         """
         periods = range(len(self.options)) if self.tiers else ()
         heap = [offer for index in periods if (offer := self._offer(index)) is not None]
@@ -143,7 +143,7 @@ class _Selection:
         return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
 
     def _decide(self, index: int) -> None:
-        """Give the period to a tier, or drop it."""
+        """Give the period to a tier, or pass it over."""
         tier = self._tier(index)
         if tier is None:
             return

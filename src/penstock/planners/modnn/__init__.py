@@ -39,7 +39,7 @@ MARGIN = 0.002  # of the budget: how much smaller the space gets at least, from 
 def modnn(problem: Problem) -> Decision:
     """Algorithm 1, and an address for every tensor where the budget has room for that.
 
-    Where the addresses need a little more than the budget, the pass is made again in a smaller space.
+    Where the addresses need a little more than the budget, the pass is recomputed in a smaller space.
     Where they need much more, or that does not help, as at the smallest budget of all, the plan has none,
     and the reason says so.
     """

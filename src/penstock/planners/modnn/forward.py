@@ -208,27 +208,27 @@ class Pass:
         """The tensor is back for this kernel, prefetched or on demand: when."""
         if tensor not in self.space:
             self._load(tensor, self._allocate(tensor, self.sizes[tensor]))
-        absence = self.away.pop(tensor)
-        if absence.begin < 0:
-            self.first_back[tensor] = absence.prefetch_at
+        interval = self.away.pop(tensor)
+        if interval.begin < 0:
+            self.first_back[tensor] = interval.prefetch_at
         else:
-            self._decide(tensor, absence)
-        return absence.arrival_s
+            self._decide(tensor, interval)
+        return interval.arrival_s
 
     def _load(self, tensor: int, ready_s: float) -> None:
-        absence = self.away[tensor]
-        absence.prefetch_at = self.kernel
-        absence.arrival_s = self.tiers.read(absence.tier, tensor, max(self.now_s, ready_s))
+        interval = self.away[tensor]
+        interval.prefetch_at = self.kernel
+        interval.arrival_s = self.tiers.read(interval.tier, tensor, max(self.now_s, ready_s))
 
-    def _decide(self, tensor: int, absence: _Away) -> None:
+    def _decide(self, tensor: int, interval: _Away) -> None:
         self.evictions.append(
             Evict(
                 tensor,
-                absence.after,
-                absence.begin,
-                absence.period.end,
-                absence.prefetch_at,
-                absence.tier,
+                interval.after,
+                interval.begin,
+                interval.period.end,
+                interval.prefetch_at,
+                interval.tier,
             )
         )
 
@@ -307,10 +307,10 @@ class Pass:
         return self.idle[tensor].end if tensor in self.idle else self.away[tensor].period.end
 
     def _put_off(self, tensor: int) -> None:
-        absence = self.away[tensor]
-        absence.prefetch_at = -1
+        interval = self.away[tensor]
+        interval.prefetch_at = -1
         self.space.free(tensor)
-        heapq.heappush(self.absent, (absence.period.end, tensor))
+        heapq.heappush(self.absent, (interval.period.end, tensor))
 
     # Algorithms and prefetches (sections 5.2.2 and 5.2.3).
 
@@ -369,8 +369,8 @@ class Pass:
         return needed, group
 
     def _is_absent(self, needed: int, tensor: int) -> bool:
-        absence = self.away.get(tensor)
-        return absence is not None and absence.period.end == needed and tensor not in self.space
+        interval = self.away.get(tensor)
+        return interval is not None and interval.period.end == needed and tensor not in self.space
 
     def _prefetch(self, algorithm: Algorithm) -> None:
         """Lines 15 to 27: fetch for later kernels, in order, as long as waiting would make them late."""
@@ -399,14 +399,14 @@ class Pass:
     def _end(self) -> None:
         """Close what reaches into the next iteration, which begins as this one did."""
         count = self.trace.kernels
-        for tensor, absence in self.away.items():
+        for tensor, interval in self.away.items():
             if tensor not in self.first_back:
-                absence.prefetch_at = absence.prefetch_at if tensor in self.space else count
-                self._decide(tensor, absence)
+                interval.prefetch_at = interval.prefetch_at if tensor in self.space else count
+                self._decide(tensor, interval)
         for tensor, back in self.first_back.items():
             period = self.wrapping[tensor]
-            absence = self.away.get(tensor) or _Away(
+            interval = self.away.get(tensor) or _Away(
                 period, self._after(period), count, self.tiers.home(tensor)
             )
-            absence.prefetch_at = count + back
-            self._decide(tensor, absence)
+            interval.prefetch_at = count + back
+            self._decide(tensor, interval)

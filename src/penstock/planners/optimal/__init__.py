@@ -1,9 +1,9 @@
-"""The default: everything decided together, near a linear relaxation, and judged by the simulator.
+"""The default: everything decided together, near a linear program, and checked by the simulator.
 
-A linear programme over time slots says how much of each inactive period should go which way, and
-proves a bound (`penstock.planners.optimal.lp.fractional`). Its fractions are rounded, what then does not fit is
-repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a
-greedy one are seeds, too: without a solver they are all there is.
+A linear program over time slots says how much of each inactive period should have which action, and proves
+a bound (`penstock.planners.optimal.lp.fractional`). Its fractions are rounded, what then does not fit is
+repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a greedy
+one are seeds, too: without a solver they are all there is.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from importlib.util import find_spec
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.errors import SpillSpaceFull
-from penstock.planners.optimal.lp.fractional import relax
+from penstock.planners.optimal.lp.fractional import fractional_plan
 from penstock.planners.optimal.search.choices import Choices, choices
 from penstock.planners.optimal.search.improve import Candidate, Improver
-from penstock.planners.optimal.search.rounding import HowArray
-from penstock.planners.optimal.search.seeds import everything_away, of_absences, seeds
+from penstock.planners.optimal.search.rounding import ActionArray
+from penstock.planners.optimal.search.seeds import everything_away, of_intervals, seeds
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.variants import with_fastest, with_least_workspace
 from penstock.units import format_bytes, format_bytes_up
@@ -33,7 +33,7 @@ TEMPERATURES = (1e-4, 5e-5)  # of the searches at once, where the start is FAR f
 FAR = 0.05
 ROUNDS = 5  # after each, all go on from the best
 SETTLED = 2e-4  # a round that gains less is the last
-_SOLVING = 0.6  # of the time limit, at most, for the relaxation
+_SOLVING = 0.6  # of the time limit, at most, for the linear program
 _PROVING = 0.3  # of the time limit, for a bound over all kernel variants
 _SEEDING = 0.3  # of what is left then
 SMALLEST_LARGE = 1 << 20  # bytes; a copy of so many takes longer than starting it
@@ -56,14 +56,14 @@ def optimal(problem: Problem) -> Decision:
     deadline_s = time.perf_counter() + problem.time_limit_s
     bound_s = 0.0
     if problem.trace.kernel_variants:
-        bound_s = _relaxed(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
-    ways = [with_fastest(problem.trace, problem.budget_bytes)]
+        bound_s = _bound_of_lp(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
+    tried = [with_fastest(problem.trace, problem.budget_bytes)]
     least = with_least_workspace(problem.trace, problem.budget_bytes)
-    if least[0] != ways[0][0]:
-        ways.append(least)
+    if least[0] != tried[0][0]:
+        tried.append(least)
     found: list[tuple[float, Decision]] = []
-    for index, (variants, trace) in enumerate(ways):
-        left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(ways) - index)
+    for index, (variants, trace) in enumerate(tried):
+        left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(tried) - index)
         iteration_s, decision = _plan(replace(problem, trace=trace, time_limit_s=left_s))
         found.append((iteration_s, replace(decision, variants=variants)))
     best = min(found, key=lambda one: one[0])[1]
@@ -86,7 +86,7 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
 
     few, is_best = _few_copies(problem)
     if few is not None and is_best:
-        evictions, recomputations = few.absences()
+        evictions, recomputations = few.intervals()
         return few.iteration_s, Decision(
             evictions=evictions,
             recomputations=recomputations,
@@ -94,10 +94,10 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
             reason="nothing can be faster, and moving the largest tensors alone is enough",
         )
     options = choices(problem)
-    bound_s, fractions, note = _relaxed(problem)
+    bound_s, fractions, note = _bound_of_lp(problem)
     starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
     best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
-    evictions, recomputations = best.absences()
+    evictions, recomputations = best.intervals()
     reason = f"the best of {best.evaluations} changes tried" + (", until the time limit" * best.timed_out)
     return best.iteration_s, Decision(
         evictions=evictions,
@@ -134,19 +134,19 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
     return best if problem.hardware.copy_overhead_s > 0 else None, False
 
 
-def _relaxed(problem: Problem) -> tuple[float, FloatArray | None, str]:
-    """The bound, the fractions of the relaxation, and why there are none where there are none."""
+def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
+    """The bound, the fractions of the linear program, and why there are none where there are none."""
     global _told
     if problem.time_limit_s <= 0:
-        return problem.trace.fastest_s, None, "there was no time for a relaxation"
+        return problem.trace.fastest_s, None, "there was no time for a linear program"
     if find_spec("highspy") is None:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
         if not _told:
-            _log.warning("the plan is searched for without a relaxation: %s", note)
+            _log.warning("the plan is searched for without a linear program: %s", note)
             _told = True
         return problem.trace.fastest_s, None, note
-    relaxation = relax(problem, time_limit_s=_SOLVING * problem.time_limit_s)
-    return max(relaxation.bound_s, problem.trace.fastest_s), relaxation.fractions, ""
+    fractional = fractional_plan(problem, time_limit_s=_SOLVING * problem.time_limit_s)
+    return max(fractional.bound_s, problem.trace.fastest_s), fractional.fractions, ""
 
 
 def _starts(
@@ -160,8 +160,8 @@ def _starts(
     begun_s = time.perf_counter()
     improver = Improver(problem, options, fractions)
 
-    def fitted(how: HowArray) -> None:
-        repaired = improver.repaired(how)
+    def fitted(action: ActionArray) -> None:
+        repaired = improver.repaired(action)
         if repaired is not None:
             first = improver.improved(*repaired, evaluations=0, seconds=math.inf, target_s=0.0)
             if math.isfinite(first.iteration_s):
@@ -169,10 +169,10 @@ def _starts(
 
     found: list[Candidate] = []
     if given is not None:
-        evictions, recomputations = given.absences()
-        fitted(of_absences(options, evictions, recomputations))
-    for how in seeds(problem, options, fractions):
-        fitted(how)
+        evictions, recomputations = given.intervals()
+        fitted(of_intervals(options, evictions, recomputations))
+    for action in seeds(problem, options, fractions):
+        fitted(action)
         if found and time.perf_counter() - begun_s >= seconds:
             break
     if not found:
@@ -208,7 +208,7 @@ def _search(
             searches = [
                 pool.submit(
                     improver.improved,
-                    start.how,
+                    start.action,
                     start.late,
                     evaluations=changes,
                     seconds=left_s / (ROUNDS - turn),

@@ -1,1 +1,1 @@
-"""A linear programme over an iteration: how much should go which way, and a bound that is proven."""
+"""A linear program over an iteration: how much of each period has which action, and a bound."""

@@ -1,4 +1,4 @@
-"""No plan is faster: a lower bound on the iteration time, proven from the duals of linear programmes."""
+"""No plan is faster: a lower bound on the iteration time, proven from the duals of linear programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from penstock.planners.optimal.lp.fractional import Relaxation, fastest, relax
+from penstock.planners.optimal.lp.fractional import FractionalPlan, fastest, fractional_plan
 from penstock.planners.problem import Problem
 
 _FIRST_SLOTS = 100
@@ -19,7 +19,7 @@ _CLOSE_UPS = 200  # such slots, altogether
 
 
 def lower_bound(problem: Problem, time_limit_s: float | None = None) -> float:
-    """Seconds that no plan with this problem's liberties stays below, repeated without end.
+    """Seconds that no plan with this problem's actions stays below, repeated without end.
 
     Grids get finer while the time lasts, first where memory holds the iteration up, then all over, up to
     a slot or two for each kernel. Every one gives a bound, and the largest holds: grids are not nested,
@@ -34,7 +34,7 @@ def lower_bound(problem: Problem, time_limit_s: float | None = None) -> float:
     best = float(fastest(problem.trace)[0].sum())
     slots, alone, left_s = _FIRST_SLOTS, frozenset[int](), limit_s
     while left_s > 0:
-        found = relax(problem, slots, left_s, tuple(sorted(alone)))
+        found = fractional_plan(problem, slots, left_s, tuple(sorted(alone)))
         best = max(best, found.bound_s)
         left_s = limit_s - (time.perf_counter() - began)
         finer = min(_FINER, left_s / (found.seconds * _GROWTH))
@@ -47,7 +47,7 @@ def lower_bound(problem: Problem, time_limit_s: float | None = None) -> float:
     return best
 
 
-def decisive(found: Relaxation, kernels: int) -> frozenset[int]:
+def decisive(found: FractionalPlan, kernels: int) -> frozenset[int]:
     """The kernels whose memory holds the iteration up, and those near them, for a finer grid to look at."""
     price = np.abs(found.memory_s_per_byte)
     heads = found.slots.checkpoint[price > _COUNTS * price.sum()]

@@ -1,4 +1,4 @@
-"""What a plan may do with each inactive period, as columns: what a relaxation needs to know of it."""
+"""What a plan may do with each inactive period, as columns: what a linear program needs to know of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.core.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Liberties:
+class EvictionCandidates:
     """P rows, one for each of the trace's inactive periods, in its order. K kernels; kernel K + k is
     kernel k of the next iteration, kernel k - K of the one before.
 
@@ -26,8 +26,8 @@ class Liberties:
                          the next, and costs nothing
     size_bytes           [P]
     packed_bytes         [P] as bitmask-CSR; the size where that is not less
-    remake_s             [P] time of the kernel that makes the tensor anew; infinite where none can
-    remake_until         [P] last kernel before which it can be remade: later, an input is gone
+    remake_s             [P] time of the kernel that recomputes the tensor; infinite where none can
+    remake_until         [P] last kernel before which it can be recomputed: later, an input is gone
     wraps                a period reaches into the next iteration
     """
 
@@ -41,15 +41,17 @@ class Liberties:
     lasting: BoolArray
     size_bytes: IntArray
     packed_bytes: IntArray
-    remake_s: FloatArray
-    remake_until: IntArray
+    recompute_s: FloatArray
+    recompute_until: IntArray
     wraps: bool
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     @classmethod
-    def of(cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool) -> Liberties:
+    def of(
+        cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool
+    ) -> EvictionCandidates:
         """``kernel_time_s``: [K] the least time each kernel can take."""
         tensor, begin, end, before = trace.periods
         wraps = bool((end >= trace.kernels).any())
@@ -59,16 +61,16 @@ class Liberties:
         packed = size.copy()
         if compress:
             packed = np.array([trace.compressed_bytes(entry) for entry in tensor.tolist()], dtype=np.int64)
-        remake_s = np.full(len(tensor), np.inf)
-        remake_until = np.full(len(tensor), -1, dtype=np.int64)
+        recompute_s = np.full(len(tensor), np.inf)
+        recompute_until = np.full(len(tensor), -1, dtype=np.int64)
         if recompute and len(trace.tensor_recompute):
-            maker = trace.tensor_recompute[tensor]
-            remake_until = np.minimum(_remakable_until(trace)[tensor], end)
-            possible = (maker >= 0) & (remake_until > begin) & (end < trace.kernels)
-            remake_s[possible] = kernel_time_s[maker[possible]]
+            producer = trace.tensor_recompute[tensor]
+            recompute_until = np.minimum(_recomputable_until(trace)[tensor], end)
+            possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
+            recompute_s[possible] = kernel_time_s[producer[possible]]
         return cls(
             tensor, begin, end, ready, version, rank, opened, lasting, size, packed,
-            remake_s, remake_until, wraps,
+            recompute_s, recompute_until, wraps,
         )  # fmt: skip
 
 
@@ -104,22 +106,22 @@ def _versions(
     return version, rank, opened
 
 
-def _remakable_until(trace: Trace) -> IntArray:
-    """[T] last kernel before which each tensor can be made anew: its maker's inputs are alive, and have
+def _recomputable_until(trace: Trace) -> IntArray:
+    """[T] last kernel before which each tensor can be recomputed: its producer's inputs are alive, and have
     not been written since. -1 where nothing makes it."""
     kernels = trace.kernels
     until = np.full(trace.tensors, -1, dtype=np.int64)
     persistent, death = trace.tensor_persistent.tolist(), trace.tensor_death.tolist()
-    for tensor, maker in enumerate(trace.tensor_recompute.tolist()):
-        if maker < 0:
+    for tensor, producer in enumerate(trace.tensor_recompute.tolist()):
+        if producer < 0:
             continue
         limit = kernels
-        for parent in trace.inputs[maker].tolist():
+        for parent in trace.inputs[producer].tolist():
             if not persistent[parent]:
                 limit = min(limit, death[parent] - 1)
             written = trace.writers[parent]
-            place = int(np.searchsorted(written, maker, side="right"))
+            place = int(np.searchsorted(written, producer, side="right"))
             if place < len(written):
-                limit = min(limit, int(written[place]))  # remade before that kernel, it is still as it was
+                limit = min(limit, int(written[place]))  # before that kernel, it is still as it was
         until[tensor] = limit
     return until

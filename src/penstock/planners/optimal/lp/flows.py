@@ -1,4 +1,4 @@
-"""Columns of a linear programme over time: levels, stocks and flows, an entry for each slot."""
+"""Columns of a linear program over time: levels, stocks and flows, an entry for each slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.planners.optimal.lp.sparse import Builder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Amounts:
-    """N columns of a programme, and how much of something each unit of them is.
+    """N columns of a program, and how much of something each unit of them is.
 
     columns   [N]
     weight    [N] counted for each unit of the column
@@ -45,7 +45,7 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Adds columns and rows for ``count`` slots to a programme.
+    """Adds columns and rows for ``count`` slots to a program.
 
     Slots given as arguments may lie in the next iteration or the one before. ``cyclic``: what is left
     after the last slot is there in the first; otherwise nothing is there before the first slot.

@@ -9,20 +9,21 @@ import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.trace import Trace
-from penstock.planners.optimal.lp.candidates import Liberties
-from penstock.planners.optimal.lp.model import KEEP, WAYS, Programme, formulate
+from penstock.planners.optimal.lp.candidates import EvictionCandidates
+from penstock.planners.optimal.lp.model import LPModel, formulate
 from penstock.planners.optimal.lp.slots import Slots, cut
 from penstock.planners.optimal.lp.solver import Solution, proven, solve
 from penstock.planners.problem import Problem
+from penstock.simulator.actions import ACTIONS, KEEP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Relaxation:
-    """The relaxed problem's answer. P inactive periods in the trace's order, K kernels, S slots.
+class FractionalPlan:
+    """What the linear program answers. P inactive periods in the trace's order, K kernels, S slots.
 
     bound_s               no plan is faster, repeated without end: proven, however well it was solved
-    fractions             [P, 6] how much of each period is spent in which way: the columns are
-                          `programme.WAYS`: keep, host, disk, host compressed, disk compressed, recompute
+    fractions             [P, 6] how much of each period has which action: the columns are those of
+                          penstock.simulator.actions.ACTIONS
     slots                 how the kernels were grouped
     slot_s                [S] how long each slot takes, waiting included
     memory_s_per_byte     [S] what one more byte of budget at the slot's end would save
@@ -43,9 +44,9 @@ class Relaxation:
     seconds: float
 
 
-def relax(
+def fractional_plan(
     problem: Problem, slots: int = 200, time_limit_s: float | None = None, alone: tuple[int, ...] = ()
-) -> Relaxation:
+) -> FractionalPlan:
     """Solve the problem with tensors as water, in about ``slots`` slots of time.
 
     ``alone``: kernels that get a slot of their own. Raises InvalidArgument where the solver is not
@@ -55,13 +56,15 @@ def relax(
     limit_s = problem.time_limit_s if time_limit_s is None else time_limit_s
     trace, budget = problem.trace, problem.budget_bytes
     fastest_s, live_bytes = fastest(trace)
-    liberties = Liberties.of(trace, fastest_s, compress=problem.compress, recompute=problem.recompute)
-    grid = cut(trace, liberties, fastest_s, slots, alone)
+    candidates = EvictionCandidates.of(
+        trace, fastest_s, compress=problem.compress, recompute=problem.recompute
+    )
+    grid = cut(trace, candidates, fastest_s, slots, alone)
     if int(live_bytes.max(initial=0)) <= budget:
-        return _kept(liberties, grid, fastest_s, began)
-    programme = formulate(liberties, grid, problem.hardware, fastest_s, live_bytes, budget)
-    solution = solve(programme.program, limit_s - (time.perf_counter() - began))
-    return _read(programme, solution, liberties, grid, float(fastest_s.sum()), began)
+        return _kept(candidates, grid, fastest_s, began)
+    model = formulate(candidates, grid, problem.hardware, fastest_s, live_bytes, budget)
+    solution = solve(model.program, limit_s - (time.perf_counter() - began))
+    return _read(model, solution, candidates, grid, float(fastest_s.sum()), began)
 
 
 def fastest(trace: Trace) -> tuple[FloatArray, IntArray]:
@@ -74,11 +77,11 @@ def fastest(trace: Trace) -> tuple[FloatArray, IntArray]:
     return time_s, trace.live_bytes - trace.kernel_workspace_bytes + workspace
 
 
-def _kept(liberties: Liberties, grid: Slots, fastest_s: FloatArray, began: float) -> Relaxation:
+def _kept(candidates: EvictionCandidates, grid: Slots, fastest_s: FloatArray, began: float) -> FractionalPlan:
     """Everything fits."""
-    fractions = np.zeros((len(liberties), len(WAYS)))
+    fractions = np.zeros((len(candidates), len(ACTIONS)))
     fractions[:, KEEP] = 1.0
-    return Relaxation(
+    return FractionalPlan(
         bound_s=float(fastest_s.sum()),
         fractions=fractions,
         slots=grid,
@@ -93,25 +96,30 @@ def _kept(liberties: Liberties, grid: Slots, fastest_s: FloatArray, began: float
 
 
 def _read(
-    programme: Programme, solution: Solution, liberties: Liberties, grid: Slots, ideal_s: float, began: float
-) -> Relaxation:
-    fractions = np.zeros((len(liberties), len(WAYS)))
-    for choice in programme.choices:
-        size = liberties.size_bytes[choice.periods] / programme.unit_bytes
-        fractions[choice.periods, choice.way] = np.clip(solution.value[choice.columns] / size, 0.0, 1.0)
+    model: LPModel,
+    solution: Solution,
+    candidates: EvictionCandidates,
+    grid: Slots,
+    ideal_s: float,
+    began: float,
+) -> FractionalPlan:
+    fractions = np.zeros((len(candidates), len(ACTIONS)))
+    for choice in model.choices:
+        size = candidates.size_bytes[choice.periods] / model.unit_bytes
+        fractions[choice.periods, choice.action] = np.clip(solution.value[choice.columns] / size, 0.0, 1.0)
     fractions /= np.maximum(fractions.sum(axis=1, keepdims=True), 1.0)
     fractions[:, KEEP] = np.maximum(0.0, 1.0 - fractions.sum(axis=1))
-    price = programme.unit_s / programme.unit_bytes
+    price = model.unit_s / model.unit_bytes
     memory = np.zeros(len(grid))
-    tight = programme.memory_rows >= 0
-    memory[tight] = solution.dual[programme.memory_rows[tight]] * price
-    return Relaxation(
-        bound_s=max(ideal_s, proven(programme.program, solution.dual) * programme.unit_s),
+    tight = model.memory_rows >= 0
+    memory[tight] = solution.dual[model.memory_rows[tight]] * price
+    return FractionalPlan(
+        bound_s=max(ideal_s, proven(model.program, solution.dual) * model.unit_s),
         fractions=fractions,
         slots=grid,
-        slot_s=solution.value[programme.slot_columns] * programme.unit_s,
+        slot_s=solution.value[model.slot_columns] * model.unit_s,
         memory_s_per_byte=memory,
-        link_s_per_byte={link: solution.dual[rows] * price for link, rows in programme.link_rows.items()},
+        link_s_per_byte={link: solution.dual[rows] * price for link, rows in model.link_rows.items()},
         status=solution.status,
         seconds=time.perf_counter() - began,
     )

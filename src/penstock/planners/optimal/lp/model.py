@@ -1,22 +1,22 @@
-"""The linear programme behind the lower bound: how fast an iteration could be, if tensors were water.
+"""The linear program behind the lower bound: how fast an iteration could be, if tensors were water.
 
 The iteration is cut into S slots (`slots.cut`). Columns:
 
-- for each inactive period and each way of spending it, how much of the tensor goes that way;
+- for each inactive period and each action that it allows, how much of the tensor has that action;
 - for each version of a tensor and each tier, how much is written, by the period that first needs it;
 - for each slot its length, and the bytes written to and read from each tier.
 
-Rows, for each slot: its length is at least its kernels' time and what is remade, compressed or expanded
+Rows, for each slot: its length is at least its kernels' time and what is recomputed, compressed or expanded
 in it; no link carries more than it can in that length; what is live at the slot's end fits into the
 budget, less what is away. Away is what has left by the plan, less what is not written yet, less what
 has been read back before it is needed. What is written was ready; what is needed has been read. What is
 compressed may also stay, and take less room: so it does where it is asked back before it is written.
 
 Which tensor's bytes are written first is left open: a stock of bytes for each tier, not for each tensor.
-That keeps the programme small enough for a slot per kernel, and loses next to nothing, as bytes are alike.
+That keeps the program small enough for a slot per kernel, and loses next to nothing, as bytes are alike.
 
 Everything here errs on the side of the plan, so that the optimum is a lower bound for every plan that
-spends each inactive period in one way, repeated without end: parts of tensors, transfers in any order
+has one action for each inactive period, repeated without end: parts of tensors, transfers in any order
 and without latency, kernels at their fastest and with their least workspace, recomputation with no room
 for its inputs, and no memory for what a codec works on.
 """
@@ -29,35 +29,34 @@ import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import Hardware
-from penstock.planners.optimal.lp.candidates import Liberties
+from penstock.planners.optimal.lp.candidates import EvictionCandidates
 from penstock.planners.optimal.lp.flows import Amounts, Flows, joined
 from penstock.planners.optimal.lp.slots import Slots
 from penstock.planners.optimal.lp.sparse import Builder, Program
+from penstock.simulator.actions import DISK, DISK_CSR, HOST, HOST_CSR, RECOMPUTE
 
-WAYS = ("keep", "host", "disk", "host_csr", "disk_csr", "recompute")
-KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(len(WAYS))
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
 _ALIKE = 4.0  # tensors whose waits differ by less than this factor share a stock of early writes
 _AS_DEAR = 1.5  # the same for the cost of recomputation
-_SCALE = 100.0  # what the peak and the time of an iteration are in the programme's own units
+_SCALE = 100.0  # what the peak and the time of an iteration are in the program's own units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """One way of spending some of the periods: column `columns` [N] says how much of period `periods` [N]
-    goes way `way`, in the programme's units."""
+    """One action in some of the periods: column `columns` [N] says how much of period `periods` [N] has it,
+    in the program's units."""
 
-    way: int
+    action: int
     periods: IntArray
     columns: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Programme:
+class LPModel:
     """A Program, and where its parts are.
 
-    unit_bytes, unit_s   what a unit of the programme's sizes and times is
-    choices              one for each way that there is
+    unit_bytes, unit_s   what a unit of the program's sizes and times is
+    choices              one for each action that is possible
     slot_columns         [S] length of each slot
     memory_rows          [S] the budget at each slot's end; -1 where everything fits
     link_rows            by link, [S] what it can carry; a link that nothing uses is not there
@@ -73,17 +72,17 @@ class Programme:
 
 
 def formulate(
-    liberties: Liberties,
+    candidates: EvictionCandidates,
     slots: Slots,
     hardware: Hardware,
     kernel_time_s: FloatArray,
     live_bytes: IntArray,
     budget_bytes: int,
-) -> Programme:
+) -> LPModel:
     """kernel_time_s  [K] the least time of each kernel
     live_bytes     [K] the least bytes during each kernel with every tensor resident
     """
-    return _Formulation(liberties, slots, hardware, kernel_time_s, live_bytes, budget_bytes).programme()
+    return _Formulation(candidates, slots, hardware, kernel_time_s, live_bytes, budget_bytes).model()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,24 +97,24 @@ class _Charge:
 class _Formulation:
     def __init__(
         self,
-        liberties: Liberties,
+        candidates: EvictionCandidates,
         slots: Slots,
         hardware: Hardware,
         kernel_time_s: FloatArray,
         live_bytes: IntArray,
         budget_bytes: int,
     ) -> None:
-        self.liberties, self.slots, self.hardware = liberties, slots, hardware
+        self.candidates, self.slots, self.hardware = candidates, slots, hardware
         self.unit_bytes = max(float(live_bytes.max()), 1.0) / _SCALE
         self.unit_s = (float(kernel_time_s.sum()) or 1.0) / _SCALE
         self.count = len(slots)
         self.build = Builder()
-        self.flows = Flows(self.build, self.count, liberties.wraps)
-        self.size: FloatArray = liberties.size_bytes / self.unit_bytes
+        self.flows = Flows(self.build, self.count, candidates.wraps)
+        self.size: FloatArray = candidates.size_bytes / self.unit_bytes
         # A period is away at the ends of slots [starts, ends); where there are none, it cannot matter.
-        self.starts = slots.before(liberties.begin)
-        self.ends = slots.before(liberties.end)
-        self.useful = (self.starts < self.ends) & (liberties.size_bytes > 0)
+        self.starts = slots.before(candidates.begin)
+        self.ends = slots.before(candidates.end)
+        self.useful = (self.starts < self.ends) & (candidates.size_bytes > 0)
 
         need: FloatArray = (live_bytes[slots.checkpoint] - budget_bytes) / self.unit_bytes
         self.tight = np.flatnonzero(need > 0)
@@ -130,7 +129,7 @@ class _Formulation:
         self.charges: list[_Charge] = []
         self.traffic: dict[str, tuple[IntArray, IntArray]] = {}  # by tier: columns of writes, of reads
 
-    def programme(self) -> Programme:
+    def model(self) -> LPModel:
         for tier, (raw, packed) in _TIERS.items():
             if self.hardware.capacity_bytes(tier) > 0:
                 self._tier(tier, raw, packed)
@@ -138,7 +137,7 @@ class _Formulation:
         self._charge()
         self._share_tensors()
         link_rows = self._links()
-        return Programme(
+        return LPModel(
             program=self.build.program(),
             unit_bytes=self.unit_bytes,
             unit_s=self.unit_s,
@@ -148,32 +147,32 @@ class _Formulation:
             link_rows=link_rows,
         )
 
-    # The ways of spending a period
+    # The actions in a period
 
-    def _choose(self, way: int, periods: IntArray) -> Amounts:
+    def _choose(self, action: int, periods: IntArray) -> Amounts:
         columns = self.build.add_columns(len(periods), upper=self.size[periods])
-        self.choices.append(Choice(way, periods, columns))
+        self.choices.append(Choice(action, periods, columns))
         return Amounts(columns, np.ones(len(periods)), self.size[periods])
 
     def _tier(self, tier: str, raw: int, packed: int) -> None:
         """What leaves for a tier, as it is or compressed."""
-        liberties = self.liberties
-        smaller = liberties.packed_bytes < liberties.size_bytes
+        candidates = self.candidates
+        smaller = candidates.packed_bytes < candidates.size_bytes
         gone, written = [], []
-        for way, periods in (
+        for action, periods in (
             (raw, np.flatnonzero(self.useful)),
             (packed, np.flatnonzero(self.useful & smaller)),
         ):
             if len(periods) == 0:
                 continue
-            amounts = self._choose(way, periods)
+            amounts = self._choose(action, periods)
             writers, writes = self._writes(periods, amounts)
-            ready = self.slots.before(liberties.ready[writers] + 1)
-            if way == packed:
-                share = liberties.packed_bytes / liberties.size_bytes
+            ready = self.slots.before(candidates.ready[writers] + 1)
+            if action == packed:
+                share = candidates.packed_bytes / candidates.size_bytes
                 self._leave(self.starts[periods], self.ends[periods], amounts.times(1.0 - share[periods]))
                 # It is compressed when it leaves, maybe in an earlier period, and then written.
-                ready = self.slots.before(liberties.opened[writers])
+                ready = self.slots.before(candidates.opened[writers])
                 self._codec(ready, writers, writes, self.hardware.compress_bytes_per_s)
                 self._codec(self.starts[periods], periods, amounts, self.hardware.expand_bytes_per_s)
                 amounts = self._part(amounts)
@@ -204,11 +203,11 @@ class _Formulation:
     def _writes(self, periods: IntArray, amounts: Amounts) -> tuple[IntArray, Amounts]:
         """What has to be written, and by which periods: enough for each of them is written by itself and
         by those of its version before it. What nothing ever writes has a copy for good."""
-        liberties, build = self.liberties, self.build
-        order = np.lexsort((liberties.rank[periods], liberties.version[periods]))
-        order = order[~liberties.lasting[periods[order]]]
+        candidates, build = self.candidates, self.build
+        order = np.lexsort((candidates.rank[periods], candidates.version[periods]))
+        order = order[~candidates.lasting[periods[order]]]
         periods, taken = periods[order], amounts.columns[order]
-        version = liberties.version[periods]
+        version = candidates.version[periods]
         first = np.searchsorted(version, version)
         several = np.flatnonzero(np.searchsorted(version, version, side="right") - first > 1)
         columns = taken.copy()
@@ -268,16 +267,16 @@ class _Formulation:
         return incoming
 
     def _recompute(self) -> None:
-        """What is made anew, maybe earlier than it is needed: then it takes memory earlier. Tensors that
+        """What is recomputed, maybe earlier than it is needed: then it takes memory earlier. Tensors that
         cost about as much time for their size share a stock, counted in time."""
-        liberties = self.liberties
-        periods = np.flatnonzero(self.useful & np.isfinite(liberties.remake_s))
+        candidates = self.candidates
+        periods = np.flatnonzero(self.useful & np.isfinite(candidates.recompute_s))
         if len(periods) == 0:
             return
         amounts = self._choose(RECOMPUTE, periods)
-        until = liberties.remake_until[periods]
+        until = candidates.recompute_until[periods]
         until = self.slots.before(until)
-        cost = liberties.remake_s[periods] / self.unit_s / self.size[periods]
+        cost = candidates.recompute_s[periods] / self.unit_s / self.size[periods]
         free = cost <= 0
         self._leave(self.starts[periods[free]], until[free], amounts.where(free))
         dearness = np.log(np.maximum(cost, 1e-300)) // np.log(_AS_DEAR)
@@ -314,12 +313,12 @@ class _Formulation:
                 self.build.add(self.time_rows, work, -1.0)
 
     def _share_tensors(self) -> None:
-        """The ways of a period share its tensor."""
-        ways = np.zeros(len(self.liberties), dtype=np.int64)
+        """The actions of a period share its tensor."""
+        actions = np.zeros(len(self.candidates), dtype=np.int64)
         for choice in self.choices:
-            ways[choice.periods] += 1
-        several = np.flatnonzero(ways > 1)
-        row_of = np.full(len(self.liberties), -1, dtype=np.int64)
+            actions[choice.periods] += 1
+        several = np.flatnonzero(actions > 1)
+        row_of = np.full(len(self.candidates), -1, dtype=np.int64)
         row_of[several] = self.build.add_rows(len(several), -np.inf, self.size[several])
         for choice in self.choices:
             rows = row_of[choice.periods]
@@ -364,8 +363,8 @@ class _Formulation:
         """The best that the link reaches with any transfer there can be."""
         best = self.hardware.rate_bytes_per_s(link)
         if self.hardware.measured_rates.get(link):
-            liberties = self.liberties
-            sizes = np.concatenate([liberties.size_bytes[self.useful], liberties.packed_bytes[self.useful]])
+            candidates = self.candidates
+            sizes = np.concatenate([candidates.size_bytes[self.useful], candidates.packed_bytes[self.useful]])
             different = [size for size in np.unique(sizes).tolist() if size > 0]
             best = max((size / self.hardware.transfer_s(link, size) for size in different), default=best)
         return best / self.unit_bytes * self.unit_s

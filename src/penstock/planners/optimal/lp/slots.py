@@ -1,4 +1,4 @@
-"""The iteration cut into slots: what a linear programme takes for moments."""
+"""The iteration cut into slots: what a linear program takes for moments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray
 from penstock.core.trace import Trace
-from penstock.planners.optimal.lp.candidates import Liberties
+from penstock.planners.optimal.lp.candidates import EvictionCandidates
 
 _MEMORY_SHARE = 0.3  # how much the change of memory counts for a slot's share, against time
 _LONG = 0.25  # of a slot's share of the time: a kernel that takes as long gets a slot of its own
@@ -50,7 +50,7 @@ class Slots:
 
 def cut(
     trace: Trace,
-    liberties: Liberties,
+    candidates: EvictionCandidates,
     kernel_time_s: FloatArray,
     count: int,
     alone: tuple[int, ...] = (),
@@ -61,7 +61,7 @@ def cut(
     kernels = trace.kernels
     ends = np.zeros(2 * kernels, dtype=np.bool_)
     looked_at = (
-        _tallest(trace, liberties, kernel_time_s, min(count, kernels)) if kernels else np.zeros(0, int)
+        _tallest(trace, candidates, kernel_time_s, min(count, kernels)) if kernels else np.zeros(0, int)
     )
     ends[2 * looked_at] = True
     long = kernel_time_s[looked_at] >= _LONG * float(kernel_time_s.sum()) / max(count, 1)
@@ -72,7 +72,7 @@ def cut(
     return Slots(np.cumsum(ends) - ends, np.flatnonzero(ends))
 
 
-def _tallest(trace: Trace, liberties: Liberties, kernel_time_s: FloatArray, count: int) -> IntArray:
+def _tallest(trace: Trace, candidates: EvictionCandidates, kernel_time_s: FloatArray, count: int) -> IntArray:
     """The kernel with the most memory out of each of ``count`` groups of kernels in a row."""
     kernels = trace.kernels
     if count == kernels:
@@ -83,9 +83,9 @@ def _tallest(trace: Trace, liberties: Liberties, kernel_time_s: FloatArray, coun
     group = np.minimum((until * count * (1 - 1e-12)).astype(np.int64), count - 1)
 
     # What can only be away within a group would be seen at its one checkpoint: look where most else is.
-    begin, end = liberties.begin, liberties.end
+    begin, end = candidates.begin, candidates.end
     inside = (end <= kernels) & (group[np.minimum(begin, kernels - 1)] == group[end % kernels])
-    lasting = trace.live_bytes - _covered(begin, end, liberties.size_bytes, inside, kernels)
+    lasting = trace.live_bytes - _covered(begin, end, candidates.size_bytes, inside, kernels)
     order = np.lexsort((-lasting, group))
     first = np.diff(group[order], prepend=-1) != 0
     result: IntArray = order[first]

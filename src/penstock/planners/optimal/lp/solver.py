@@ -1,4 +1,4 @@
-"""A linear programme solved by HiGHS, and a lower bound that does not depend on how well it was solved."""
+"""A linear program solved by HiGHS, and a lower bound that does not depend on how well it was solved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear programme under construction: blocks of columns, of rows, and of entries, all as arrays."""
+"""A linear program under construction: blocks of columns, of rows, and of entries, all as arrays."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From the relaxation's fractions to a plan: rounding, seeds, and a local search."""
+"""From the fractions of the linear program to a plan: rounding, seeds, and a local search."""

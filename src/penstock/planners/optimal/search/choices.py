@@ -9,24 +9,20 @@ import numpy as np
 from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.hardware import Hardware
 from penstock.planners.problem import Problem
-
-# What can happen to a tensor in a period, as in `penstock.simulator.replay`.
-KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(6)
-WAYS = 6
-MOVES = {HOST: ("host", "raw"), DISK: ("disk", "raw"), HOST_CSR: ("host", "csr"), DISK_CSR: ("disk", "csr")}
+from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """P inactive periods, in the order of ``trace.periods``.
+    """P inactive periods, in the order of ``trace.periods``, and A actions: penstock.simulator.actions.
 
     tensor, begin, end  [P] the period; end > K where it reaches into the next iteration
     ready      [P] last kernel that writes the tensor before the period, -1 for none
     size_bytes [P] of the tensor
-    allowed    [P, WAYS] what is possible; keeping always is
-    cost_s     [P, WAYS] seconds of link or of compute that each way takes; inf where not possible
+    allowed    [P, A] what is possible; keeping always is
+    cost_s     [P, A] seconds of link or of compute that each action takes; inf where not possible
     order      [P] the periods so that what makes a tensor comes before what it is made into
-    parents    P lists: the tensors read when the period's is made anew; empty where it cannot be
+    parents    P lists: the tensors read when the period's is recomputed; empty where it cannot be
     """
 
     tensor: IntArray
@@ -73,7 +69,7 @@ def _ways(
     problem: Problem, tensor: IntArray, size_bytes: IntArray, makes: BoolArray
 ) -> tuple[BoolArray, FloatArray]:
     trace, hardware = problem.trace, problem.hardware
-    cost_s = np.full((len(tensor), WAYS), np.inf)
+    cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
     cost_s[:, KEEP] = 0.0
     packed = size_bytes
     if problem.compress and len(trace.tensor_density):
@@ -82,15 +78,15 @@ def _ways(
             position
         ]
     coding_s = size_bytes / hardware.compress_bytes_per_s + size_bytes / hardware.expand_bytes_per_s
-    for way, (tier, codec) in MOVES.items():
+    for action, (tier, codec) in MOVES.items():
         if hardware.capacity_bytes(tier) <= 0:
             continue
         if codec == "raw":
-            cost_s[:, way] = _round_trip_s(hardware, tier, size_bytes)
+            cost_s[:, action] = _round_trip_s(hardware, tier, size_bytes)
         else:
             smaller = packed < size_bytes
             both_s = _round_trip_s(hardware, tier, packed[smaller]) + coding_s[smaller]
-            cost_s[smaller, way] = both_s
+            cost_s[smaller, action] = both_s
     if makes.any():
         kernel = trace.tensor_recompute[tensor[makes]]
         cost_s[makes, RECOMPUTE] = trace.kernel_time_s[kernel]
@@ -110,7 +106,7 @@ def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatA
 
 
 def _can_be_made(problem: Problem, tensor: IntArray, end: IntArray, writer: IntArray) -> BoolArray:
-    """[P] whether the tensor can be dropped and made anew before kernel `end`.
+    """[P] whether the tensor can be released and recomputed before kernel `end`.
 
     The kernel that makes it must be the last that wrote it, and must find all that it reads alive and
     as it was.

@@ -9,9 +9,10 @@ import numpy as np
 from penstock._native import PlanSearch
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.plan import Evict, Recompute
-from penstock.planners.optimal.search.choices import MOVES, RECOMPUTE, Choices
-from penstock.planners.optimal.search.rounding import HowArray
+from penstock.planners.optimal.search.choices import Choices
+from penstock.planners.optimal.search.rounding import ActionArray
 from penstock.planners.problem import Problem
+from penstock.simulator.actions import MOVES, RECOMPUTE
 from penstock.simulator.replay import machine_columns, trace_columns
 
 
@@ -19,30 +20,30 @@ from penstock.simulator.replay import machine_columns, trace_columns
 class Candidate:
     """A plan that keeps to the budget and to every tier.
 
-    how          [P] what happens in each period
+    action       [P] what happens in each period
     late         [P] bool: the copy starts only before the period, though it could earlier
-    columns      tensor, after, begin, end, prefetch_at, how of each absence that follows from that
+    columns      tensor, after, begin, end, prefetch_at, action of each eviction interval
     iteration_s  what the replay says
     timed_out    the search stopped for want of time
     """
 
-    how: HowArray
-    late: HowArray
+    action: ActionArray
+    late: ActionArray
     columns: tuple[IntArray, ...]
     iteration_s: float
     evaluations: int = 0
     timed_out: bool = False
 
-    def absences(self) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
+    def intervals(self) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
         """The same as parts of a Plan, each in the order that a Plan asks for."""
         evictions, recomputations = [], []
-        for tensor, after, begin, end, prefetch_at, how in zip(
+        for tensor, after, begin, end, prefetch_at, action in zip(
             *(column.tolist() for column in self.columns), strict=True
         ):
-            if how == RECOMPUTE:
+            if action == RECOMPUTE:
                 recomputations.append(Recompute(tensor, begin, end))
             else:
-                tier, codec = MOVES[how]
+                tier, codec = MOVES[action]
                 evictions.append(Evict(tensor, after, begin, end, prefetch_at, tier, codec))
         evictions.sort(key=lambda evict: evict.after)
         return tuple(evictions), tuple(recomputations)
@@ -52,19 +53,21 @@ class Improver:
     """What can be done with a problem's periods, and the means to try it. One thread works at a time."""
 
     def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
-        """bias: [P, WAYS] how much of each period goes which way in the relaxation."""
+        """bias: [P, A] how much of each period each action has in the linear program."""
         self._search = PlanSearch(*search_columns(problem, choices, bias))
         self._count = len(choices)
 
-    def repaired(self, how: HowArray, late: HowArray | None = None) -> tuple[HowArray, HowArray] | None:
+    def repaired(
+        self, action: ActionArray, late: ActionArray | None = None
+    ) -> tuple[ActionArray, ActionArray] | None:
         """The nearest choice found that fits, without what it does not need; None where none was."""
-        found = self._search.repair(how, self._late(late))
+        found = self._search.repair(action, self._late(late))
         return None if found is None else (np.asarray(found), self._late(late))
 
     def improved(
         self,
-        how: HowArray,
-        late: HowArray | None = None,
+        action: ActionArray,
+        late: ActionArray | None = None,
         *,
         evaluations: int,
         seconds: float,
@@ -78,11 +81,13 @@ class Improver:
         target_s      an iteration time that is good enough
         temperature   how much worse a change may be at first, as a fraction of the iteration time
         """
-        found = self._search.improve(how, self._late(late), evaluations, seconds, target_s, temperature, seed)
-        new_how, new_late, iteration_s, columns, count, timed_out = found
-        return Candidate(new_how, new_late, tuple(columns), iteration_s, count, timed_out)
+        found = self._search.improve(
+            action, self._late(late), evaluations, seconds, target_s, temperature, seed
+        )
+        new_action, new_late, iteration_s, columns, count, timed_out = found
+        return Candidate(new_action, new_late, tuple(columns), iteration_s, count, timed_out)
 
-    def _late(self, late: HowArray | None) -> HowArray:
+    def _late(self, late: ActionArray | None) -> ActionArray:
         return np.zeros(self._count, dtype=np.int8) if late is None else late
 
 

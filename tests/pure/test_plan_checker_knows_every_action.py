@@ -50,7 +50,7 @@ def chain() -> Trace:
     )
 
 
-def judge(
+def violations(
     *rows: Evict | Recompute,
     trace: Trace | None = None,
     budget: int = ROOMY,
@@ -92,19 +92,19 @@ def test_the_periods_are_as_described() -> None:
 
 class TestPartsOfPeriods:
     def test_a_part_is_legal_where_every_tensor_may_leave(self) -> None:
-        assert judge(Evict(A, 0, 3, 5, 5)) == []
+        assert violations(Evict(A, 0, 3, 5, 5)) == []
 
     def test_two_parts_of_one_period(self) -> None:
-        assert judge(Evict(A, 0, 2, 4, 4), Evict(A, 0, 5, 7, 7)) == []
-        named(judge(Evict(A, 0, 2, 4, 4), Evict(A, 0, 3, 7, 7)), "begins before the one during")
+        assert violations(Evict(A, 0, 2, 4, 4), Evict(A, 0, 5, 7, 7)) == []
+        named(violations(Evict(A, 0, 2, 4, 4), Evict(A, 0, 3, 7, 7)), "begins before the one during")
 
 
 class TestWrapping:
     def test_a_frozen_weight_is_away_over_the_end(self) -> None:
-        assert judge(Evict(FROZEN, 3, 4, 12, 11)) == []
-        assert judge(Evict(FROZEN, -1, 10, 12, 12)) == []
-        named(judge(Evict(FROZEN, -1, 11, 12, 12)), "outside the tensor's inactive periods")
-        named(judge(Evict(FROZEN, 3, 4, 13, 12)), "outside the tensor's inactive periods")
+        assert violations(Evict(FROZEN, 3, 4, 12, 11)) == []
+        assert violations(Evict(FROZEN, -1, 10, 12, 12)) == []
+        named(violations(Evict(FROZEN, -1, 11, 12, 12)), "outside the tensor's inactive periods")
+        named(violations(Evict(FROZEN, 3, 4, 13, 12)), "outside the tensor's inactive periods")
 
     def test_memory_counts_on_both_sides_of_the_end(self) -> None:
         trace = chain()
@@ -120,26 +120,26 @@ class TestWrapping:
         trace = chain()
         wrap = Evict(FROZEN, 3, 4, 12, 11, "host")
         other = Evict(FROZEN, -1, 4, 6, 6)
-        named(judge(wrap, other, trace=trace), "begins before")
+        named(violations(wrap, other, trace=trace), "begins before")
 
 
 class TestRecomputation:
     def test_a_chain_is_made_anew_parents_first(self) -> None:
-        assert judge(AGAIN) == []
-        assert judge(Recompute(A, 2, 6), Recompute(B, 3, 6)) == []
+        assert violations(AGAIN) == []
+        assert violations(Recompute(A, 2, 6), Recompute(B, 3, 6)) == []
         named(
-            judge(Recompute(B, 3, 6), Recompute(A, 2, 6)),
+            violations(Recompute(B, 3, 6), Recompute(A, 2, 6)),
             r"recomputation of tensor 4 .* runs kernel 1 `make_b` again before kernel 6: its input, "
-            r"tensor 3, is made anew for the same kernel, but later",
+            r"tensor 3, is recomputed for the same kernel, but later",
         )
 
     def test_a_parent_returns_for_the_same_kernel(self) -> None:
-        assert judge(Recompute(B, 3, 6), Evict(A, 0, 2, 6, 5)) == []
-        assert judge(Recompute(B, 3, 6), Evict(A, 0, 2, 6, 6)) == []
+        assert violations(Recompute(B, 3, 6), Evict(A, 0, 2, 6, 5)) == []
+        assert violations(Recompute(B, 3, 6), Evict(A, 0, 2, 6, 6)) == []
 
     def test_a_parent_that_is_away(self) -> None:
-        named(judge(Recompute(B, 3, 6), Evict(A, 0, 2, 7, 7)), "its input, tensor 3, is away then")
-        named(judge(Recompute(B, 3, 6), Recompute(A, 2, 7)), "its input, tensor 3, is away then")
+        named(violations(Recompute(B, 3, 6), Evict(A, 0, 2, 7, 7)), "its input, tensor 3, is away then")
+        named(violations(Recompute(B, 3, 6), Recompute(A, 2, 7)), "its input, tensor 3, is away then")
 
     def test_a_parent_that_is_dead(self) -> None:
         trace = chain()
@@ -155,7 +155,7 @@ class TestRecomputation:
             inputs=replace(trace.inputs, starts=starts, values=values),
             tensor_death=death,
         )
-        named(judge(Recompute(B, 3, 6), trace=early), "its input, tensor 3, is not alive then")
+        named(violations(Recompute(B, 3, 6), trace=early), "its input, tensor 3, is not alive then")
 
     def test_a_parent_that_was_written(self) -> None:
         trace = chain()
@@ -163,36 +163,39 @@ class TestRecomputation:
         values = np.insert(values, starts[4], WEIGHT)  # rest4 writes the weight
         starts[5:] += 1
         edited = replace(trace, outputs=replace(trace.outputs, starts=starts, values=values))
-        named(judge(AGAIN, trace=edited), "its input, tensor 0, has been written since")
+        named(violations(AGAIN, trace=edited), "its input, tensor 0, has been written since")
 
     def test_what_cannot_be_made_anew(self) -> None:
-        named(judge(Recompute(2, 1, 8)), "tensor 2 .*: no kernel can make the tensor anew")
-        named(judge(Recompute(99, 1, 8)), "tensor 99 is recomputed, but the trace has 7 tensors")
-        named(judge(Recompute(A, 1, 7)), "outside the tensor's inactive periods")
-        named(judge(AGAIN, trace=replace(chain(), tensor_recompute=np.zeros(0, dtype=np.int64))), "anew")
+        named(violations(Recompute(2, 1, 8)), "tensor 2 .*: no kernel can recompute the tensor")
+        named(violations(Recompute(99, 1, 8)), "tensor 99 is recomputed, but the trace has 7 tensors")
+        named(violations(Recompute(A, 1, 7)), "outside the tensor's inactive periods")
+        named(
+            violations(AGAIN, trace=replace(chain(), tensor_recompute=np.zeros(0, dtype=np.int64))),
+            "can recompute",
+        )
 
     def test_an_eviction_of_the_same_tensor(self) -> None:
-        assert judge(Recompute(A, 2, 4), Evict(A, 4, 5, 7, 7)) == []
+        assert violations(Recompute(A, 2, 4), Evict(A, 4, 5, 7, 7)) == []
         named(
-            judge(Recompute(A, 2, 4), Evict(A, 2, 5, 7, 7)),
+            violations(Recompute(A, 2, 4), Evict(A, 2, 5, 7, 7)),
             "copied after kernel 2, when the tensor may be away until kernel 4",
         )
-        named(judge(Recompute(A, 2, 5), Evict(A, 3, 4, 7, 7)), "begins before")
+        named(violations(Recompute(A, 2, 5), Evict(A, 3, 4, 7, 7)), "begins before")
 
     def test_its_workspace_counts_before_the_kernel(self) -> None:
         # At kernel 7: weights 110, x 50, a 1000, gradient 20; preparing adds the workspace of make_a.
         rows = AGAIN, Evict(B, 1, 3, 6, 6), Evict(C, 2, 3, 5, 5)
-        assert judge(*rows, budget=2187) == []
+        assert violations(*rows, budget=2187) == []
         trace = chain()
         big = trace.kernel_workspace_bytes.copy()
         big[0] = 1100
         trace = replace(trace, kernel_workspace_bytes=big)
-        assert judge(*rows, trace=trace, budget=2280) == []
-        named(judge(*rows, trace=trace, budget=2279), "kernel 7 `use_a` needs")
+        assert violations(*rows, trace=trace, budget=2280) == []
+        named(violations(*rows, trace=trace, budget=2279), "kernel 7 `use_a` needs")
 
 
 class TestRecomputationOverTheEnd:
-    """master -> half, which all others read; the update writes the master, and then half is made anew."""
+    """master -> half, which all others read; the update writes the master, and then half is recomputed."""
 
     def trace(self) -> Trace:
         step = Step()
@@ -210,15 +213,17 @@ class TestRecomputationOverTheEnd:
     def test_it_is_made_anew_in_the_next_iteration(self) -> None:
         trace = self.trace()
         again = Recompute(1, 5, 7)
-        assert judge(again, trace=trace) == []
+        assert violations(again, trace=trace) == []
         assert resident_bytes(trace, (), [again]).tolist() == [100, 150, 170, 170, 150, 100]
 
     def test_not_before_it_was_made_nor_after_its_input_changed(self) -> None:
         trace = self.trace()
-        named(judge(Recompute(1, 3, 4), trace=trace), "begins before kernel 4 `cast` has made the tensor")
+        named(
+            violations(Recompute(1, 3, 4), trace=trace), "begins before kernel 4 `cast` has made the tensor"
+        )
         away = Evict(0, 4, 5, 9, 9)
-        named(judge(Recompute(1, 5, 7), away, trace=trace), "its input, tensor 0, is away then")
-        assert judge(Recompute(1, 5, 7), replace(away, end=7, prefetch_at=6), trace=trace) == []
+        named(violations(Recompute(1, 5, 7), away, trace=trace), "its input, tensor 0, is away then")
+        assert violations(Recompute(1, 5, 7), replace(away, end=7, prefetch_at=6), trace=trace) == []
 
     def test_what_dies_with_the_iteration_is_no_help_in_the_next(self) -> None:
         trace = self.trace()
@@ -226,16 +231,16 @@ class TestRecomputationOverTheEnd:
         rows[4] = [0, 2]  # it casts the gradient, too
         death = np.array([6, 6, 5])
         longer = replace(trace, inputs=Lists.of(rows), tensor_death=death)
-        named(judge(Recompute(1, 5, 7), trace=longer), "its input, tensor 2, is not alive then")
+        named(violations(Recompute(1, 5, 7), trace=longer), "its input, tensor 2, is not alive then")
 
 
 class TestCompression:
     def test_what_gets_smaller(self) -> None:
-        assert judge(Evict(A, 1, 2, 7, 6, codec="csr")) == []
-        named(judge(Evict(B, 2, 3, 6, 6, codec="csr")), "'csr', which does not make the tensor smaller")
+        assert violations(Evict(A, 1, 2, 7, 6, codec="csr")) == []
+        named(violations(Evict(B, 2, 3, 6, 6, codec="csr")), "'csr', which does not make the tensor smaller")
 
     def test_its_copy_starts_when_it_is_compressed(self) -> None:
-        named(judge(Evict(A, 0, 2, 7, 6, codec="csr")), "its copy starts after kernel 1")
+        named(violations(Evict(A, 0, 2, 7, 6, codec="csr")), "its copy starts after kernel 1")
 
     def test_both_forms_count(self) -> None:
         trace = chain()
@@ -243,8 +248,8 @@ class TestCompression:
         assert small == 32 + 25 * 4
         away = Evict(A, 1, 2, 7, 4, codec="csr"), Evict(B, 1, 3, 6, 6), Evict(C, 2, 3, 5, 5)
         # Compressed before kernel 2: weights, x, a, b and the copy. At kernel 2: b and c instead.
-        assert judge(*away, budget=110 + 50 + 2000 + small) == []
-        named(judge(*away, budget=110 + 50 + 2000 + small - 1), "kernel 2 `make_c` needs")
+        assert violations(*away, budget=110 + 50 + 2000 + small) == []
+        named(violations(*away, budget=110 + 50 + 2000 + small - 1), "kernel 2 `make_c` needs")
         tight = Plan(policy="t", device_budget_bytes=ROOMY, evictions=away[:1])
         assert check(trace, tight, machine(disk_bytes=small)) == []
         named(
@@ -254,10 +259,12 @@ class TestCompression:
 
 class TestVariants:
     def test_a_variant_of_every_kernel_or_of_none(self) -> None:
-        assert judge(variants=(0, *(-1,) * 9)) == []
-        named(judge(variants=(0,)), "variants of 1 kernels: the trace has 10")
-        named(judge(variants=(1, *(-1,) * 9)), "kernel 0 `make_a` runs as variant 1: it has 1 of them")
-        named(judge(variants=(0, 0, *(-1,) * 8)), "kernel 1 `make_b` runs as variant 0: it has 0 of them")
+        assert violations(variants=(0, *(-1,) * 9)) == []
+        named(violations(variants=(0,)), "variants of 1 kernels: the trace has 10")
+        named(violations(variants=(1, *(-1,) * 9)), "kernel 0 `make_a` runs as variant 1: it has 1 of them")
+        named(
+            violations(variants=(0, 0, *(-1,) * 8)), "kernel 1 `make_b` runs as variant 0: it has 0 of them"
+        )
 
     def test_the_workspace_of_the_variant_counts(self) -> None:
         rows = AGAIN, Evict(B, 1, 3, 6, 6), Evict(C, 2, 3, 5, 5)
@@ -266,35 +273,39 @@ class TestVariants:
         big[0] = 5000
         trace = replace(trace, kernel_workspace_bytes=big)
         small = (0, *(-1,) * 9)
-        assert judge(*rows, trace=trace, budget=2187, variants=small) == []
-        assert len(judge(*rows, trace=trace, budget=2187)) == 1
+        assert violations(*rows, trace=trace, budget=2187, variants=small) == []
+        assert len(violations(*rows, trace=trace, budget=2187)) == 1
 
 
 class TestAddresses:
     OFFSETS = (0, 100, 110, 160, 1160, 2160, 3160)
 
     def test_each_at_its_own(self) -> None:
-        assert judge(offsets=self.OFFSETS) == []
-        assert judge(offsets=self.OFFSETS, budget=3187) == []
+        assert violations(offsets=self.OFFSETS) == []
+        assert violations(offsets=self.OFFSETS, budget=3187) == []
 
     def test_one_after_the_other_at_one_address(self) -> None:
         shared = (0, 100, 110, 160, 1160, 160, 3160)
         named(
-            judge(offsets=shared),
+            violations(offsets=shared),
             r"tensors 3 and 5 overlap in device memory at kernel 2 `make_c`: bytes \[160",
         )
-        assert judge(Evict(A, 0, 2, 7, 7), offsets=shared) == []
-        assert judge(Evict(A, 0, 2, 7, 6), offsets=shared) == []
-        named(judge(Evict(A, 0, 2, 7, 5), offsets=shared), "tensors 3 and 5 overlap .* kernel 5 `use_c`")
-        assert judge(Recompute(A, 2, 7), offsets=shared) == []
+        assert violations(Evict(A, 0, 2, 7, 7), offsets=shared) == []
+        assert violations(Evict(A, 0, 2, 7, 6), offsets=shared) == []
+        named(violations(Evict(A, 0, 2, 7, 5), offsets=shared), "tensors 3 and 5 overlap .* kernel 5 `use_c`")
+        assert violations(Recompute(A, 2, 7), offsets=shared) == []
 
     def test_over_the_end_of_the_iteration(self) -> None:
         shared = (0, 160, 110, 160, 1160, 2160, 3160)
         away = Evict(FROZEN, 3, 4, 12, 12)
-        named(judge(away, offsets=shared), "tensors 1 and 3 overlap .* kernel 2")
-        assert judge(away, Evict(A, 0, 2, 4, 4), offsets=shared) == []
+        named(violations(away, offsets=shared), "tensors 1 and 3 overlap .* kernel 2")
+        assert violations(away, Evict(A, 0, 2, 4, 4), offsets=shared) == []
 
     def test_outside(self) -> None:
-        named(judge(offsets=(*self.OFFSETS[:6], ROOMY - 19)), "tensor 6 lies at bytes .* beyond the budget")
-        named(judge(offsets=(*self.OFFSETS[:6], -1)), "tensor 6 is on the device, but has the address -1")
-        named(judge(offsets=self.OFFSETS[:6]), "addresses to 6 tensors: the trace has 7")
+        named(
+            violations(offsets=(*self.OFFSETS[:6], ROOMY - 19)), "tensor 6 lies at bytes .* beyond the budget"
+        )
+        named(
+            violations(offsets=(*self.OFFSETS[:6], -1)), "tensor 6 is on the device, but has the address -1"
+        )
+        named(violations(offsets=self.OFFSETS[:6]), "addresses to 6 tensors: the trace has 7")

@@ -1,4 +1,4 @@
-"""Random legal plans: the replay stays within the memory that the judge counted, and within its links."""
+"""Random legal plans: the replay stays within the memory that the plan checker counted, and its links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
 from penstock.simulator import simulate
-from penstock.simulator.replay import KEEP, Absences, Replay
+from penstock.simulator.actions import KEEP
+from penstock.simulator.replay import Intervals, Replay
 
 from .traces import PAGE, legal_plans, machines, traces, whole_traces
 
@@ -45,12 +46,12 @@ any_machine = st.one_of(machines, buses)
 def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    absences = Absences.of_plan(plan)
+    intervals = Intervals.of_plan(plan)
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    assert replay.static_bytes(absences, variants=plan.variants).tolist() == needed.tolist()
-    occupied = replay.tier_bytes(absences)
-    for tier, judged in tier_bytes(trace, plan.evictions).items():
-        assert (occupied[tier] >= judged).all()
+    assert replay.static_bytes(intervals, variants=plan.variants).tolist() == needed.tolist()
+    occupied = replay.tier_bytes(intervals)
+    for tier, checked in tier_bytes(trace, plan.evictions).items():
+        assert (occupied[tier] >= checked).all()
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
@@ -58,11 +59,11 @@ def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: 
 def test_a_legal_plan_runs_within_its_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    absences = Absences.of_plan(plan)
-    result = replay.run(absences, variants=plan.variants)
+    intervals = Intervals.of_plan(plan)
+    result = replay.run(intervals, variants=plan.variants)
     assert not result.deadlock
     assert result.peak_bytes <= plan.device_budget_bytes
-    for tier, occupied in replay.tier_bytes(absences).items():
+    for tier, occupied in replay.tier_bytes(intervals).items():
         assert result.tier_peak_bytes[tier] <= occupied.max(initial=0)
     timeline = simulate(trace, plan, hardware)
     assert timeline.iteration_s == result.iteration_s
@@ -126,28 +127,28 @@ def test_placed_prefetches_keep_the_budget(
 ) -> None:
     plan = data.draw(legal_plans(trace, hardware, slack_bytes=500 * PAGE))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    absences = Absences.of_plan(plan)
-    lazy = replace(absences, prefetch_at=absences.end)
-    placed = replay.prefetch(absences, trace.start_s, early, variants=plan.variants)
-    assert (placed >= absences.begin).all()
-    assert (placed <= absences.end).all()
-    moved = replace(absences, prefetch_at=placed)
+    intervals = Intervals.of_plan(plan)
+    lazy = replace(intervals, prefetch_at=intervals.end)
+    placed = replay.prefetch(intervals, trace.start_s, early, variants=plan.variants)
+    assert (placed >= intervals.begin).all()
+    assert (placed <= intervals.end).all()
+    moved = replace(intervals, prefetch_at=placed)
     before = replay.static_bytes(lazy, variants=plan.variants)
     after = replay.static_bytes(moved, variants=plan.variants)
     assert (after <= np.maximum(before, plan.device_budget_bytes)).all()
-    assert (placed <= replay.prefetch(absences, trace.start_s, 0, variants=plan.variants)).all()
+    assert (placed <= replay.prefetch(intervals, trace.start_s, 0, variants=plan.variants)).all()
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
 @settings(max_examples=30, deadline=None)
 def test_rows_that_are_kept_count_for_nothing(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
-    absences = Absences.of_plan(plan)
+    intervals = Intervals.of_plan(plan)
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    doubled = Absences(*(np.repeat(getattr(absences, name), 2) for name in Absences.__dataclass_fields__))
-    doubled.how[1::2] = KEEP
-    assert replay.static_bytes(doubled).tolist() == replay.static_bytes(absences).tolist()
-    once, twice = replay.run(absences), replay.run(doubled)
+    doubled = Intervals(*(np.repeat(getattr(intervals, name), 2) for name in Intervals.__dataclass_fields__))
+    doubled.action[1::2] = KEEP
+    assert replay.static_bytes(doubled).tolist() == replay.static_bytes(intervals).tolist()
+    once, twice = replay.run(intervals), replay.run(doubled)
     assert once.iteration_s == twice.iteration_s
     assert once.start_s.tolist() == twice.start_s.tolist()
 

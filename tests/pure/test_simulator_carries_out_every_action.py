@@ -14,7 +14,7 @@ from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace, Variant
 from penstock.errors import InvalidArgument
 from penstock.simulator import simulate
-from penstock.simulator.replay import Absences, Replay
+from penstock.simulator.replay import Intervals, Replay
 
 from .traces import Step, five_kernels, machine
 
@@ -251,14 +251,14 @@ def test_a_link_without_a_rate_is_refused() -> None:
 
 def test_a_search_can_stop_at_a_deadlock() -> None:
     trace = five_kernels()
-    rows = Absences.of(())
+    rows = Intervals.of(())
     assert Replay(trace, machine(50.0), 100).run(rows).iteration_s == float("inf")
     going_on = Replay(trace, machine(50.0), 100).run(rows, stop_on_deadlock=False)
     assert (going_on.iteration_s, going_on.peak_bytes, going_on.deadlock) == (5, 300, True)
 
 
 def test_kernel_times_can_be_given() -> None:
-    result = Replay(five_kernels(), machine(50.0), 10**9).run(Absences.of(()), np.full(5, 2.0))
+    result = Replay(five_kernels(), machine(50.0), 10**9).run(Intervals.of(()), np.full(5, 2.0))
     assert result.iteration_s == 10
     assert result.start_s.tolist() == [0, 2, 4, 6, 8]
 
@@ -274,7 +274,7 @@ def test_prefetches_are_placed_at_the_latest_moment_in_time() -> None:
     step.kernel("use", 1.0, [first])
     step.kernel("use again", 1.0, [second])
     trace = step.trace()
-    rows = Absences.of((Evict(0, 0, 1, 12, 12), Evict(1, 0, 1, 13, 13)))
+    rows = Intervals.of((Evict(0, 0, 1, 12, 12), Evict(1, 0, 1, 13, 13)))
     planner = Replay(trace, machine(50.0), 10**9)
     assert planner.prefetch(rows, trace.start_s).tolist() == [9, 11]
     assert planner.prefetch(rows, trace.start_s, early=3).tolist() == [6, 8]

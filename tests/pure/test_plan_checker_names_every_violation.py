@@ -1,4 +1,4 @@
-"""The judge accepts legal plans and says which rule an illegal one breaks."""
+"""The plan checker accepts legal plans and says which rule an illegal one breaks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .traces import Step, candidates, five_kernels, legal_plans, machine, machin
 GOOD = Evict(tensor=0, after=0, begin=1, end=4, prefetch_at=3)
 
 
-def judge(*evictions: Evict, hardware: Hardware | None = None, budget: int = 200) -> list[str]:
+def violations(*evictions: Evict, hardware: Hardware | None = None, budget: int = 200) -> list[str]:
     made = Plan(policy="test", device_budget_bytes=budget, evictions=evictions)
     return check(five_kernels(), made, hardware or machine())
 
 
 def test_a_legal_plan_passes() -> None:
-    assert judge(GOOD) == []
-    assert judge(replace(GOOD, begin=2)) == []
-    assert judge(replace(GOOD, tier="host"), hardware=machine(host_bytes=100)) == []
+    assert violations(GOOD) == []
+    assert violations(replace(GOOD, begin=2)) == []
+    assert violations(replace(GOOD, tier="host"), hardware=machine(host_bytes=100)) == []
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_a_legal_plan_passes() -> None:
     ],
 )
 def test_an_eviction_that_is_wrong_in_itself(evict: Evict, words: str) -> None:
-    with_room = judge(evict, budget=300)
+    with_room = violations(evict, budget=300)
     assert len(with_room) == 1
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(with_room[0])
 
 
 def test_a_link_without_a_rate() -> None:
-    (sentence,) = judge(GOOD, hardware=replace(machine(), disk_write_bytes_per_s=0.0), budget=300)
+    (sentence,) = violations(GOOD, hardware=replace(machine(), disk_write_bytes_per_s=0.0), budget=300)
     assert "the link disk_write has no rate" in sentence
 
 
 def test_two_evictions_of_one_tensor_that_overlap() -> None:
-    (sentence,) = judge(GOOD, replace(GOOD, begin=2))
+    (sentence,) = violations(GOOD, replace(GOOD, begin=2))
     assert "tensor 0 during kernels [2, 4) begins before the one during kernels [1, 4) has ended" in sentence
 
 
@@ -98,17 +98,17 @@ def test_a_copy_that_misses_an_edit() -> None:
 
 
 def test_memory_above_the_budget() -> None:
-    (sentence,) = judge(GOOD, budget=150)
+    (sentence,) = violations(GOOD, budget=150)
     assert sentence == (
         "kernel 2 `c` needs 200 B on the device with every eviction complete, above the budget of 150 B; "
         "it is the worst of 2 such kernels"
     )
-    (sentence,) = judge(budget=250)
+    (sentence,) = violations(budget=250)
     assert sentence.startswith("kernel 2 `c` needs 300 B")
 
 
 def test_a_tier_above_its_capacity() -> None:
-    (sentence,) = judge(GOOD, hardware=machine(disk_bytes=60))
+    (sentence,) = violations(GOOD, hardware=machine(disk_bytes=60))
     assert sentence == (
         "disk has to hold 100 B during kernel 1 `b`, above its capacity of 60 B; "
         "it is the worst of 4 such kernels"
@@ -116,7 +116,7 @@ def test_a_tier_above_its_capacity() -> None:
 
 
 def test_a_budget_above_the_device() -> None:
-    (sentence,) = judge(GOOD, hardware=machine(device_bytes=199))
+    (sentence,) = violations(GOOD, hardware=machine(device_bytes=199))
     assert sentence == "the plan's device budget of 200 B exceeds the device, which has 199 B"
 
 
@@ -215,7 +215,7 @@ def test_one_number_gone_wrong(data: st.DataObject, trace: Trace, hardware: Hard
     others = [tensor for tensor in range(trace.tensors) if trace.tensor_recompute[tensor] < 0]
     made = Recompute(data.draw(st.sampled_from(others)), 0, 1)
     sentences = check(trace, replace(legal, recomputations=(*legal.recomputations, made)), hardware)
-    assert any("no kernel can make the tensor anew" in sentence for sentence in sentences)
+    assert any("no kernel can recompute the tensor" in sentence for sentence in sentences)
 
 
 small = st.one_of(st.integers(-2, 25), st.just(10**40))

@@ -1,4 +1,4 @@
-"""The judge and the simulator count the same bytes, and what is legal runs within them without a deadlock."""
+"""The plan checker and the simulator count the same bytes, within which what is legal runs to its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.simulator import simulate
-from penstock.simulator.replay import Absences, Replay
+from penstock.simulator.replay import Intervals, Replay
 
 from .traces import legal_plans, machines, traces, whole_traces
 
@@ -25,9 +25,9 @@ any_trace = st.one_of(traces(6), whole_traces(5))
 def test_they_count_the_same(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    rows = Absences.of_plan(plan)
-    judged = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    assert replay.static_bytes(rows, variants=plan.variants).tolist() == judged.tolist()
+    rows = Intervals.of_plan(plan)
+    checked = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    assert replay.static_bytes(rows, variants=plan.variants).tolist() == checked.tolist()
     tiers = tier_bytes(trace, plan.evictions)
     for tier, occupied in replay.tier_bytes(rows).items():
         assert occupied.tolist() == tiers.get(tier, np.zeros_like(occupied)).tolist()
@@ -42,7 +42,7 @@ def test_what_is_legal_runs_within_its_budget(data: st.DataObject, trace: Trace,
     for tier, occupied in tier_bytes(trace, plan.evictions).items():
         assert timeline.tier_peak_bytes(tier) <= occupied.max()
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    result = replay.run(Absences.of_plan(plan), variants=plan.variants, stop_on_deadlock=True)
+    result = replay.run(Intervals.of_plan(plan), variants=plan.variants, stop_on_deadlock=True)
     assert np.isfinite(result.iteration_s)
 
 
@@ -77,6 +77,6 @@ def test_results_of_one_kernel_are_made_again_in_the_room_of_both() -> None:
         recomputations=(Recompute(tensor=3, begin=1, end=4), Recompute(tensor=4, begin=3, end=4)),
     )
     assert check(trace, plan, hardware) == []
-    result = Replay(trace, hardware, plan.device_budget_bytes).run(Absences.of_plan(plan))
+    result = Replay(trace, hardware, plan.device_budget_bytes).run(Intervals.of_plan(plan))
     assert not result.deadlock
     assert np.isfinite(result.iteration_s)

@@ -1,4 +1,4 @@
-"""What the judge sums up with arrays equals what a kernel-by-kernel walk finds, tensor by tensor."""
+"""What the plan checker sums up with arrays equals what a kernel-by-kernel walk finds, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def walked(trace: Trace, plan: Plan) -> list[int]:
         )
         for entry in plan.recomputations:
             if entry.end % count == kernel:
-                maker = int(trace.tensor_recompute[entry.tensor])
-                extra = workspace(trace, plan, maker)
-                for tensor in trace.outputs[maker].tolist():
+                producer = int(trace.tensor_recompute[entry.tensor])
+                extra = workspace(trace, plan, producer)
+                for tensor in trace.outputs[producer].tolist():
                     whole = int(trace.tensor_bytes[tensor])
                     if tensor != entry.tensor and (
                         tensor not in held or compressed_at(plan, tensor, kernel, count)
