@@ -38,7 +38,7 @@ def changed(table: dict[str, Any], name: str, position: int, value: int) -> dict
         ("ready", 0, TRACE.kernels, "names a kernel"),
         ("order", 0, 1, "order"),
         ("order", 0, 10**9, "order"),
-        ("allowed", 0, 255, "no known way"),
+        ("allowed", 0, 255, "no known action"),
         ("parent_starts", -1, 7, "parents"),
     ],
 )
@@ -76,7 +76,7 @@ def test_choices_for_other_periods_are_refused() -> None:
         with pytest.raises(ValueError, match="another number of periods"):
             improver.improved(action, late, evaluations=1, seconds=1.0, target_s=0.0)
     for wrong in (-1, 1, 6, 127):  # there is no host
-        with pytest.raises(ValueError, match="in a way that it cannot"):
+        with pytest.raises(ValueError, match="by an action that it cannot take"):
             improver.repaired(np.full(len(OPTIONS), wrong, dtype=np.int8))
 
 

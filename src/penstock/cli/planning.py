@@ -16,7 +16,8 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.report.policies import Candidate, Question, compare_policies
+from penstock.planners import Problem
+from penstock.report.policies import Candidate, compare_policies
 from penstock.report.summary import Summary, percent, summarise
 from penstock.report.sweep import Cell, cases, sweep
 from penstock.units import format_bytes, format_bytes_up, format_seconds
@@ -53,7 +54,7 @@ def plan(options: Namespace) -> Answer:
     }
     shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
     if options.compare:
-        question = Question(
+        problem = Problem(
             trace=captured,
             hardware=hardware,
             budget_bytes=chosen.device_budget_bytes,
@@ -61,7 +62,7 @@ def plan(options: Namespace) -> Answer:
             compress=options.compress,
             time_limit_s=options.time_limit,
         )
-        found = compare_policies(question, known=chosen)
+        found = compare_policies(problem, known=chosen)
         values["policies"] = [dataclasses.asdict(entry) for entry in found]
         shown.append(policy_table(found, chosen.policy))
     if options.budgets:

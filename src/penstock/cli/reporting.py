@@ -19,9 +19,10 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.planners import Problem
 from penstock.report.html import page
 from penstock.report.plot import plot
-from penstock.report.policies import Candidate, Question, compare_policies, workers_for
+from penstock.report.policies import Candidate, compare_policies, workers_for
 from penstock.report.record import Record
 from penstock.report.summary import summarise
 from penstock.report.sweep import Cell, cases, disk_rates, sweep
@@ -78,7 +79,7 @@ def report(options: Namespace) -> Answer:
 
 
 def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) -> list[Candidate]:
-    question = Question(
+    problem = Problem(
         trace=trace,
         hardware=hardware,
         budget_bytes=plan.device_budget_bytes,
@@ -86,7 +87,7 @@ def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) 
         compress=options.compress or any(evict.codec != "raw" for evict in plan.evictions),
         time_limit_s=options.time_limit,
     )
-    return compare_policies(question, known=plan)
+    return compare_policies(problem, known=plan)
 
 
 def whatif(options: Namespace) -> Answer:

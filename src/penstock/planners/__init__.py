@@ -21,7 +21,7 @@ from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up
 
-__all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy"]
+__all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
 # A policy is a pure function of a problem, legal for any budget of `minimum_bytes` or more.
 POLICIES: dict[str, Policy] = {
@@ -67,10 +67,16 @@ def plan(
     not know what compression would save.
     """
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
+    return solve(Problem(trace, hardware, budget, recompute, compress, time_limit_s), policy)
+
+
+def solve(problem: Problem, policy: str = "optimal") -> Plan:
+    """`plan`, asked with all of its arguments in one value."""
+    trace, hardware, budget = problem.trace, problem.hardware, problem.budget_bytes
     require_policy(policy)
     hardware.require_rates()
-    if not time_limit_s >= 0:
-        raise InvalidArgument(f"time_limit_s is {time_limit_s}: give seconds, zero or more")
+    if not problem.time_limit_s >= 0:
+        raise InvalidArgument(f"time_limit_s is {problem.time_limit_s}: give seconds, zero or more")
     if budget > hardware.device_bytes:
         raise InvalidArgument(
             f"the device budget of {format_bytes(budget)} exceeds the device, which has "
@@ -79,7 +85,7 @@ def plan(
     needed = minimum_bytes(trace)
     if budget < needed:
         raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
-    if compress and not len(trace.tensor_density):
+    if problem.compress and not len(trace.tensor_density):
         raise InvalidArgument(
             "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
             "run (fake=False, --real), or assume densities (Trace.with_density)"
@@ -89,7 +95,7 @@ def plan(
     if policy not in CHOOSES_VARIANTS:
         variants, asked = as_traced(asked, budget)
     _require_room(asked, policy, budget)
-    decision = POLICIES[policy](Problem(asked, hardware, budget, recompute, compress, time_limit_s))
+    decision = POLICIES[policy](replace(problem, trace=asked))
     draft = Plan(
         policy=policy,
         device_budget_bytes=budget,

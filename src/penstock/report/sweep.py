@@ -12,7 +12,7 @@ from penstock.core.memory_profile import tier_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.planners import plan
+from penstock.planners import Problem, solve
 from penstock.report.policies import spread, workers_for
 from penstock.report.summary import Summary, summarise
 from penstock.simulator import simulate
@@ -24,22 +24,16 @@ DISK_LINKS = ("disk_write", "disk_read")
 LIMITS = ("compute", "bus", "disk write", "disk read", "host capacity")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case(Problem):
     """One machine to plan for.
 
     disks   how many of the disk the hardware describes, working as one
     """
 
     label: str
-    trace: Trace
-    hardware: Hardware
-    budget_bytes: int
     disks: float
     policy: str = "optimal"
-    recompute: bool = False
-    compress: bool = False
-    time_limit_s: float = 10.0
 
     @property
     def batch(self) -> int | None:
@@ -175,15 +169,7 @@ def _has_less(one: Case, other: Case) -> bool:
 def cell(case: Case) -> Cell:
     """Plan for the case, and find out what limits the plan."""
     try:
-        made = plan(
-            case.trace,
-            case.hardware,
-            case.policy,
-            case.recompute,
-            case.compress,
-            case.time_limit_s,
-            device_budget_bytes=case.budget_bytes,
-        )
+        made = solve(case, case.policy)
     except PenstockError as error:
         return Cell(case=case, reason=str(error))
     return _checked(case, made)
