@@ -13,13 +13,13 @@ struct Columns {
   std::vector<Index> tensor, after, begin, end, prefetch_at;
   std::vector<std::int8_t> action;
 
-  void add(Index t, Index a, Index b, Index e, Index p, Action action) {
+  void add(Index t, Index a, Index b, Index e, Index p, Action what) {
     tensor.push_back(t);
     after.push_back(a);
     begin.push_back(b);
     end.push_back(e);
     prefetch_at.push_back(p);
-    action.push_back(static_cast<std::int8_t>(action));
+    action.push_back(static_cast<std::int8_t>(what));
   }
   Intervals view() const {
     return {static_cast<Index>(tensor.size()), tensor.data(), after.data(), begin.data(), end.data(),

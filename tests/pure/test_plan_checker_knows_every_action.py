@@ -245,7 +245,7 @@ class TestCompression:
     def test_both_forms_count(self) -> None:
         trace = chain()
         small = trace.compressed_bytes(A)
-        assert small == 32 + 25 * 4
+        assert small == 32 + 25 * 4 + 3 * 4
         away = Evict(A, 1, 2, 7, 4, codec="csr"), Evict(B, 1, 3, 6, 6), Evict(C, 2, 3, 5, 5)
         # Compressed before kernel 2: weights, x, a, b and the copy. At kernel 2: b and c instead.
         assert violations(*away, budget=110 + 50 + 2000 + small) == []

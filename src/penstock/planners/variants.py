@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.columns import IntArray
 from penstock.core.memory_profile import held_bytes, least_workspace_bytes
-from penstock.core.trace import Trace, Variant
+from penstock.core.trace import Trace
 
 
 def with_fastest(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
@@ -34,33 +35,42 @@ def _chosen(trace: Trace, others_bytes: IntArray, budget_bytes: int) -> tuple[tu
     """The fastest variant of each kernel that fits beside ``others_bytes``; the smallest where none does."""
     if not any(trace.kernel_variants):
         return (), trace
-    variants, times_s, workspaces = [], [], []
+    chosen = []
     for kernel, others in enumerate(others_bytes.tolist()):
-        entries = _all(trace, kernel)
-        fitting = [
-            index for index, entry in enumerate(entries) if others + entry.workspace_bytes <= budget_bytes
-        ]
-        best = min(
-            fitting or range(len(entries)),
-            key=lambda index: (
-                (entries[index].time_s, entries[index].workspace_bytes)
-                if fitting
-                else (entries[index].workspace_bytes, entries[index].time_s)
-            ),
-        )
-        variants.append(best - 1)
-        times_s.append(entries[best].time_s)
-        workspaces.append(entries[best].workspace_bytes)
+        entries = algorithms(trace, kernel)
+        fitting = (entry for entry in entries if others + entry.workspace_bytes <= budget_bytes)
+        chosen.append(next(fitting, baseline(entries)))
     plain = replace(
         trace,
-        kernel_time_s=np.array(times_s),
-        kernel_workspace_bytes=np.array(workspaces, dtype=np.int64),
+        kernel_time_s=np.array([entry.time_s for entry in chosen]),
+        kernel_workspace_bytes=np.array([entry.workspace_bytes for entry in chosen], dtype=np.int64),
         kernel_variants=(),
     )
-    return tuple(variants), plain
+    return tuple(entry.variant for entry in chosen), plain
 
 
-def _all(trace: Trace, kernel: int) -> list[Variant]:
-    """The kernel as traced, then its variants."""
-    traced = Variant("", float(trace.kernel_time_s[kernel]), int(trace.kernel_workspace_bytes[kernel]))
-    return [traced, *(trace.kernel_variants[kernel] if trace.kernel_variants else ())]
+class Algorithm(NamedTuple):
+    """One way to run a kernel.
+
+    variant   index into the trace's variants of the kernel, -1 for the kernel as traced
+    """
+
+    variant: int
+    time_s: float
+    workspace_bytes: int
+
+
+def algorithms(trace: Trace, kernel: int) -> list[Algorithm]:
+    """Every algorithm of ``kernel``, the fastest first; of equally fast ones the one with less workspace."""
+    found = [Algorithm(-1, float(trace.kernel_time_s[kernel]), int(trace.kernel_workspace_bytes[kernel]))]
+    if trace.kernel_variants:
+        found += [
+            Algorithm(index, variant.time_s, variant.workspace_bytes)
+            for index, variant in enumerate(trace.kernel_variants[kernel])
+        ]
+    return sorted(found, key=lambda entry: (entry.time_s, entry.workspace_bytes))
+
+
+def baseline(choices: list[Algorithm]) -> Algorithm:
+    """The one with the least workspace, as implicit GEMM is for convolutions."""
+    return min(choices, key=lambda entry: (entry.workspace_bytes, entry.time_s))

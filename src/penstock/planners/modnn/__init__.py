@@ -25,10 +25,10 @@ from dataclasses import replace
 from penstock.core.memory_profile import minimum_bytes, workspace_bytes
 from penstock.core.plan import Plan
 from penstock.errors import SpillSpaceFull
-from penstock.planners.modnn.algorithms import algorithms
 from penstock.planners.modnn.forward import Pass
 from penstock.planners.placement import place
 from penstock.planners.problem import Decision, Problem
+from penstock.planners.variants import algorithms
 from penstock.units import format_bytes_up
 
 PASSES = 2

@@ -12,10 +12,10 @@ import numpy as np
 from penstock.core.memory_profile import required_bytes, spread
 from penstock.core.plan import Evict
 from penstock.core.trace import InactivePeriod
-from penstock.planners.modnn.algorithms import Algorithm, algorithms, baseline, gain_s
 from penstock.planners.modnn.space import ManagedSpace
 from penstock.planners.modnn.tiers import Tiers
 from penstock.planners.problem import Decision, Problem
+from penstock.planners.variants import Algorithm, algorithms, baseline
 
 _LATER = np.iinfo(np.int64).max
 
@@ -326,9 +326,9 @@ class Pass:
             if math.isinf(evicting_s) and algorithm is not base:
                 continue
             late_s = self._late_s(algorithm, 0.0 if math.isinf(evicting_s) else evicting_s)
-            gain = gain_s(base, algorithm, evicting_s, late_s)
-            if gain > most_s:
-                best, most_s = algorithm, gain
+            gain_s = base.time_s - algorithm.time_s - evicting_s - late_s  # equation 10
+            if gain_s > most_s:
+                best, most_s = algorithm, gain_s
         return best
 
     def _evicting_s(self, size_bytes: int) -> float:

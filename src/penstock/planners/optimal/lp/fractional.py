@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
+from penstock.core.memory_profile import least_workspace_bytes
 from penstock.core.trace import Trace
 from penstock.planners.optimal.lp.candidates import EvictionCandidates
 from penstock.planners.optimal.lp.model import LPModel, formulate
@@ -69,12 +70,10 @@ def fractional_plan(
 
 def fastest(trace: Trace) -> tuple[FloatArray, IntArray]:
     """[K] each kernel's least time, and [K] live bytes with each kernel's least workspace."""
-    time_s, workspace = trace.kernel_time_s.copy(), trace.kernel_workspace_bytes.copy()
+    time_s = trace.kernel_time_s.copy()
     for kernel, variants in enumerate(trace.kernel_variants):
-        for variant in variants:
-            time_s[kernel] = min(time_s[kernel], variant.time_s)
-            workspace[kernel] = min(workspace[kernel], variant.workspace_bytes)
-    return time_s, trace.live_bytes - trace.kernel_workspace_bytes + workspace
+        time_s[kernel] = min([time_s[kernel], *(variant.time_s for variant in variants)])
+    return time_s, trace.live_bytes - trace.kernel_workspace_bytes + least_workspace_bytes(trace)
 
 
 def _kept(candidates: EvictionCandidates, grid: Slots, fastest_s: FloatArray, began: float) -> FractionalPlan:
