@@ -150,7 +150,8 @@ def test_what_is_recomputed_first_can_be_the_input_of_the_next() -> None:
 
 
 def compressible() -> Trace:
-    """A tensor of 800 bytes that is all zero: 25 bytes of mask and 12 of row pointers compressed. Its kernels take 1, 5 and 1 s."""
+    """A tensor of 800 bytes, all zero: compressed, 25 bytes of mask and 12 of row pointers. Its kernels take
+    1, 5 and 1 s."""
     step = Step()
     made = step.tensor(800)
     step.kernel("make", 1.0, outputs=[made])

@@ -23,7 +23,8 @@ from penstock.units import format_bytes, format_bytes_up
 
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
-# A policy is a pure function of a problem, legal for any budget of `minimum_bytes` or more.
+# A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
+# `optimal` and `modnn` read a clock: what they answer when the time limit ends them depends on the machine.
 POLICIES: dict[str, Policy] = {
     "keep": keep,
     "evict_all": evict_all,

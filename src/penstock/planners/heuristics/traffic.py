@@ -22,8 +22,9 @@ class Traffic:
         self.kernels, self.hardware = trace.kernels, hardware
         # A kernel that takes no time still separates those before it from those after.
         self.duration_s = trace.kernel_time_s + 1e-12 * (trace.ideal_s or 1.0)
-        ways = [way(tier) for tier in tiers for way in (hardware.evict_links, hardware.prefetch_links)]
-        self.free_s = {link: self.duration_s.copy() for links in ways for link in links}
+        links_of = (hardware.evict_links, hardware.prefetch_links)
+        routes = [links(tier) for tier in tiers for links in links_of]
+        self.free_s = {link: self.duration_s.copy() for links in routes for link in links}
         self.alone_s = cyclic.unrolled(self.duration_s)
         self.sums_s = {link: cyclic.unrolled(free) for link, free in self.free_s.items()}
 
@@ -39,15 +40,15 @@ class Traffic:
         return int(np.searchsorted(sums, sums[end] - read_s * _EXACT, side="right")) - 1
 
     def is_full(self, tier: str, begin: int, write_s: float) -> bool:
-        """Whether nothing is left of the way to ``tier`` in any kernel that a copy from kernel ``begin`` on
-        would fill, if it ran alone. A copy that fills none finds the way full."""
+        """Whether nothing is left of the links to ``tier`` in any kernel that a copy from kernel ``begin`` on
+        would fill, if it ran alone. A copy that fills none finds the links full."""
         link = self.hardware.evict_links(tier)[-1]
         last = int(np.searchsorted(self.alone_s, self.alone_s[begin] + write_s)) - 1
         within = cyclic.parts(begin, min(max(last, begin), begin + self.kernels), self.kernels)
         return sum(float(self.free_s[link][part].sum()) for part in within) <= 1e-9 * write_s
 
     def write(self, tier: str, size_bytes: int, begin: int) -> None:
-        """Reserve the way to ``tier`` for a copy that starts at kernel ``begin``."""
+        """Reserve the links to ``tier`` for a copy that starts at kernel ``begin``."""
         *bus, own = self.hardware.evict_links(tier)
         need_s = self.hardware.transfer_s(own, size_bytes)
         sums = self.sums_s[own]
@@ -55,7 +56,7 @@ class Traffic:
         self._use(own, bus, used, size_bytes, need_s)
 
     def read(self, tier: str, size_bytes: int, end: int) -> None:
-        """Reserve the way back for a read that is complete when kernel ``end`` starts, as late as can be."""
+        """Reserve the links back for a read that ends when kernel ``end`` starts, as late as can be."""
         *bus, own = self.hardware.prefetch_links(tier)
         need_s = self.hardware.transfer_s(own, size_bytes)
         sums = self.sums_s[own]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 
 from penstock.core.columns import FloatArray
@@ -43,7 +44,6 @@ _FEW_COPIES = 0.05  # of the time limit, for plans that move large tensors alone
 _RESERVE_S = 0.2  # for what comes after the search
 
 _log = logging.getLogger("penstock")
-_told = False
 
 
 def optimal(problem: Problem) -> Decision:
@@ -136,17 +136,19 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
 
 def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
     """The bound, the fractions of the linear program, and why there are none where there are none."""
-    global _told
     if problem.time_limit_s <= 0:
         return problem.trace.fastest_s, None, "there was no time for a linear program"
     if find_spec("highspy") is None:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
-        if not _told:
-            _log.warning("the plan is searched for without a linear program: %s", note)
-            _told = True
+        _warn_once(note)
         return problem.trace.fastest_s, None, note
     fractional = fractional_plan(problem, time_limit_s=_SOLVING * problem.time_limit_s)
     return max(fractional.bound_s, problem.trace.fastest_s), fractional.fractions, ""
+
+
+@cache
+def _warn_once(note: str) -> None:
+    _log.warning("the plan is searched for without a linear program: %s", note)
 
 
 def _starts(

@@ -26,8 +26,8 @@ class EvictionCandidates:
                          the next, and costs nothing
     size_bytes           [P]
     packed_bytes         [P] as bitmask-CSR; the size where that is not less
-    remake_s             [P] time of the kernel that recomputes the tensor; infinite where none can
-    remake_until         [P] last kernel before which it can be recomputed: later, an input is gone
+    recompute_s          [P] time of the kernel that recomputes the tensor; infinite where none can
+    recompute_until      [P] last kernel before which it can be recomputed: later, an input is gone
     wraps                a period reaches into the next iteration
     """
 
