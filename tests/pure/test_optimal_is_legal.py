@@ -42,7 +42,7 @@ def made(
             hardware,
             "optimal",
             recompute=recompute,
-            compress=compress,
+            compress=compress and len(trace.tensor_density) > 0,
             time_limit_s=limit_s,
             device_budget_bytes=budget,
         )

@@ -28,9 +28,9 @@ SURE_BYTES = MIB  # sizes up to this are measured however slow the disk is
 BATCH_BYTES = 64 * MIB
 SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
-STARTED_BYTES = 64 * KIB  # of the copies with which the cost of starting one is measured
+STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
 KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
-CODED_BYTES = 16 * MIB
+CODED_BYTES = {"cpu": MIB, "cuda": 64 * MIB}
 
 Rates = tuple[tuple[int, float], ...]
 
@@ -175,12 +175,13 @@ class _Batches:
     def overhead_s(self) -> float:
         """Median time that a thread of kernels loses to a copy that it starts, until it is over."""
         over = threading.Semaphore(0)
+        extents = self.extents[:STARTED]
         values = torch.ones(KERNEL_ELEMENTS)
         starts = {"write": self.spill.write, "read": self.spill.read}
 
         def kernels_s(copies: bool) -> float:
             begun_s = time.perf_counter()
-            for index, extent in enumerate(self.extents):
+            for index, extent in enumerate(extents):
                 if copies:
                     kind = "read" if index % 2 else "write"
                     buffer = self.buffers[kind]
@@ -188,13 +189,13 @@ class _Batches:
                 for _ in range(KERNELS):
                     values.add_(1)
             took_s = time.perf_counter() - begun_s
-            for _ in self.extents if copies else ():
+            for _ in extents if copies else ():
                 if not over.acquire(timeout=self.spill.timeout_s):
                     raise self.spill.hang_error()
             return took_s
 
         lost_s = [kernels_s(True) - kernels_s(False) for _ in range(SAMPLES[1])]
-        return max(0.0, statistics.median(lost_s) / len(self.extents))
+        return max(0.0, statistics.median(lost_s) / len(extents))
 
     def time_s(self, kind: str, extents: Sequence[Extent]) -> float:
         """Seconds a transfer of each extent takes, all in flight at once."""
@@ -363,7 +364,8 @@ def _measure_copies(device: torch.device, budget_s: float) -> dict[str, Rates]:
 
 def _measure_codec(device: torch.device) -> tuple[float, float]:
     """Uncompressed bytes per second that the device turns into bitmask-CSR, and back."""
-    values = torch.arange(CODED_BYTES // 4, device=device, dtype=torch.float32)
+    size_bytes = CODED_BYTES[device.type]
+    values = torch.arange(size_bytes // 4, device=device, dtype=torch.float32)
     values[::2] = 0
     bit = 2 ** torch.arange(8, device=device, dtype=torch.uint8)
 
@@ -388,7 +390,7 @@ def _measure_codec(device: torch.device) -> tuple[float, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times_s.append(time.perf_counter() - begun_s)
-        return CODED_BYTES / statistics.median(times_s)
+        return size_bytes / statistics.median(times_s)
 
     return rate_bytes_per_s(compress), rate_bytes_per_s(expand)
 
