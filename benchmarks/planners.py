@@ -8,10 +8,10 @@ published   the cells of G10's figures 11, 15, 16 and 18, on its own traces, wit
             penstock's g10, flashneuron, Base UVM and DeepUM+ against the published times, and `optimal`
             against the published G10 and against its own bound. Needs the traces: see PENSTOCK_G10_DATA
 real        the published traces with their fixed costs taken out, and traces captured here with times from
-            data sheets: each liberty (moving, recomputation, compression) alone and all together
+            data sheets: each action (moving, recomputation, compression) alone and all together
 demo        the demo's trace at several budgets: `optimal` against the other policies
 
-Every plan is judged before its time counts. The JSON holds every cell. Plots go beside it.
+Every plan is checked before its time counts. The JSON holds every cell. Plots go beside it.
 """
 
 from __future__ import annotations

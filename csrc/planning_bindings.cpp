@@ -1,4 +1,4 @@
-// What Python sees of the replay. Every array is checked by penstock.simulator.replay.
+// What Python sees of the replay. Every array is checked: a wrong one raises ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -37,17 +37,17 @@ struct Planner {
   // The columns of a plan and of its kernels: borrowed while Python waits.
   struct Rows {
     Column<Index> tensor, after, begin, end, prefetch_at;
-    Column<std::int8_t> how;
+    Column<std::int8_t> action;
     Column<double> time_s;
     Column<Bytes> workspace;
 
-    Absences absences() const {
+    Intervals intervals() const {
       const auto count = tensor.shape(0);
       for (const auto length :
-           {after.shape(0), begin.shape(0), end.shape(0), prefetch_at.shape(0), how.shape(0)})
+           {after.shape(0), begin.shape(0), end.shape(0), prefetch_at.shape(0), action.shape(0)})
         if (length != count) throw nb::value_error("columns of different lengths");
       return {static_cast<Index>(count), tensor.data(), after.data(), begin.data(), end.data(),
-              prefetch_at.data(), how.data()};
+              prefetch_at.data(), action.data()};
     }
     Kernels kernels(const Trace& trace) const {
       if (static_cast<Index>(time_s.shape(0)) != trace.kernels ||
@@ -66,7 +66,9 @@ Planner::Rows rows_of(const nb::tuple& columns) {
 }
 
 void construct(Planner* self, const nb::dict& trace, const nb::dict& machine) {
-  new (self) Planner{trace_of(trace), machine_of(machine)};
+  auto checked = trace_of(trace);
+  auto with_rates = machine_of(machine, checked);
+  new (self) Planner{std::move(checked), std::move(with_rates)};
 }
 
 nb::dict outcome_of(Outcome&& outcome, bool record) {
@@ -99,35 +101,35 @@ nb::dict outcome_of(Outcome&& outcome, bool record) {
 
 nb::dict run(const Planner& self, const nb::tuple& columns, bool record, bool stop_on_deadlock) {
   const auto rows = rows_of(columns);
-  const auto absences = rows.absences();
+  const auto intervals = rows.intervals();
   const auto kernels = rows.kernels(self.trace);
   Outcome outcome;
   {
     const nb::gil_scoped_release release;
-    outcome = replay(self.trace, self.machine, absences, kernels, {record, stop_on_deadlock});
+    outcome = replay(self.trace, self.machine, intervals, kernels, {record, stop_on_deadlock});
   }
   return outcome_of(std::move(outcome), record);
 }
 
 nb::object static_bytes_of(const Planner& self, const nb::tuple& columns) {
   const auto rows = rows_of(columns);
-  const auto absences = rows.absences();
+  const auto intervals = rows.intervals();
   const auto kernels = rows.kernels(self.trace);
   std::vector<Bytes> result;
   {
     const nb::gil_scoped_release release;
-    result = static_bytes(self.trace, absences, kernels);
+    result = static_bytes(self.trace, intervals, kernels);
   }
   return array(std::move(result));
 }
 
 nb::tuple tier_bytes_of(const Planner& self, const nb::tuple& columns) {
   const auto rows = rows_of(columns);
-  const auto absences = rows.absences();
+  const auto intervals = rows.intervals();
   std::array<std::vector<Bytes>, 2> result;
   {
     const nb::gil_scoped_release release;
-    result = tier_bytes(self.trace, absences);
+    result = tier_bytes(self.trace, intervals);
   }
   return nb::make_tuple(array(std::move(result[0])), array(std::move(result[1])));
 }
@@ -135,14 +137,14 @@ nb::tuple tier_bytes_of(const Planner& self, const nb::tuple& columns) {
 nb::object prefetch(const Planner& self, const nb::tuple& columns, const Column<double>& start_s,
                     Index early) {
   const auto rows = rows_of(columns);
-  const auto absences = rows.absences();
+  const auto intervals = rows.intervals();
   const auto kernels = rows.kernels(self.trace);
   if (static_cast<Index>(start_s.shape(0)) != self.trace.kernels + 1)
     throw nb::value_error("starts of another number of kernels");
   std::vector<Index> result;
   {
     const nb::gil_scoped_release release;
-    result = place_prefetches(self.trace, self.machine, absences, kernels, start_s.data(), early);
+    result = place_prefetches(self.trace, self.machine, intervals, kernels, start_s.data(), early);
   }
   return array(std::move(result));
 }
@@ -157,6 +159,11 @@ void bind_planning(nb::module_& module) {
       .def("static_bytes", &static_bytes_of, nb::arg("columns"))
       .def("tier_bytes", &tier_bytes_of, nb::arg("columns"))
       .def("prefetch", &prefetch, nb::arg("columns"), nb::arg("start_s"), nb::arg("early"));
+  module.def("plan_actions", [] {
+    nb::list rows;
+    for (const auto& [name, tier, codec] : kActionNames) rows.append(nb::make_tuple(name, tier, codec));
+    return rows;
+  });
 }
 
 }  // namespace penstock

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import penstock
+from penstock.studies.published import trace as published_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -67,7 +68,7 @@ def trace_path(model: str) -> Path:
 
 @lru_cache(maxsize=4)
 def trace_of(model: str) -> penstock.Trace:
-    return penstock.Trace.load(trace_path(model))
+    return published_trace(trace_path(model))
 
 
 def cells() -> Iterator[Cell]:

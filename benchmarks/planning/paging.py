@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from penstock import Hardware, Trace
-from penstock.core import published
-from penstock.core.trace import FloatArray
-from penstock.simulator.paging import simulate_paging
+from penstock.core.columns import FloatArray
+from penstock.studies import published
+from penstock.studies.paging import simulate_paging
 from planning.cells import Cell, trace_of, trace_path
 
 POLICIES = {"uvm": "lru", "deepum": "deepUM"}  # ours -> the artifact's name

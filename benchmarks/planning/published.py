@@ -17,8 +17,8 @@ import numpy as np
 import penstock
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners import POLICIES, Problem
-from penstock.planners.flashneuron import rehearsed
-from penstock.simulator.replay import Absences, Replay
+from penstock.planners.heuristics.flashneuron import own_iteration_s
+from penstock.simulator.replay import Intervals, Replay
 from planning.cells import Cell, trace_of
 
 GB = 1e9
@@ -46,20 +46,20 @@ def g10_row(cell: Cell, policy: str = "g10") -> dict[str, Any]:
     published_s = cell.published_s.get(VARIANTS[policy])
     made = POLICIES[policy](Problem(trace, hardware, hardware.device_bytes))
     replay = Replay(trace, simulated_on(cell), hardware.device_bytes)
-    iteration_s = replay.run(Absences.of(made.evictions)).iteration_s
+    iteration_s = replay.run(Intervals.of(made.evictions)).iteration_s
     return _row(cell, policy, trace.ideal_s, iteration_s, published_s)
 
 
 def flashneuron_row(cell: Cell) -> dict[str, Any]:
-    """What FlashNeuron's own runtime takes, which the planner rehearses, beside what was published;
+    """What FlashNeuron's own runtime takes, which the planner simulates, beside what was published;
     `plan_s` is what its plan takes in penstock's. None where it fails."""
     trace, hardware = trace_of(cell.model), cell.hardware()
     problem = Problem(trace, hardware, hardware.device_bytes)
     try:
-        own_s: float | None = rehearsed(problem)
+        own_s: float | None = own_iteration_s(problem)
         made = POLICIES["flashneuron"](problem)
         replay = Replay(trace, hardware, hardware.device_bytes)
-        plan_s: float | None = replay.run(Absences.of(made.evictions)).iteration_s
+        plan_s: float | None = replay.run(Intervals.of(made.evictions)).iteration_s
         error = ""
     except (InvalidArgument, SpillSpaceFull) as failed:
         own_s, plan_s, error = None, None, str(failed)

@@ -11,7 +11,7 @@ import numpy as np
 
 import penstock
 from penstock.capture import datasheets
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
 from planning import models
 from planning.cells import DATA, Cell, cells, trace_of
 from planning.runs import ALL, COMPRESS, OFFLOAD, RECOMPUTE, Outcome, Way, run, run_all

@@ -14,9 +14,9 @@ bool written_between(const Trace& trace, Index tensor, Index low, Index high) {
   return found != last && *found < high;
 }
 
-// Finds the copies that serve `list`: the rows of one tensor that leave in the same way, by `begin`.
+// Finds the copies that serve `list`: the rows of one tensor with the same action, by `begin`.
 // `repeats`: the iteration before has left its copies.
-void serve(const Trace& trace, const Absences& rows, Index tensor, const std::vector<Index>& list,
+void serve(const Trace& trace, const Intervals& rows, Index tensor, const std::vector<Index>& list,
            bool repeats, Copies& copies) {
   const auto K = trace.kernels;
   const auto head = list.front(), tail = list.back();
@@ -55,14 +55,14 @@ void serve(const Trace& trace, const Absences& rows, Index tensor, const std::ve
 
 }  // namespace
 
-void group(const Trace& trace, const Absences& rows, Lists& grouped) {
+void group(const Trace& trace, const Intervals& rows, Lists& grouped) {
   std::vector<Index> starts(at(trace.kernels) + 2);
   for (Index r = 0; r < rows.count; ++r)
-    if (rows.how[r] != kKeep) ++starts[at(rows.begin[r]) + 1];
+    if (rows.action[r] != kKeep) ++starts[at(rows.begin[r]) + 1];
   for (std::size_t k = 1; k < starts.size(); ++k) starts[k] += starts[k - 1];
   std::vector<Index> by_begin(at(starts.back()));
   for (Index r = 0; r < rows.count; ++r)
-    if (rows.how[r] != kKeep)
+    if (rows.action[r] != kKeep)
       by_begin[at(starts[static_cast<std::size_t>(rows.begin[r])]++)] = r;
 
   grouped.starts.assign(at(trace.tensors) + 2, 0);
@@ -76,7 +76,7 @@ void group(const Trace& trace, const Absences& rows, Lists& grouped) {
   grouped.starts.pop_back();
 }
 
-void find_copies(const Trace& trace, const Absences& rows, Copies& copies) {
+void find_copies(const Trace& trace, const Intervals& rows, Copies& copies) {
   const auto count = at(rows.count);
   group(trace, rows, copies.rows_of);
   for (auto* column : {&copies.source, &copies.slot, &copies.closes}) column->assign(count, -1);
@@ -84,21 +84,21 @@ void find_copies(const Trace& trace, const Absences& rows, Copies& copies) {
   copies.carried.assign(count, 0);
   bool repeats = false;
   for (Index r = 0; r < rows.count; ++r)
-    repeats = repeats || (is_moved(rows.how[r]) && rows.end[r] >= trace.kernels);
+    repeats = repeats || (is_moved(rows.action[r]) && rows.end[r] >= trace.kernels);
 
-  std::array<std::vector<Index>, kRecompute> alike;  // one tensor's rows, by the way they leave
+  std::array<std::vector<Index>, kRecompute> alike;  // one tensor's rows, by action
   for (Index tensor = 0; tensor < trace.tensors; ++tensor) {
     const auto *first = copies.rows_of.begin(tensor), *last = copies.rows_of.end(tensor);
     if (first == last) continue;
     for (auto& list : alike) list.clear();
     for (const auto* row = first; row != last; ++row)
-      if (is_moved(rows.how[*row])) alike[static_cast<std::size_t>(rows.how[*row])].push_back(*row);
+      if (is_moved(rows.action[*row])) alike[static_cast<std::size_t>(rows.action[*row])].push_back(*row);
     for (const auto& list : alike)
       if (!list.empty()) serve(trace, rows, tensor, list, repeats, copies);
   }
 }
 
-std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Absences& rows) {
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows) {
   check(trace, rows);
   Copies copies;
   find_copies(trace, rows, copies);
@@ -108,10 +108,10 @@ std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Absences&
   for (Index r = 0; r < rows.count; ++r) {
     if (copies.slot[at(r)] != r) continue;
     const auto t = at(rows.tensor[r]);
-    const auto size = is_csr(rows.how[r]) ? trace.compressed[t] : trace.bytes[t];
+    const auto size = is_csr(rows.action[r]) ? trace.compressed[t] : trace.bytes[t];
     const auto since = copies.since[at(r)];
     const auto until = std::max(since, copies.until[at(r)]);
-    auto& tier = result[is_disk(rows.how[r]) ? 1 : 0];
+    auto& tier = result[is_disk(rows.action[r]) ? 1 : 0];
     tier[at(since)] += size;
     tier[at(until)] -= size;
   }

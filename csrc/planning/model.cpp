@@ -1,6 +1,7 @@
 #include "model.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -42,21 +43,62 @@ void Trace::prepare() {
   for (std::size_t k = 0; k < count; ++k) live[k] = sum += change[k];
 }
 
-void check(const Trace& trace, const Absences& rows) {
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+bool all_within(const std::vector<Index>& values, Index low, Index high) {
+  return std::all_of(values.begin(), values.end(), [=](Index value) { return low <= value && value <= high; });
+}
+
+void check(const Lists& lists, Index count, Index limit) {
+  require(lists.starts.size() == at(count) + 1 && lists.starts.front() == 0 &&
+              std::is_sorted(lists.starts.begin(), lists.starts.end()) &&
+              at(lists.starts.back()) == lists.values.size(),
+          "lists do not fit their starts");
+  require(all_within(lists.values, 0, limit - 1), "a list has an entry that the trace lacks");
+}
+
+}  // namespace
+
+void check(const Trace& trace) {
+  const auto T = trace.bytes.size();
+  require(trace.kernels >= 0, "the number of kernels is negative");
+  for (const auto* column : {&trace.compressed, &trace.birth, &trace.death, &trace.producer})
+    require(column->size() == T, "columns of tensors differ in length");
+  require(trace.persistent.size() == T, "columns of tensors differ in length");
+  for (const auto* column : {&trace.bytes, &trace.compressed})
+    require(all_within(*column, 0, std::numeric_limits<Index>::max()), "a tensor has a negative size");
+  for (const auto* column : {&trace.birth, &trace.death})
+    require(all_within(*column, 0, trace.kernels), "a tensor is born or dies at a kernel that the trace lacks");
+  require(all_within(trace.producer, -1, trace.kernels - 1), "a tensor is made by a kernel that the trace lacks");
+  check(trace.outputs, trace.kernels, trace.tensors);
+  check(trace.writers, trace.tensors, trace.kernels);
+}
+
+void check(const Trace& trace, const Machine& machine) {
+  for (const auto* columns : {&machine.rate, &machine.rate_compressed})
+    for (const auto& rates : *columns)
+      require(rates.size() == trace.bytes.size(), "rates of another number of tensors");
+}
+
+void check(const Trace& trace, const Intervals& rows) {
   const auto K = trace.kernels;
   for (Index r = 0; r < rows.count; ++r) {
-    const auto how = rows.how[r];
-    if (how == kKeep) continue;
+    const auto action = rows.action[r];
+    if (action == kKeep) continue;
     const auto fail = [r](const char* what) {
       throw std::invalid_argument("row " + std::to_string(r) + " " + what);
     };
-    if (how < kKeep || how > kRecompute) fail("leaves in no known way");
+    if (action < kKeep || action > kRecompute) fail("leaves by no known action");
     if (rows.tensor[r] < 0 || rows.tensor[r] >= trace.tensors) fail("names a tensor that the trace lacks");
     if (rows.begin[r] < 0 || rows.begin[r] > K) fail("begins at a kernel that the trace lacks");
     if (rows.end[r] < rows.begin[r] || rows.end[r] >= 2 * K) fail("ends at a kernel that the trace lacks");
-    if (how == kRecompute) {
+    if (action == kRecompute) {
       if (trace.producer[at(rows.tensor[r])] < 0)
-        fail("recomputes a tensor that no kernel can make again");
+        fail("recomputes a tensor that no kernel can recompute");
       continue;
     }
     if (rows.after[r] < -1 || rows.after[r] >= K) fail("is copied after a kernel that the trace lacks");

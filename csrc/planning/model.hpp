@@ -30,7 +30,7 @@ struct Trace {
   std::vector<Bytes> bytes, compressed;  // [T]
   std::vector<Index> birth, death;       // [T] within [0, K]
   std::vector<std::uint8_t> persistent;  // [T]
-  std::vector<Index> producer;           // [T] kernel that makes it again, -1 for none
+  std::vector<Index> producer;           // [T] kernel that recomputes it, -1 for none
   Lists outputs;                         // K lists of tensors
   Lists writers;                         // T lists of kernels, ascending
 
@@ -52,23 +52,35 @@ struct Machine {
   bool shares_bus = true;
   double duplex = 1.0;
   double compress_bytes_per_s = 1.0, expand_bytes_per_s = 1.0;
+  double copy_overhead_s = 0.0;  // of the compute stream, for each copy that it starts
   std::array<double, kLinks> latency_s{};
   // By link: [T] bytes per second of each tensor when alone there, as it is and compressed; 0: no such link.
   std::array<std::vector<double>, kLinks> rate, rate_compressed;
 };
 
-enum How : std::int8_t { kKeep, kHost, kDisk, kHostCsr, kDiskCsr, kRecompute };
+// What happens to a tensor in an eviction interval. Python reads this table: penstock.simulator.actions.
+enum Action : std::int8_t { kKeep, kHost, kDisk, kHostCsr, kDiskCsr, kRecompute };
+struct ActionNames {
+  const char *name, *tier, *codec;
+};
+inline constexpr std::array<ActionNames, kRecompute + 1> kActionNames{{{"keep", "", ""},
+                                                                       {"host", "host", "raw"},
+                                                                       {"disk", "disk", "raw"},
+                                                                       {"host_csr", "host", "csr"},
+                                                                       {"disk_csr", "disk", "csr"},
+                                                                       {"recompute", "", ""}}};
+inline constexpr int kActions = static_cast<int>(kActionNames.size());
 
-inline bool is_moved(std::int8_t how) { return how >= kHost && how <= kDiskCsr; }
-inline bool is_raw(std::int8_t how) { return how == kHost || how == kDisk; }
-inline bool is_csr(std::int8_t how) { return how == kHostCsr || how == kDiskCsr; }
-inline bool is_disk(std::int8_t how) { return how == kDisk || how == kDiskCsr; }
+inline bool is_moved(std::int8_t action) { return action >= kHost && action <= kDiskCsr; }
+inline bool is_raw(std::int8_t action) { return action == kHost || action == kDisk; }
+inline bool is_csr(std::int8_t action) { return action == kHostCsr || action == kDiskCsr; }
+inline bool is_disk(std::int8_t action) { return action == kDisk || action == kDiskCsr; }
 
-// One row for each absence, in the order of the plan. Rows that are kept are skipped.
-struct Absences {
+// One row for each eviction interval, in the order of the plan. Rows that are kept are skipped.
+struct Intervals {
   Index count = 0;
   const Index *tensor = nullptr, *after = nullptr, *begin = nullptr, *end = nullptr, *prefetch_at = nullptr;
-  const std::int8_t* how = nullptr;
+  const std::int8_t* action = nullptr;
 };
 
 // How the kernels run: as traced, or by another variant, or with other times.
@@ -88,18 +100,21 @@ struct Copies {
   std::vector<Index> since, until;
 };
 
-void check(const Trace& trace, const Absences& rows);  // throws std::invalid_argument
+// These throw std::invalid_argument. A trace is checked before it is prepared.
+void check(const Trace& trace);
+void check(const Trace& trace, const Machine& machine);
+void check(const Trace& trace, const Intervals& rows);
 // The rows of each tensor, by `begin`, then in the order of the plan.
-void group(const Trace& trace, const Absences& rows, Lists& rows_of);
-void find_copies(const Trace& trace, const Absences& rows, Copies& copies);
+void group(const Trace& trace, const Intervals& rows, Lists& rows_of);
+void find_copies(const Trace& trace, const Intervals& rows, Copies& copies);
 
 // [K] device bytes during each kernel if every copy took no time, operations before the kernel included.
-std::vector<Bytes> static_bytes(const Trace& trace, const Absences& rows, const Kernels& kernels);
+std::vector<Bytes> static_bytes(const Trace& trace, const Intervals& rows, const Kernels& kernels);
 // [K] bytes that copies occupy on the host, and on disk.
-std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Absences& rows);
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows);
 
 // For each row the kernel at which to issue its prefetch. start_s: [K + 1], the last is the end.
-std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Absences& rows,
+std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Intervals& rows,
                                     const Kernels& kernels, const double* start_s, Index early);
 
 }  // namespace penstock::planning

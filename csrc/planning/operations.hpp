@@ -1,4 +1,5 @@
-// What the compute stream does before a kernel, in order: compress, expand, recompute.
+// What the compute stream does before a kernel, in order: compress, expand, recompute. After each kernel,
+// and before it, it starts copies.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 
 namespace penstock::planning {
 
-enum Kind : std::uint8_t { kRun, kCompress, kExpand, kRecomputation };
+enum Kind : std::uint8_t { kRun, kCompress, kExpand, kRecomputation, kStartCopies };
 
 struct Operation {
   Index kernel;
@@ -22,13 +23,13 @@ struct Operation {
   }
 };
 
-inline std::vector<Operation> operations_of(const Trace& trace, const Absences& rows, const Copies& copies) {
+inline std::vector<Operation> operations_of(const Trace& trace, const Intervals& rows, const Copies& copies) {
   std::vector<Operation> operations;
   for (Index r = 0; r < rows.count; ++r) {
-    const auto how = rows.how[r];
-    if (how == kRecompute) {
+    const auto action = rows.action[r];
+    if (action == kRecompute) {
       operations.push_back({rows.end[r] % trace.kernels, kRecomputation, r});
-    } else if (is_csr(how)) {
+    } else if (is_csr(action)) {
       operations.push_back({rows.end[r] % trace.kernels, kExpand, r});
       if (copies.source[at(r)] == r)
         operations.push_back({rows.begin[r] % trace.kernels, kCompress, r});

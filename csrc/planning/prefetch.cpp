@@ -37,7 +37,7 @@ Index take(std::vector<Bytes>& slack, Index target, Index end, Bytes size) {
 
 }  // namespace
 
-std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Absences& rows,
+std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Intervals& rows,
                                     const Kernels& kernels, const double* start_s, Index early) {
   const auto K = trace.kernels;
   const double period_s = start_s[K];
@@ -45,9 +45,9 @@ std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, 
   std::vector<Index> order;
   bool repeats = false;
   for (Index r = 0; r < rows.count; ++r) {
-    if (rows.how[r] == kKeep) continue;
+    if (rows.action[r] == kKeep) continue;
     placed[at(r)] = rows.end[r];
-    if (is_moved(rows.how[r])) order.push_back(r);
+    if (is_moved(rows.action[r])) order.push_back(r);
     repeats = repeats || rows.end[r] >= K;
   }
   auto on_demand = rows;
@@ -60,8 +60,8 @@ std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, 
   std::vector<Read> reads[2];  // by tier
   for (const auto row : order) {
     const auto tensor = at(rows.tensor[row]);
-    const auto seconds = alone_s(trace, machine, rows.how[row], tensor, /*back=*/true);
-    reads[is_disk(rows.how[row]) ? 1 : 0].push_back({row, start_s[rows.end[row] % K], seconds});
+    const auto seconds = alone_s(trace, machine, rows.action[row], tensor, /*back=*/true);
+    reads[is_disk(rows.action[row]) ? 1 : 0].push_back({row, start_s[rows.end[row] % K], seconds});
   }
   std::vector<Index> wish(at(rows.count));
   for (auto& channel : reads) {
@@ -85,7 +85,7 @@ std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, 
   for (const bool further : {false, true}) {
     if (further && early <= 0) break;
     for (const auto row : order) {
-      const auto size = is_csr(rows.how[row]) ? trace.compressed[at(rows.tensor[row])]
+      const auto size = is_csr(rows.action[row]) ? trace.compressed[at(rows.tensor[row])]
                                               : trace.bytes[at(rows.tensor[row])];
       auto& kernel = placed[at(row)];
       // One that had to stay behind its wish gains nothing from going on.

@@ -10,8 +10,8 @@
 
 namespace penstock::planning {
 
-inline Link link_of(std::int8_t how, bool back) {
-  if (is_disk(how)) return back ? kDiskBack : kDiskOut;
+inline Link link_of(std::int8_t action, bool back) {
+  if (is_disk(action)) return back ? kDiskBack : kDiskOut;
   return back ? kHostBack : kHostOut;
 }
 
@@ -28,14 +28,14 @@ inline double latency_on(const Machine& machine, Link link) {
 }
 
 // Seconds that a copy takes when nothing else moves.
-inline double alone_s(const Trace& trace, const Machine& machine, std::int8_t how, std::size_t tensor,
+inline double alone_s(const Trace& trace, const Machine& machine, std::int8_t action, std::size_t tensor,
                       bool back) {
-  const auto link = link_of(how, back);
-  const auto size = is_csr(how) ? trace.compressed[tensor] : trace.bytes[tensor];
+  const auto link = link_of(action, back);
+  const auto size = is_csr(action) ? trace.compressed[tensor] : trace.bytes[tensor];
   if (size == 0) return 0;
-  auto rate = rate_on(machine, link, is_csr(how), tensor);
+  auto rate = rate_on(machine, link, is_csr(action), tensor);
   if (link >= kDiskOut && machine.shares_bus)
-    rate = std::min(rate, rate_on(machine, bus_of(link), is_csr(how), tensor));
+    rate = std::min(rate, rate_on(machine, bus_of(link), is_csr(action), tensor));
   return latency_on(machine, link) + static_cast<double>(size) / rate;
 }
 

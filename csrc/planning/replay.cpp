@@ -1,4 +1,4 @@
-// The compute stream, from kernel to kernel. Rows are absences; kernels from K on are the next iteration's.
+// The compute stream, from kernel to kernel. Rows are eviction intervals; kernels from K on are the next iteration's.
 #include "replay.hpp"
 
 #include <utility>
@@ -24,7 +24,7 @@ Lists by_kernel(Index kernels, const std::vector<Index>& rows, Kernel kernel_of)
 
 }  // namespace
 
-Replayer::Replayer(const Trace& trace, const Machine& machine, const Absences& rows, const Kernels& kernels,
+Replayer::Replayer(const Trace& trace, const Machine& machine, const Intervals& rows, const Kernels& kernels,
                    Options options)
     : trace_(trace), machine_(machine), rows_(rows), kernels_(kernels), options_(options), links_(machine) {
   check(trace, rows);
@@ -70,13 +70,13 @@ void Replayer::index_rows() {
   const auto K = trace_.kernels;
   std::vector<Index> all, moved, writers, packed;
   for (Index r = 0; r < rows_.count; ++r) {
-    const auto how = rows_.how[r];
-    if (how == kKeep) continue;
+    const auto action = rows_.action[r];
+    if (action == kKeep) continue;
     all.push_back(r);
     repeats_ = repeats_ || rows_.end[r] >= K;
-    if (!is_moved(how)) continue;
+    if (!is_moved(action)) continue;
     moved.push_back(r);
-    if (is_csr(how))
+    if (is_csr(action))
       packed.push_back(r);
     else if (copies_.source[at(r)] == r)
       writers.push_back(r);
@@ -95,21 +95,21 @@ void Replayer::index_rows() {
 void Replayer::begin_first() {
   levels_[0] = trace_.initial;
   for (Index r = 0; r < rows_.count; ++r) {
-    const auto how = rows_.how[r];
-    if (how == kKeep) continue;
-    if (is_moved(how) && copies_.slot[at(r)] == r && (copies_.source[at(r)] < 0 || copies_.carried[at(r)])) {
+    const auto action = rows_.action[r];
+    if (action == kKeep) continue;
+    if (is_moved(action) && copies_.slot[at(r)] == r && (copies_.source[at(r)] < 0 || copies_.carried[at(r)])) {
       written_[at(r)] = kComplete;
       on_tier_[at(r)] = 1;
-      levels_[is_disk(how) ? 2 : 1] += stored(r);
+      levels_[is_disk(action) ? 2 : 1] += stored(r);
     }
     if (rows_.end[r] < trace_.kernels || !trace_.initially_alive(rows_.tensor[r])) continue;
-    if (how == kRecompute) {
-      state_[at(r)] = kDropped;
+    if (action == kRecompute) {
+      state_[at(r)] = kReleased;
       levels_[0] -= raw(r);
     } else if (rows_.prefetch_at[r] >= trace_.kernels) {
       state_[at(r)] = kAway;
       levels_[0] -= raw(r);
-    } else if (is_csr(how)) {
+    } else if (is_csr(action)) {
       state_[at(r)] = kPacked;
       levels_[0] += packed(r) - raw(r);
     }
@@ -150,6 +150,7 @@ void Replayer::before(Index kernel, int iteration, std::size_t& operation) {
   for (const auto* row = issues_.begin(kernel); row != issues_.end(kernel); ++row) issue(*row);
   for (const auto* row = ends_.begin(kernel); row != ends_.end(kernel); ++row) demand(*row);
   admit();
+  charge_copies();
   for (; next < operation; ++next) {
     restore(operations_[next], kernel);
     reserve_ = needs_[next - first + 1];
@@ -177,12 +178,12 @@ void Replayer::plan_needs(std::size_t first, std::size_t last, Bytes allocate, I
 
 void Replayer::leave(Index row) {
   if (state_[at(row)] != kResident) return;
-  const auto how = rows_.how[row];
+  const auto action = rows_.action[row];
   const auto source = copies_.source[at(row)];
-  if (how == kRecompute) {
-    state_[at(row)] = kDropped;
+  if (action == kRecompute) {
+    state_[at(row)] = kReleased;
     use(0, -raw(row));
-  } else if (is_csr(how) && source == row) {
+  } else if (is_csr(action) && source == row) {
     return;  // compressed first
   } else if (source < 0 || written_[at(source)] == kComplete) {
     state_[at(row)] = kAway;
@@ -211,7 +212,7 @@ void Replayer::issue(Index row) {
   auto& state = state_[at(row)];
   if (state == kAway) {
     ask(row);
-  } else if (state == kLeaving && is_csr(rows_.how[row]) && !packed_[at(row)]) {
+  } else if (state == kLeaving && is_csr(rows_.action[row]) && !packed_[at(row)]) {
     pending_[at(row)] = 1;  // to come back whole it would need more than a prefetch
   } else if (state == kLeaving) {
     const auto source = copies_.source[at(row)];
@@ -234,7 +235,7 @@ void Replayer::demand(Index row) {
     push(demands_, row);
   } else if (state == kReturning) {
     needed_[at(row)] = 1;
-    const auto link = link_of(rows_.how[row], true);
+    const auto link = link_of(rows_.action[row], true);
     if (links_.row(link) != row) push(urgent_[at(link)], row);
   } else if (state == kLeaving && pending_[at(row)]) {
     needed_[at(row)] = 1;
@@ -254,7 +255,7 @@ void Replayer::restore(const Operation& operation, Index kernel) {
     state_[at(row)] = kUnpacked;
     return;
   }
-  if (state_[at(row)] != kDropped) return;
+  if (state_[at(row)] != kReleased) return;
   const auto producer = trace_.producer[at(rows_.tensor[row])];
   wait(kernel, raw(row) + beside(row, kernel, /*planned=*/false));
   const auto extra = beside(row, kernel, /*planned=*/false);
@@ -276,9 +277,9 @@ Bytes Replayer::beside(Index row, Index kernel, bool planned, std::span<const Op
     bool there = trace_.birth[at(*other)] <= kernel && kernel < trace_.death[at(*other)];
     for (const auto* r = copies_.rows_of.begin(*other); r != copies_.rows_of.end(*other); ++r) {
       const auto state = state_[at(*r)];
-      if (state == kAway || state == kDropped || state == kPacked) there = false;
+      if (state == kAway || state == kReleased || state == kPacked) there = false;
       if (state == kWaiting && !planned) there = false;
-      if (is_csr(rows_.how[*r]) && (state == kReturning || (state == kLeaving && packed_[at(*r)])))
+      if (is_csr(rows_.action[*r]) && (state == kReturning || (state == kLeaving && packed_[at(*r)])))
         there = false;
     }
     there = there || std::ranges::any_of(before, [&](const auto& one) { return restores(one, *other); });
@@ -305,6 +306,12 @@ void Replayer::execute(Index kernel, bool last) {
   write_after(kernel);
 }
 
+void Replayer::charge_copies() {
+  const auto count = std::exchange(started_, 0);
+  if (count > 0 && machine_.copy_overhead_s > 0)
+    work(kStartCopies, -1, static_cast<double>(count) * machine_.copy_overhead_s, 0);
+}
+
 void Replayer::unpacked(Index row) {
   auto& state = state_[at(row)];
   if (state != kUnpacked) return;
@@ -325,7 +332,7 @@ Bytes Replayer::die(Index kernel) {
     bool under_way = false;
     for (const auto* row = from; row != to; ++row) {
       if (written_[at(*row)] == kQueued) abandon(*row);
-      if (written_[at(*row)] == kUnderWay && !is_csr(rows_.how[*row])) {
+      if (written_[at(*row)] == kUnderWay && !is_csr(rows_.action[*row])) {
         under_way = true;
         ++held_[at(*tensor)];
       }
@@ -350,7 +357,7 @@ void Replayer::finish() {
   outcome_.iteration_s = now_s_ - origin_s_;
 }
 
-Outcome replay(const Trace& trace, const Machine& machine, const Absences& rows, const Kernels& kernels,
+Outcome replay(const Trace& trace, const Machine& machine, const Intervals& rows, const Kernels& kernels,
                Options options) {
   if (trace.kernels == 0) {
     Outcome outcome;

@@ -51,7 +51,7 @@ struct Options {
   bool stop_on_deadlock = false;
 };
 
-Outcome replay(const Trace& trace, const Machine& machine, const Absences& rows, const Kernels& kernels,
+Outcome replay(const Trace& trace, const Machine& machine, const Intervals& rows, const Kernels& kernels,
                Options options);
 
 }  // namespace penstock::planning

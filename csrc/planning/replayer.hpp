@@ -20,14 +20,14 @@ namespace penstock::planning {
 //   kReturning  it has memory, and its copy is queued or under way
 //   kPacked     compressed, on the device, to be expanded
 //   kUnpacked   expanded, and its compressed buffer still there
-//   kDropped    to be made again
+//   kReleased    to be recomputed
 enum State : std::int8_t {
-  kResident, kLeaving, kAway, kWaiting, kReturning, kPacked, kUnpacked, kDropped
+  kResident, kLeaving, kAway, kWaiting, kReturning, kPacked, kUnpacked, kReleased
 };
 
 enum Written : std::int8_t { kNoCopy, kQueued, kUnderWay, kComplete };
 
-// Rows in order of issue. A row that was queued again, or dropped, leaves an entry that is skipped.
+// Rows in order of issue. A row that was queued again, or released, leaves an entry that is skipped.
 struct Queue {
   struct Entry {
     Index row;
@@ -40,7 +40,7 @@ struct Queue {
 class Replayer {
  public:
   // Borrows everything until the end of run(), which is called once.
-  Replayer(const Trace& trace, const Machine& machine, const Absences& rows, const Kernels& kernels,
+  Replayer(const Trace& trace, const Machine& machine, const Intervals& rows, const Kernels& kernels,
            Options options);
   Outcome run();
 
@@ -49,7 +49,7 @@ class Replayer {
   void index_rows();
   Bytes raw(Index row) const { return trace_.bytes[at(rows_.tensor[row])]; }
   Bytes packed(Index row) const { return trace_.compressed[at(rows_.tensor[row])]; }
-  Bytes stored(Index row) const { return is_csr(rows_.how[row]) ? packed(row) : raw(row); }
+  Bytes stored(Index row) const { return is_csr(rows_.action[row]) ? packed(row) : raw(row); }
 
   // What the iteration before has left: copies, and tensors that are away.
   void begin_first();
@@ -67,6 +67,7 @@ class Replayer {
   // Asks for a tensor back. One whose copy is not complete never left.
   void issue(Index row);
   void ask(Index row) {
+    ++started_;
     state_[at(row)] = kWaiting;
     push(needed_[at(row)] ? demands_ : prefetches_, row);
   }
@@ -74,10 +75,10 @@ class Replayer {
   // Sends what this kernel waits for ahead of all others.
   void demand(Index row);
 
-  // Expands or makes again one tensor that the kernel needs.
+  // Expands or recomputes one tensor that the kernel needs.
   void restore(const Operation& operation, Index kernel);
 
-  // Bytes that making a tensor again needs beside its own: a workspace, and room for other results that
+  // Bytes that recomputing a tensor needs beside its own: a workspace, and room for other results that
   // are not there. Those on their way back take their own memory: nobody plans for it twice.
   // What operations `before` it restore is there by then.
   Bytes beside(Index row, Index kernel, bool planned, std::span<const Operation> before = {}) const;
@@ -86,10 +87,13 @@ class Replayer {
   void work(Kind kind, Index index, double seconds, Bytes bytes);
   void execute(Index kernel, bool last);
 
+  // What starting the copies that were issued since the last call costs the compute stream.
+  void charge_copies();
+
   // The kernel that needed an expanded tensor has ended: its compressed buffer goes, or stays for a copy.
   void unpacked(Index row);
 
-  // Drops writes of tensors that die. Returns the bytes that writes under way hold.
+  // Releases writes of tensors that die. Returns the bytes that writes under way hold.
   Bytes die(Index kernel);
 
   // Copies out
@@ -97,7 +101,7 @@ class Replayer {
   void write_after(Index kernel);
   void write(Index row);
 
-  // Gives up a write that is queued or under way.
+  // Cancels a write that is queued or under way.
   void abandon(Index row);
   void release_buffer(Index row);
   void written(Index row);
@@ -141,13 +145,13 @@ class Replayer {
   void occupy(Index slot) {
     if (on_tier_[at(slot)]) return;
     on_tier_[at(slot)] = 1;
-    use(is_disk(rows_.how[slot]) ? 2 : 1, stored(slot));
+    use(is_disk(rows_.action[slot]) ? 2 : 1, stored(slot));
   }
 
   void vacate(Index slot) {
     if (!on_tier_[at(slot)]) return;
     on_tier_[at(slot)] = 0;
-    use(is_disk(rows_.how[slot]) ? 2 : 1, -stored(slot));
+    use(is_disk(rows_.action[slot]) ? 2 : 1, -stored(slot));
   }
 
   // One iteration by itself ends with its last copy; one that repeats, with its last kernel.
@@ -155,7 +159,7 @@ class Replayer {
 
   const Trace& trace_;
   const Machine& machine_;
-  const Absences& rows_;
+  const Intervals& rows_;
   const Kernels& kernels_;
   const Options options_;
   Links links_;
@@ -183,6 +187,7 @@ class Replayer {
   std::array<Bytes, 3> levels_{};  // bytes in use by tier
   Bytes reserve_ = 0;              // what the kernel at hand still has to allocate
   Index missing_ = 0;              // copies that the kernel at hand waits for
+  Index started_ = 0;              // copies that the compute stream has not been charged for
   Index freeing_ = 0;              // what will free memory when its copy is complete
   bool reported_ = false, ended_ = false;
   std::array<Bytes, kLinks> moved_before_{};

@@ -4,6 +4,12 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "replay.hpp"
+#include "samples/random.hpp"
 
 namespace penstock::search {
 
@@ -21,40 +27,81 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-bool moved(std::int8_t how) { return how != kKeep && how != kRecompute; }
-bool on_host(std::int8_t how) { return how == kHost || how == kHostCsr; }
-bool compressed(std::int8_t how) { return how == kHostCsr || how == kDiskCsr; }
+bool on_host(std::int8_t action) { return action == kHost || action == kHostCsr; }
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+bool all_within(const std::vector<std::int64_t>& values, std::int64_t low, std::int64_t high) {
+  return std::all_of(values.begin(), values.end(), [=](auto value) { return low <= value && value <= high; });
+}
+
+void check(const Choices& choices, const planning::Trace& trace) {
+  const auto P = choices.periods();
+  const auto K = trace.kernels;
+  for (const auto* column : {&choices.begin, &choices.end, &choices.ready, &choices.bytes, &choices.order})
+    require(column->size() == P, "columns of periods differ in length");
+  require(choices.allowed.size() == P, "columns of periods differ in length");
+  require(choices.cost_s.size() == P * kActions && choices.bias.size() == P * kActions,
+          "costs or shares of another number of periods");
+  require(all_within(choices.tensor, 0, trace.tensors - 1), "a period names a tensor that the trace lacks");
+  require(all_within(choices.begin, 0, K) && all_within(choices.end, 0, 2 * K - 1) &&
+              all_within(choices.ready, -1, K - 1),
+          "a period names a kernel that the trace lacks");
+  for (std::size_t period = 0; period < P; ++period) {
+    require(choices.begin[period] < choices.end[period], "a period ends before it begins");
+    require(choices.allowed[period] >> kActions == 0, "a period can leave by no known action");
+    require(!(choices.allowed[period] >> kRecompute & 1) ||
+                trace.producer[static_cast<std::size_t>(choices.tensor[period])] >= 0,
+            "a period recomputes a tensor that no kernel can recompute");
+  }
+  auto order = choices.order;
+  std::sort(order.begin(), order.end());
+  for (std::size_t period = 0; period < P; ++period)
+    require(order[period] == static_cast<std::int64_t>(period), "the order of the periods is not one of all");
+  const auto& starts = choices.parent_starts;
+  require(starts.size() == P + 1 && starts.front() == 0 && std::is_sorted(starts.begin(), starts.end()) &&
+              starts.back() == static_cast<std::int64_t>(choices.parents.size()),
+          "lists of parents do not fit their starts");
+  require(all_within(choices.parents, 0, trace.tensors - 1), "a parent is a tensor that the trace lacks");
+}
 
 }  // namespace
 
 void Rows::clear() {
   for (auto* column : {&tensor, &after, &begin, &end, &prefetch_at}) column->clear();
-  how.clear();
+  action.clear();
 }
 
-void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t how_) {
+void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t action_) {
   tensor.push_back(tensor_);
   after.push_back(after_);
   begin.push_back(begin_);
   end.push_back(end_);
   prefetch_at.push_back(end_);
-  how.push_back(how_);
+  action.push_back(action_);
 }
 
-Search::Search(Choices choices, std::unique_ptr<Objective> objective)
-    : choices_(std::move(choices)), objective_(std::move(objective)) {
+Search::Search(planning::Trace trace, planning::Machine machine, std::vector<double> time_s,
+               std::vector<planning::Bytes> workspace, Choices choices)
+    : trace_(std::move(trace)), machine_(std::move(machine)), time_s_(std::move(time_s)),
+      workspace_(std::move(workspace)), kernels_{time_s_.data(), workspace_.data()}, choices_(std::move(choices)) {
+  const auto count = static_cast<std::size_t>(trace_.kernels);
+  require(time_s_.size() == count && workspace_.size() == count, "times or workspaces of another number of kernels");
+  search::check(choices_, trace_);
   ideal_start_s_.assign(1, 0.0);
-  for (const double time_s : choices_.kernel_time_s) ideal_start_s_.push_back(ideal_start_s_.back() + time_s);
+  for (const double time_s : time_s_) ideal_start_s_.push_back(ideal_start_s_.back() + time_s);
   begin_ = choices_.begin;
   end_ = choices_.end;
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
     const auto at = [&](Kernel kernel) {
-      const auto turns = static_cast<double>(kernel / choices_.kernels) * ideal_start_s_.back();
-      return turns + ideal_start_s_[static_cast<std::size_t>(kernel % choices_.kernels)];
+      const auto turns = static_cast<double>(kernel / trace_.kernels) * ideal_start_s_.back();
+      return turns + ideal_start_s_[static_cast<std::size_t>(kernel % trace_.kernels)];
     };
     double least_s = kInfinity;
-    for (std::size_t how = kHost; how < kHows; ++how) {
-      least_s = std::min(least_s, choices_.cost_s[period * kHows + how]);
+    for (std::size_t action = kHost; action < kActions; ++action) {
+      least_s = std::min(least_s, choices_.cost_s[period * kActions + action]);
     }
     const double idle_s = at(choices_.end[period]) - at(choices_.begin[period]);
     const double ease = least_s < kInfinity ? idle_s / (kAmple * least_s + 1e-12) : 0.0;
@@ -62,19 +109,48 @@ Search::Search(Choices choices, std::unique_ptr<Objective> objective)
     leaving_.push_back(bytes * std::clamp(ease, 0.02, 1.0));
     staying_.push_back(bytes * (1.1 - std::clamp(ease, 0.02, 1.0)));
   }
-  pulls_.resize(static_cast<std::size_t>(choices_.tensors));
-  last_end_.assign(static_cast<std::size_t>(choices_.tensors), -1);
+  pulls_.resize(static_cast<std::size_t>(trace_.tensors));
+  last_end_.assign(static_cast<std::size_t>(trace_.tensors), -1);
+}
+
+void Search::check(const State& state) const {
+  require(state.action.size() == choices_.periods() && state.late.size() == choices_.periods(),
+          "a choice for another number of periods");
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    const auto action = state.action[period];
+    require(action == kKeep || (action > kKeep && action < kActions && (choices_.allowed[period] >> action & 1)),
+            "a period leaves by an action that it cannot take");
+  }
+}
+
+void Search::find_static_bytes(const Rows& rows) { memory_ = planning::static_bytes(trace_, rows.view(), kernels_); }
+
+void Search::find_tier_bytes() {
+  auto tiers = planning::tier_bytes(trace_, rows_.view());
+  host_ = std::move(tiers[0]);
+  disk_ = std::move(tiers[1]);
+}
+
+void Search::run(const Rows& rows, Verdict& verdict) const {
+  auto outcome =
+      planning::replay(trace_, machine_, rows.view(), kernels_, {.record = false, .stop_on_deadlock = true});
+  verdict.iteration_s = outcome.deadlock ? kInfinity : outcome.iteration_s;
+  verdict.stall_s = std::move(outcome.stall_s);
+  verdict.stall_cause = std::move(outcome.cause);
+  verdict.start_s = std::move(outcome.start_s);
+  verdict.start_s.resize(time_s_.size());
+  verdict.start_s.push_back(outcome.iteration_s);
 }
 
 bool Search::covers(std::size_t period, Kernel kernel) const {
   const auto begin = choices_.begin[period], end = choices_.end[period];
-  return (begin <= kernel && kernel < end) || (begin <= kernel + choices_.kernels && kernel + choices_.kernels < end);
+  return (begin <= kernel && kernel < end) || (begin <= kernel + trace_.kernels && kernel + trace_.kernels < end);
 }
 
 // Keeps the longer part of the period during which kernel `pull` does not find the tensor away.
 void Search::shrink(std::size_t period, Kernel pull) {
   auto &begin = begin_[period], &end = end_[period];
-  const auto kernels = choices_.kernels;
+  const auto kernels = trace_.kernels;
   const bool wraps = choices_.end[period] > kernels;
   for (const Kernel at : {pull, pull + kernels}) {
     if (at < begin || at >= end) continue;
@@ -90,19 +166,19 @@ void Search::shrink(std::size_t period, Kernel pull) {
   }
 }
 
-const Rows& Search::rows(const State& state) {
+void Search::expand(const State& state) {
   const auto& order = choices_.order;
   for (auto position = order.rbegin(); position != order.rend(); ++position) {
     const auto period = static_cast<std::size_t>(*position);
-    const auto how = state.how[period];
-    if (how == kKeep) continue;
+    const auto action = state.action[period];
+    if (action == kKeep) continue;
     const auto tensor = static_cast<std::size_t>(choices_.tensor[period]);
     begin_[period] = choices_.begin[period];
     end_[period] = choices_.end[period];
     for (const auto pull : pulls_[tensor]) shrink(period, pull);
     if (begin_[period] >= end_[period]) continue;
-    if (end_[period] >= choices_.kernels) last_end_[tensor] = end_[period] - choices_.kernels;
-    if (how != kRecompute) continue;
+    if (end_[period] >= trace_.kernels) last_end_[tensor] = end_[period] - trace_.kernels;
+    if (action != kRecompute) continue;
     for (auto at = choices_.parent_starts[period]; at < choices_.parent_starts[period + 1]; ++at) {
       const auto parent = choices_.parents[static_cast<std::size_t>(at)];
       auto& pulls = pulls_[static_cast<std::size_t>(parent)];
@@ -115,36 +191,35 @@ const Rows& Search::rows(const State& state) {
   periods_.clear();
   for (const auto position : order) {
     const auto period = static_cast<std::size_t>(position);
-    const auto how = state.how[period];
-    if (how == kKeep || begin_[period] >= end_[period]) continue;
+    const auto action = state.action[period];
+    if (action == kKeep || begin_[period] >= end_[period]) continue;
     const auto tensor = choices_.tensor[period];
     auto& last_end = last_end_[static_cast<std::size_t>(tensor)];
     auto after = std::max(choices_.ready[period], last_end);
-    if (compressed(how) || state.late[period]) after = begin_[period] - 1;
-    rows_.add(tensor, after, begin_[period], end_[period], how);
+    if (is_csr(action) || state.late[period]) after = begin_[period] - 1;
+    rows_.add(tensor, after, begin_[period], end_[period], action);
     periods_.push_back(period);
     last_end = end_[period];
   }
   for (const auto tensor : pulled_) pulls_[static_cast<std::size_t>(tensor)].clear();
   pulled_.clear();
   for (const auto tensor : rows_.tensor) last_end_[static_cast<std::size_t>(tensor)] = -1;
-  return rows_;
 }
 
 bool Search::memory_fits() {
-  objective_->static_bytes(rows_, memory_);
+  find_static_bytes(rows_);
   return std::all_of(memory_.begin(), memory_.end(),
-                     [this](std::int64_t bytes) { return bytes <= choices_.budget_bytes; });
+                     [this](std::int64_t bytes) { return bytes <= machine_.budget; });
 }
 
 bool Search::tiers_fit() {
   // A look that suffices where there is plenty: each row takes room at most once.
   std::int64_t host_bytes = 0, disk_bytes = 0;
   for (std::size_t row = 0; row < rows_.size(); ++row) {
-    if (moved(rows_.how[row])) (on_host(rows_.how[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
+    if (is_moved(rows_.action[row])) (on_host(rows_.action[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
   }
   if (host_bytes <= choices_.host_bytes && disk_bytes <= choices_.disk_bytes) return true;
-  objective_->tier_bytes(rows_, host_, disk_);
+  find_tier_bytes();
   const auto within = [](const std::vector<std::int64_t>& used, std::int64_t capacity) {
     return std::all_of(used.begin(), used.end(), [capacity](std::int64_t bytes) { return bytes <= capacity; });
   };
@@ -152,29 +227,29 @@ bool Search::tiers_fit() {
 }
 
 bool Search::fits(const State& state) {
-  rows(state);
+  expand(state);
   return memory_fits() && tiers_fit();
 }
 
-// Sends the period away: the cheapest way that the tiers have room for, the relaxation's favourite first.
+// Sends the period away: the cheapest action that the tiers have room for, the linear program's favourite first.
 bool Search::place(State& state, std::size_t period) {
-  std::int8_t ways[kHows];
+  std::int8_t actions[kActions];
   int count = 0;
-  for (std::int8_t how = kHost; how < kHows; ++how) {
-    if (choices_.allowed[period] >> how & 1) ways[count++] = how;
+  for (std::int8_t action = kHost; action < kActions; ++action) {
+    if (choices_.allowed[period] >> action & 1) actions[count++] = action;
   }
-  const auto rank = [&](std::int8_t how) {
-    const auto at = period * kHows + static_cast<std::size_t>(how);
+  const auto rank = [&](std::int8_t action) {
+    const auto at = period * kActions + static_cast<std::size_t>(action);
     return choices_.cost_s[at] * (1.0 - 0.9 * choices_.bias[at]);
   };
-  std::stable_sort(ways, ways + count, [&](std::int8_t a, std::int8_t b) { return rank(a) < rank(b); });
-  const auto before = state.how[period];
-  for (int way = 0; way < count; ++way) {
-    state.how[period] = ways[way];
-    rows(state);
+  std::stable_sort(actions, actions + count, [&](std::int8_t a, std::int8_t b) { return rank(a) < rank(b); });
+  const auto before = state.action[period];
+  for (int action = 0; action < count; ++action) {
+    state.action[period] = actions[action];
+    expand(state);
     if (tiers_fit()) return true;
   }
-  state.how[period] = before;
+  state.action[period] = before;
   return false;
 }
 
@@ -184,26 +259,26 @@ bool Search::repair_tiers(State& state) {
     return most == used.end() || *most <= capacity ? Kernel{-1} : Kernel{most - used.begin()};
   };
   for (std::size_t step = 0; step < 2 * choices_.periods() + 2; ++step) {
-    rows(state);
-    objective_->tier_bytes(rows_, host_, disk_);
+    expand(state);
+    find_tier_bytes();
     auto kernel = worst(host_, choices_.host_bytes);
     const bool host = kernel >= 0;
     if (!host) kernel = worst(disk_, choices_.disk_bytes);
     if (kernel < 0) return true;
-    // Of the copies that are there then, the one that the relaxation wants there least; the longest of those.
+    // Of the copies that are there then, the one that the linear program wants there least; the longest of those.
     std::size_t chosen = kNone;
     double least = kInfinity;
     for (const bool there : {true, false}) {
       for (std::size_t row = 0; row < rows_.size(); ++row) {
         const auto period = periods_[row];
-        const auto how = state.how[period];
-        if (!moved(how) || on_host(how) != host) continue;
-        const auto begin = rows_.after[row] + 1, end = rows_.end[row], later = kernel + choices_.kernels;
+        const auto action = state.action[period];
+        if (!is_moved(action) || on_host(action) != host) continue;
+        const auto begin = rows_.after[row] + 1, end = rows_.end[row], later = kernel + trace_.kernels;
         if (there && !(begin <= kernel && kernel < end) && !(begin <= later && later < end)) continue;
-        const auto* bias = &choices_.bias[period * kHows];
+        const auto* bias = &choices_.bias[period * kActions];
         const double here = host ? bias[kHost] + bias[kHostCsr] : bias[kDisk] + bias[kDiskCsr];
         const double share = static_cast<double>(rows_.end[row] - rows_.begin[row]) /
-                             static_cast<double>(std::max<Kernel>(choices_.kernels, 1));
+                             static_cast<double>(std::max<Kernel>(trace_.kernels, 1));
         const double score = here - 1e-3 * share;
         if (score < least) {
           least = score;
@@ -213,14 +288,14 @@ bool Search::repair_tiers(State& state) {
       if (chosen != kNone) break;
     }
     if (chosen == kNone) return false;
-    const auto how = state.how[chosen];
-    const std::int8_t other = how == kHost ? kDisk : kDiskCsr;
+    const auto action = state.action[chosen];
+    const std::int8_t other = action == kHost ? kDisk : kDiskCsr;
     if (host && (choices_.allowed[chosen] >> other & 1)) {
-      state.how[chosen] = other;
+      state.action[chosen] = other;
     } else if (choices_.allowed[chosen] >> kRecompute & 1) {
-      state.how[chosen] = kRecompute;
+      state.action[chosen] = kRecompute;
     } else {
-      state.how[chosen] = kKeep;
+      state.action[chosen] = kKeep;
     }
   }
   return false;
@@ -230,40 +305,40 @@ bool Search::repair_tiers(State& state) {
 bool Search::host_seems_free(std::size_t period) const {
   const auto begin = choices_.begin[period], end = choices_.end[period];
   for (const auto kernel : {begin, (begin + end) / 2, end - 1}) {
-    const auto used = host_[static_cast<std::size_t>(kernel % choices_.kernels)];
+    const auto used = host_[static_cast<std::size_t>(kernel % trace_.kernels)];
     if (used + choices_.bytes[period] > choices_.host_bytes) return false;
   }
   return true;
 }
 
 bool Search::repair_memory(State& state) {
-  std::vector<double> over_s(static_cast<std::size_t>(2 * choices_.kernels) + 1);
+  std::vector<double> over_s(static_cast<std::size_t>(2 * trace_.kernels) + 1);
   std::vector<std::uint8_t> refused(choices_.periods(), 0);
   std::int64_t all_bytes = 0;
   for (const auto bytes : choices_.bytes) all_bytes += bytes;
   const bool scarce = choices_.host_bytes > 0 && all_bytes > choices_.host_bytes;
   for (std::size_t step = 0; step < 3 * choices_.periods() + 3; ++step) {
-    rows(state);
-    objective_->static_bytes(rows_, memory_);
-    if (scarce) objective_->tier_bytes(rows_, host_, disk_);
+    expand(state);
+    find_static_bytes(rows_);
+    if (scarce) find_tier_bytes();
     const auto most = std::max_element(memory_.begin(), memory_.end());
-    if (most == memory_.end() || *most <= choices_.budget_bytes) return true;
+    if (most == memory_.end() || *most <= machine_.budget) return true;
     const Kernel worst = most - memory_.begin();
-    const double excess = static_cast<double>(*most - choices_.budget_bytes);
+    const double excess = static_cast<double>(*most - machine_.budget);
     over_s[0] = 0.0;
     for (std::size_t at = 0; at + 1 < over_s.size(); ++at) {
-      const auto kernel = at % static_cast<std::size_t>(choices_.kernels);
-      const bool over = memory_[kernel] > choices_.budget_bytes;
-      over_s[at + 1] = over_s[at] + (over ? choices_.kernel_time_s[kernel] + 1e-9 : 0.0);
+      const auto kernel = at % static_cast<std::size_t>(trace_.kernels);
+      const bool over = memory_[kernel] > machine_.budget;
+      over_s[at + 1] = over_s[at] + (over ? time_s_[kernel] + 1e-9 : 0.0);
     }
     std::size_t chosen = kNone;
     double best = -1.0;
     for (std::size_t period = 0; period < choices_.periods(); ++period) {
-      if (state.how[period] != kKeep || refused[period] || !covers(period, worst)) continue;
+      if (state.action[period] != kKeep || refused[period] || !covers(period, worst)) continue;
       double cost_s = kInfinity;
-      for (std::int8_t how = kHost; how < kHows; ++how) {
-        if ((choices_.allowed[period] >> how & 1) && !(scarce && on_host(how) && !host_seems_free(period))) {
-          cost_s = std::min(cost_s, choices_.cost_s[period * kHows + static_cast<std::size_t>(how)]);
+      for (std::int8_t action = kHost; action < kActions; ++action) {
+        if ((choices_.allowed[period] >> action & 1) && !(scarce && on_host(action) && !host_seems_free(period))) {
+          cost_s = std::min(cost_s, choices_.cost_s[period * kActions + static_cast<std::size_t>(action)]);
         }
       }
       if (cost_s == kInfinity) continue;
@@ -284,7 +359,7 @@ bool Search::repair_memory(State& state) {
     std::size_t nearest = kNone;
     Kernel distance = std::numeric_limits<Kernel>::max();
     for (std::size_t period = 0; period < choices_.periods(); ++period) {
-      if (state.how[period] != kRecompute) continue;
+      if (state.action[period] != kRecompute) continue;
       const auto away = std::abs(choices_.end[period] - worst);
       if (away < distance) {
         distance = away;
@@ -292,28 +367,34 @@ bool Search::repair_memory(State& state) {
       }
     }
     if (nearest == kNone) return false;
-    state.how[nearest] = kKeep;
-    for (const std::int8_t how : {kHost, kDisk}) {
-      if (!(choices_.allowed[nearest] >> how & 1)) continue;
-      state.how[nearest] = how;
-      rows(state);
+    state.action[nearest] = kKeep;
+    for (const std::int8_t action : {kHost, kDisk}) {
+      if (!(choices_.allowed[nearest] >> action & 1)) continue;
+      state.action[nearest] = action;
+      expand(state);
       if (tiers_fit()) break;
-      state.how[nearest] = kKeep;
+      state.action[nearest] = kKeep;
     }
     refused[nearest] = 1;
   }
   return false;
 }
 
-bool Search::repair(State& state) { return repair_tiers(state) && repair_memory(state) && fits(state); }
+bool Search::repair(State& state) {
+  const std::lock_guard lock(mutex_);
+  check(state);
+  if (!repair_tiers(state) || !repair_memory(state) || !fits(state)) return false;
+  prune(state);
+  return true;
+}
 
 void Search::prune(State& state) {
-  rows(state);
-  objective_->static_bytes(rows_, memory_);
+  expand(state);
+  find_static_bytes(rows_);
   candidates_.clear();
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
-    if (state.how[period] == kKeep) continue;
-    const auto cost_s = choices_.cost_s[period * kHows + static_cast<std::size_t>(state.how[period])];
+    if (state.action[period] == kKeep) continue;
+    const auto cost_s = choices_.cost_s[period * kActions + static_cast<std::size_t>(state.action[period])];
     candidates_.emplace_back(-cost_s, period);
   }
   std::sort(candidates_.begin(), candidates_.end());
@@ -322,26 +403,26 @@ void Search::prune(State& state) {
     // A cheap look before the exact one.
     bool room = true;
     const auto begin = choices_.begin[period], end = choices_.end[period];
-    if (moved(state.how[period])) {
+    if (is_moved(state.action[period])) {
       for (auto kernel = begin_[period]; kernel < end_[period] && room; ++kernel) {
-        const auto used = memory_[static_cast<std::size_t>(kernel % choices_.kernels)];
-        room = used + choices_.bytes[period] <= choices_.budget_bytes;
+        const auto used = memory_[static_cast<std::size_t>(kernel % trace_.kernels)];
+        room = used + choices_.bytes[period] <= machine_.budget;
       }
     }
     if (!room || begin >= end) continue;
-    const auto how = state.how[period];
-    state.how[period] = kKeep;
-    if (!fits(state)) state.how[period] = how;
-    rows(state);
-    objective_->static_bytes(rows_, memory_);
+    const auto action = state.action[period];
+    state.action[period] = kKeep;
+    if (!fits(state)) state.action[period] = action;
+    expand(state);
+    find_static_bytes(rows_);
   }
 }
 
-// The time of what the last call of `rows` made of `state`, which memory has room for.
+// The time of what the last call of `expand` made of `state`, which memory has room for.
 double Search::evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into) {
   if (!tiers_fit()) return kInfinity;
-  objective_->prefetch(rows_, start_s, early);
-  objective_->run(rows_, into.verdict);
+  rows_.prefetch_at = planning::place_prefetches(trace_, machine_, rows_.view(), kernels_, start_s.data(), early);
+  run(rows_, into.verdict);
   into.state = state;
   into.rows = rows_;
   return into.verdict.iteration_s;
@@ -351,21 +432,13 @@ double Search::evaluate(const State& state, std::int64_t early, const std::vecto
 double Search::score(const Current& candidate) const {
   double work_s = 0.0;
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
-    const auto how = candidate.state.how[period];
-    if (how != kKeep) work_s += choices_.cost_s[period * kHows + static_cast<std::size_t>(how)];
+    const auto action = candidate.state.action[period];
+    if (action != kKeep) work_s += choices_.cost_s[period * kActions + static_cast<std::size_t>(action)];
   }
   return candidate.verdict.iteration_s + kTraffic * work_s;
 }
 
-std::uint64_t Search::bits() {
-  // SplitMix64: the same numbers on every platform.
-  auto value = random_ += 0x9e3779b97f4a7c15u;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
-
-double Search::uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+double Search::uniform() { return static_cast<double>(samples::draw(seed_, drawn_++) >> 11) * 0x1p-53; }
 
 std::size_t Search::below(std::size_t count) {
   return std::min(static_cast<std::size_t>(uniform() * static_cast<double>(count)), count - 1);
@@ -389,21 +462,21 @@ std::size_t Search::pick(const std::vector<double>& weight, Test test) {
 
 bool Search::alter(State& state, std::size_t period, bool may_keep) {
   if (period == kNone) return false;
-  std::int8_t ways[kHows];
+  std::int8_t actions[kActions];
   std::size_t count = 0;
-  for (std::int8_t how = may_keep ? kKeep : kHost; how < kHows; ++how) {
-    const bool possible = how == kKeep || (choices_.allowed[period] >> how & 1);
-    if (possible && how != state.how[period]) ways[count++] = how;
+  for (std::int8_t action = may_keep ? kKeep : kHost; action < kActions; ++action) {
+    const bool possible = action == kKeep || (choices_.allowed[period] >> action & 1);
+    if (possible && action != state.action[period]) actions[count++] = action;
   }
   if (count == 0) return false;
-  state.how[period] = ways[below(count)];
+  state.action[period] = actions[below(count)];
   return true;
 }
 
 // One small change, half of the time aimed at a kernel that waits.
 bool Search::change(State& state, const Verdict& verdict) {
-  const auto kernels = choices_.kernels;
-  const auto kept = [&](std::size_t period) { return state.how[period] == kKeep; };
+  const auto kernels = trace_.kernels;
+  const auto kept = [&](std::size_t period) { return state.action[period] == kKeep; };
   const double draw = uniform();
   if (draw < 0.55) {
     double total = 0.0;
@@ -412,10 +485,10 @@ bool Search::change(State& state, const Verdict& verdict) {
       double left = uniform() * total;
       Kernel at = 0;
       while (at + 1 < kernels && (left -= verdict.stall_s[static_cast<std::size_t>(at)]) > 0.0) ++at;
-      if (verdict.stall_cause[static_cast<std::size_t>(at)] == 1) {
+      if (verdict.stall_cause[static_cast<std::size_t>(at)] == planning::kPrefetch) {
         return alter(state, pick(staying_, [&](std::size_t period) {
                        const auto until = ((choices_.end[period] - at) % kernels + kernels) % kernels;
-                       return moved(state.how[period]) && until < kReturning;
+                       return is_moved(state.action[period]) && until < kReturning;
                      }), true);
       }
       if (uniform() < 0.5) {
@@ -423,7 +496,7 @@ bool Search::change(State& state, const Verdict& verdict) {
       }
       return alter(state, pick(staying_, [&](std::size_t period) {
                      const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
-                     return moved(state.how[period]) && since < kLeaving && covers(period, at);
+                     return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
                    }), true);
     }
   }
@@ -434,11 +507,11 @@ bool Search::change(State& state, const Verdict& verdict) {
     const auto middle = (choices_.begin[leaves] + choices_.end[leaves]) / 2 % kernels;
     const auto enters = pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, middle); });
     if (enters == kNone) return false;
-    state.how[leaves] = kKeep;
+    state.action[leaves] = kKeep;
     return alter(state, enters, false);
   }
   if (draw < 0.83) {
-    const auto period = pick(leaving_, [&](std::size_t at) { return moved(state.how[at]); });
+    const auto period = pick(leaving_, [&](std::size_t at) { return is_moved(state.action[at]); });
     if (period == kNone) return false;
     state.late[period] ^= 1;
     return true;
@@ -452,7 +525,7 @@ bool Search::change(State& state, const Verdict& verdict) {
 bool Search::give_room(State& state) {
   const Kernel worst = std::max_element(memory_.begin(), memory_.end()) - memory_.begin();
   return alter(state, pick(leaving_, [&](std::size_t period) {
-                 return state.how[period] == kKeep && covers(period, worst);
+                 return state.action[period] == kKeep && covers(period, worst);
                }), false);
 }
 
@@ -463,22 +536,25 @@ bool Search::give_tier_room(State& state) {
   const bool host = host_most != host_.end() && *host_most > choices_.host_bytes;
   const Kernel worst = host ? host_most - host_.begin() : disk_most - disk_.begin();
   const auto period = pick(staying_, [&](std::size_t at) {
-    const auto how = state.how[at];
-    return moved(how) && on_host(how) == host && covers(at, worst);
+    const auto action = state.action[at];
+    return is_moved(action) && on_host(action) == host && covers(at, worst);
   });
   if (period == kNone) return false;
   const bool disk = choices_.allowed[period] >> kDisk & 1;
-  state.how[period] = host && disk && uniform() < 0.7 ? kDisk : kKeep;
+  state.action[period] = host && disk && uniform() < 0.7 ? kDisk : kKeep;
   return true;
 }
 
 Found Search::improve(const State& start, const Limits& limits) {
+  const std::lock_guard lock(mutex_);
+  check(start);
   const auto begun = Clock::now();
-  random_ = limits.seed * 0x9e3779b97f4a7c15u + 1;
+  seed_ = limits.seed * samples::kGolden + 1;
+  drawn_ = 0;
   Found found;
   Current current, trial;
   double current_s = kInfinity;
-  std::int64_t early = choices_.kernels;
+  std::int64_t early = trace_.kernels;
   found.iteration_s = kInfinity;
   const auto keep_best = [&](const Current& candidate, double iteration_s) {
     if (iteration_s >= found.iteration_s) return;
@@ -487,11 +563,11 @@ Found Search::improve(const State& start, const Limits& limits) {
     found.rows = candidate.rows;
   };
   // How early to prefetch, each on the timeline that it leads to.
-  for (const std::int64_t kernels : {choices_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
+  for (const std::int64_t kernels : {trace_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
     auto start_s = ideal_start_s_;
     double before_s = kInfinity;
     for (int round = 0; round < 3; ++round) {
-      rows(start);
+      expand(start);
       const double iteration_s = memory_fits() ? evaluate(start, kernels, start_s, trial) : kInfinity;
       ++found.evaluations;
       if (!(iteration_s < before_s)) break;
@@ -517,16 +593,16 @@ Found Search::improve(const State& start, const Limits& limits) {
     found.timed_out = seconds_since(begun) > limits.seconds;
     if (found.timed_out) break;
     ++found.evaluations;  // also of what is refused before the replay: the loop has to end
-    proposal.how = current.state.how;
+    proposal.action = current.state.action;
     proposal.late = current.state.late;
     if (!change(proposal, current.verdict)) continue;
-    bool room = (rows(proposal), memory_fits());
+    bool room = (expand(proposal), memory_fits());
     for (int attempt = 0; !room && attempt < kRoomTries && give_room(proposal); ++attempt) {
-      room = (rows(proposal), memory_fits());
+      room = (expand(proposal), memory_fits());
     }
     for (int attempt = 0; room && attempt < kRoomTries && !tiers_fit(); ++attempt) {
-      room = give_tier_room(proposal) && (rows(proposal), memory_fits());
-      if (!room) room = give_room(proposal) && (rows(proposal), memory_fits());
+      room = give_tier_room(proposal) && (expand(proposal), memory_fits());
+      if (!room) room = give_room(proposal) && (expand(proposal), memory_fits());
     }
     if (!room) continue;
     const double iteration_s = evaluate(proposal, early, current.verdict.start_s, trial);
@@ -549,7 +625,7 @@ Found Search::improve(const State& start, const Limits& limits) {
 void Search::polish(Found& found, const Limits& limits, Clock::time_point begun) {
   std::vector<std::size_t> moves;
   for (std::size_t row = 0; row < found.rows.size(); ++row) {
-    if (moved(found.rows.how[row])) moves.push_back(row);
+    if (is_moved(found.rows.action[row])) moves.push_back(row);
   }
   if (moves.empty()) return;
   Verdict verdict;
@@ -566,9 +642,9 @@ void Search::polish(Found& found, const Limits& limits, Clock::time_point begun)
     auto wish = found.rows.end[row] - static_cast<Kernel>(below(reach));
     if (wish == before) continue;
     found.rows.prefetch_at[row] = wish;
-    objective_->static_bytes(found.rows, memory_);
-    const bool room = *std::max_element(memory_.begin(), memory_.end()) <= choices_.budget_bytes;
-    if (room) objective_->run(found.rows, verdict);
+    find_static_bytes(found.rows);
+    const bool room = *std::max_element(memory_.begin(), memory_.end()) <= machine_.budget;
+    if (room) run(found.rows, verdict);
     if (room && verdict.iteration_s <= found.iteration_s) {
       found.iteration_s = verdict.iteration_s;
     } else {

@@ -3,42 +3,45 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
+#include <mutex>
 #include <vector>
+
+#include "model.hpp"
 
 namespace penstock::search {
 
 using Clock = std::chrono::steady_clock;
 using Kernel = std::int64_t;
 
-enum How : std::int8_t { kKeep = 0, kHost = 1, kDisk = 2, kHostCsr = 3, kDiskCsr = 4, kRecompute = 5 };
-constexpr int kHows = 6;
+using planning::is_csr;
+using planning::is_moved;
+using planning::kDisk;
+using planning::kDiskCsr;
+using planning::kHost;
+using planning::kHostCsr;
+using planning::kKeep;
+using planning::kRecompute;
+using planning::kActions;
 
-// The absences of a plan, as columns: one entry for each eviction or recomputation.
+// The eviction intervals of a plan, as columns: one entry for each eviction or recomputation.
 struct Rows {
   std::vector<std::int64_t> tensor, after, begin, end, prefetch_at;
-  std::vector<std::int8_t> how;
+  std::vector<std::int8_t> action;
 
-  std::size_t size() const { return how.size(); }
+  planning::Intervals view() const {
+    return {static_cast<planning::Index>(size()), tensor.data(), after.data(), begin.data(), end.data(),
+            prefetch_at.data(), action.data()};
+  }
+  std::size_t size() const { return action.size(); }
   void clear();
-  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t how);
+  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t action);
 };
 
-// What a replay says of a plan. Stalls are by kernel: seconds, and 0 none, 1 a prefetch, 2 memory.
+// What a replay says of a plan. Stalls are by kernel; the cause is a planning::Cause.
 struct Verdict {
   double iteration_s = 0.0;
   std::vector<double> stall_s, start_s;
   std::vector<std::int8_t> stall_cause;
-};
-
-// The judge of memory and of time. Calls reuse what they are given.
-class Objective {
- public:
-  virtual ~Objective() = default;
-  virtual void static_bytes(const Rows& rows, std::vector<std::int64_t>& bytes) = 0;
-  virtual void tier_bytes(const Rows& rows, std::vector<std::int64_t>& host, std::vector<std::int64_t>& disk) = 0;
-  virtual void prefetch(Rows& rows, const std::vector<double>& start_s, std::int64_t early) = 0;
-  virtual void run(const Rows& rows, Verdict& verdict) = 0;
 };
 
 // What may be chosen: P inactive periods of T tensors over K kernels.
@@ -46,27 +49,24 @@ class Objective {
 // tensor, begin, end   [P] the period; end > K where it reaches into the next iteration
 // ready                [P] the last kernel that writes the tensor before the period, -1 for none
 // bytes                [P] of the tensor
-// allowed              [P] bit h is set where `How` h is possible; keeping always is
-// cost_s               [P * kHows] seconds of link or compute that each way takes
-// bias                 [P * kHows] how much of the period goes each way in the relaxation, or zeros
+// allowed              [P] bit a is set where `Action` a is possible; keeping always is
+// cost_s               [P * kActions] seconds of link or compute that each action takes
+// bias                 [P * kActions] how much of the period each action has in the linear program, or zeros
 // order                [P] the periods so that what makes a tensor comes before what it is made into
 // parent_starts, parents   by period: the tensors that recomputing its tensor reads
 struct Choices {
-  Kernel kernels = 0;
-  std::int64_t tensors = 0;
   std::vector<std::int64_t> tensor, begin, end, ready, bytes;
   std::vector<std::uint8_t> allowed;
   std::vector<double> cost_s, bias;
   std::vector<std::int64_t> order, parent_starts, parents;
-  std::vector<double> kernel_time_s;
-  std::int64_t budget_bytes = 0, host_bytes = 0, disk_bytes = 0;
+  std::int64_t host_bytes = 0, disk_bytes = 0;
 
   std::size_t periods() const { return tensor.size(); }
 };
 
 // A choice for every period. late: the copy starts only before the period, though it could earlier.
 struct State {
-  std::vector<std::int8_t> how;
+  std::vector<std::int8_t> action;
   std::vector<std::uint8_t> late;
 };
 
@@ -86,21 +86,17 @@ struct Found {
   bool timed_out = false;
 };
 
+// One thread works at a time: others wait for it.
 class Search {
  public:
-  Search(Choices choices, std::unique_ptr<Objective> objective);
+  // time_s, workspace: [K] of the kernels as they run. Throws std::invalid_argument where columns do not fit.
+  Search(planning::Trace trace, planning::Machine machine, std::vector<double> time_s,
+         std::vector<planning::Bytes> workspace, Choices choices);
 
-  // The absences that a choice comes to: recomputations bring what they read back early.
-  const Rows& rows(const State& state);
-
-  bool fits(const State& state);
-
-  // Changes the choice until memory and tiers hold it. False where that did not succeed.
+  // The nearest choice found that fits, without what it does not need. False where none was found.
   bool repair(State& state);
 
-  // Takes back what is not needed, the dearest first.
-  void prune(State& state);
-
+  // The best plan found near a choice; its time is infinite where the choice does not fit.
   Found improve(const State& start, const Limits& limits);
 
  private:
@@ -109,6 +105,18 @@ class Search {
     Rows rows;
     Verdict verdict;
   };
+
+  void check(const State& state) const;
+
+  // Fills rows_ with the eviction intervals that a choice leads to: recomputations bring back early what they read.
+  void expand(const State& state);
+  void find_static_bytes(const Rows& rows);
+  void find_tier_bytes();
+  void run(const Rows& rows, Verdict& verdict) const;
+  bool fits(const State& state);
+
+  // Takes back what is not needed, the dearest first.
+  void prune(State& state);
 
   bool covers(std::size_t period, Kernel kernel) const;
   void shrink(std::size_t period, Kernel pull);
@@ -126,19 +134,23 @@ class Search {
   bool host_seems_free(std::size_t period) const;
   bool alter(State& state, std::size_t period, bool may_keep);
 
-  std::uint64_t bits();
   double uniform();
   std::size_t below(std::size_t count);
   template <typename Test>
   std::size_t pick(const std::vector<double>& weight, Test test);
 
-  Choices choices_;
-  std::unique_ptr<Objective> objective_;
+  std::mutex mutex_;
+  const planning::Trace trace_;
+  const planning::Machine machine_;
+  const std::vector<double> time_s_;
+  const std::vector<planning::Bytes> workspace_;
+  const planning::Kernels kernels_;  // of the two above
+  const Choices choices_;
   std::vector<double> ideal_start_s_;
   std::vector<double> leaving_, staying_;  // [P] how likely a period is drawn to be away, or not
-  std::uint64_t random_ = 0;
+  std::uint64_t seed_ = 0, drawn_ = 0;
 
-  // What the last call of `rows` found.
+  // What the last call of `expand` found, and of find_static_bytes and find_tier_bytes.
   Rows rows_;
   std::vector<std::size_t> periods_;            // of each row
   std::vector<Kernel> begin_, end_;             // [P] as shrunk; empty where the period is not away

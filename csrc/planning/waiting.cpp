@@ -6,19 +6,21 @@ namespace penstock::planning {
 void Replayer::write_after(Index kernel) {
   for (const auto* row = writes_.begin(kernel + 1); row != writes_.end(kernel + 1); ++row) write(*row);
   dispatch();
+  charge_copies();
 }
 
 void Replayer::write(Index row) {
   if (written_[at(row)] == kQueued || written_[at(row)] == kUnderWay) return;
+  ++started_;
   written_[at(row)] = kQueued;
-  push(writes_queue_[is_disk(rows_.how[row]) ? 1 : 0], row);
+  push(writes_queue_[is_disk(rows_.action[row]) ? 1 : 0], row);
 }
 
 void Replayer::abandon(Index row) {
   if (row < 0) return;
   auto& written = written_[at(row)];
   if (written == kUnderWay) {
-    const auto link = link_of(rows_.how[row], false);
+    const auto link = link_of(rows_.action[row], false);
     if (links_.row(link) == row) end_copy(link, static_cast<Bytes>(links_.moved(link, now_s_)));
   }
   if (written == kQueued || written == kUnderWay) {
@@ -52,7 +54,7 @@ void Replayer::written(Index row) {
   }
   release_buffer(row);
   auto& held = held_[at(rows_.tensor[row])];
-  if (held > 0 && !is_csr(rows_.how[row]) && --held == 0) {
+  if (held > 0 && !is_csr(rows_.action[row]) && --held == 0) {
     --freeing_;
     use(0, -raw(row));
     vacate(copies_.slot[at(row)]);
@@ -80,12 +82,12 @@ void Replayer::admit() {
 void Replayer::take_memory(Index row) {
   state_[at(row)] = kReturning;
   use(0, stored(row));
-  const auto link = at(link_of(rows_.how[row], true));
+  const auto link = at(link_of(rows_.action[row], true));
   push(needed_[at(row)] ? urgent_[link] : reads_[link], row);
 }
 
 void Replayer::came_back(Index row) {
-  state_[at(row)] = is_csr(rows_.how[row]) ? kPacked : kResident;
+  state_[at(row)] = is_csr(rows_.action[row]) ? kPacked : kResident;
   if (needed_[at(row)]) {
     needed_[at(row)] = 0;
     --missing_;
@@ -183,7 +185,7 @@ void Replayer::dispatch() {
     auto row = pop(back ? urgent_[at(link)] : writes_queue_[link == kDiskOut ? 1 : 0]);
     if (row < 0 && back) row = pop(reads_[at(link)]);
     if (row < 0) continue;
-    links_.start(link, row, at(rows_.tensor[row]), is_csr(rows_.how[row]), stored(row), now_s_);
+    links_.start(link, row, at(rows_.tensor[row]), is_csr(rows_.action[row]), stored(row), now_s_);
     if (!back) {
       written_[at(row)] = kUnderWay;
       occupy(copies_.slot[at(row)]);

@@ -11,19 +11,19 @@ namespace {
 
 struct Columns {
   std::vector<Index> tensor, after, begin, end, prefetch_at;
-  std::vector<std::int8_t> how;
+  std::vector<std::int8_t> action;
 
-  void add(Index t, Index a, Index b, Index e, Index p, How way) {
+  void add(Index t, Index a, Index b, Index e, Index p, Action what) {
     tensor.push_back(t);
     after.push_back(a);
     begin.push_back(b);
     end.push_back(e);
     prefetch_at.push_back(p);
-    how.push_back(static_cast<std::int8_t>(way));
+    action.push_back(static_cast<std::int8_t>(what));
   }
-  Absences view() const {
+  Intervals view() const {
     return {static_cast<Index>(tensor.size()), tensor.data(), after.data(), begin.data(), end.data(),
-            prefetch_at.data(), how.data()};
+            prefetch_at.data(), action.data()};
   }
 };
 
@@ -139,7 +139,7 @@ TEST(random_plans_come_to_an_end) {
       const auto begin = static_cast<Index>(random(0, at(K)));
       const auto end = static_cast<Index>(random(at(begin), 2 * at(K) - 1));
       plan.add(static_cast<Index>(random(0, at(T) - 1)), static_cast<Index>(random(0, at(K))) - 1, begin, end,
-               static_cast<Index>(random(at(begin), at(end))), static_cast<How>(random(0, 5)));
+               static_cast<Index>(random(at(begin), at(end))), static_cast<Action>(random(0, 5)));
     }
     const std::vector<double> times(at(K), 0.5);
     const std::vector<Bytes> workspaces(at(K), 10);
@@ -158,6 +158,6 @@ TEST(random_plans_come_to_an_end) {
     for (std::size_t k = 0; k <= at(K); ++k) starts[k] = 0.5 * static_cast<double>(k);
     const auto placed = place_prefetches(trace, on, plan.view(), kernels, starts.data(), 3);
     for (std::size_t row = 0; row < rows; ++row)
-      CHECK(plan.how[row] == kKeep || placed[row] >= plan.begin[row]);
+      CHECK(plan.action[row] == kKeep || placed[row] >= plan.begin[row]);
   }
 }

@@ -123,18 +123,21 @@ class Replay:
         self, columns: tuple[Any, ...], start_s: npt.NDArray[np.float64], early: int
     ) -> npt.NDArray[np.int64]: ...
 
+# Name, tier and codec of each action, in the order of their numbers.
+def plan_actions() -> list[tuple[str, str, str]]: ...
+
 class PlanSearch:
-    """Local search over what happens in each inactive period. Not for two threads at once."""
+    """Local search over what happens in each inactive period. One thread works at a time."""
 
     def __init__(
         self, trace: dict[str, object], machine: dict[str, object], choices: dict[str, object]
     ) -> None: ...
     def repair(
-        self, how: npt.NDArray[np.int8], late: npt.NDArray[np.int8]
+        self, action: npt.NDArray[np.int8], late: npt.NDArray[np.int8]
     ) -> npt.NDArray[np.int8] | None: ...
     def improve(
         self,
-        how: npt.NDArray[np.int8],
+        action: npt.NDArray[np.int8],
         late: npt.NDArray[np.int8],
         evaluations: int,
         seconds: float,

@@ -4,7 +4,7 @@
 
     PenstockError
     ├── BudgetTooSmall        the step cannot run in the device budget; carries minimum_bytes
-    ├── InvalidPlan           the judge refused a plan; carries its violations
+    ├── InvalidPlan           the plan checker refused a plan; carries its violations
     ├── InvalidSize           a byte size that cannot be read        (also a ValueError)
     ├── InvalidFile           a file that is not what it should be   (also a ValueError)
     ├── InvalidArgument       an argument that cannot be used        (also a ValueError)
@@ -39,7 +39,7 @@ class BudgetTooSmall(PenstockError):
 
 
 class InvalidPlan(PenstockError):
-    """The judge refused a plan.
+    """The plan checker refused a plan.
 
     violations   one sentence for each rule the plan breaks
     """

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.core.trace import KINDS
+from penstock.core.columns import KINDS
 from penstock.report.presence import device_bytes_by_kind, thinned, ways
 from penstock.report.summary import summarise
 from tests.pure.traces import gpt

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.planners import Problem
 from penstock.report.html import page
-from penstock.report.policies import Candidate, Question, compare_policies
+from penstock.report.policies import Candidate, compare_policies
 from tests.pure.traces import gpt
 
 NASTY = "</script><script>alert(\"{{title}}\")</script> & '{{js}}'"
@@ -49,8 +50,8 @@ def written(trace: penstock.Trace, plan: penstock.Plan, machine: penstock.Hardwa
     predicted = penstock.simulate(trace, plan, machine)
     measured = penstock.simulate(trace.scaled(1.1), plan, machine)
     cannot = Candidate(policy="keep", reason=NASTY)
-    question = Question(trace=trace, hardware=machine, budget_bytes=plan.device_budget_bytes)
-    found = compare_policies(question, ["evict_all"], known=plan, workers=1)
+    problem = Problem(trace=trace, hardware=machine, budget_bytes=plan.device_budget_bytes)
+    found = compare_policies(problem, ["evict_all"], known=plan, workers=1)
     return page(trace, plan, machine, predicted, measured, [*found, cannot])
 
 

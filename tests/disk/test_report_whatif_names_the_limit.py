@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import penstock
-from penstock.core.pressure import tier_bytes
+from penstock.core.check import check
+from penstock.core.memory_profile import tier_bytes
 from penstock.errors import InvalidArgument
 from penstock.report.sweep import Cell, cases, cell, sweep, to_host, with_disks
 from penstock.report.verdict import verdict
@@ -131,7 +132,7 @@ def test_more_of_anything_never_takes_longer() -> None:
     hosts, disks = [0, 16 << 20], [1, 3]
     cells = sweep(cases({"gpt": trace}, scarce, budgets, hosts, disks, policy="evict_all"), workers=1)
     for one in cells:
-        assert one.plan is not None and not one.plan.check(trace, one.case.hardware)
+        assert one.plan is not None and not check(trace, one.plan, one.case.hardware)
         assert one.plan.device_budget_bytes == one.case.budget_bytes
         for other in cells:
             more = (

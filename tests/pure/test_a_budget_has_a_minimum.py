@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import KINDS
+from penstock.core.memory_profile import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
 from penstock.core.plan import Evict
-from penstock.core.pressure import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
-from penstock.core.trace import KINDS, Trace, released_after_last_use
+from penstock.core.trace import Trace, Variant, released_after_last_use
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidPlan
 from penstock.planners import POLICIES, plan
 from penstock.simulator import simulate
@@ -38,6 +39,26 @@ def test_what_cannot_move_and_workspace_count() -> None:
     assert required_bytes(trace).tolist() == [110, 107, 100, 110]
     assert minimum_bytes(trace) == 110
     assert tightest_kernel(trace) == 0
+
+
+def test_a_variant_with_less_workspace_lowers_it_for_every_policy() -> None:
+    step = Step()
+    saved, made = step.tensor(100), step.tensor(100)
+    step.kernel("make", 1.0, outputs=[saved])
+    step.kernel("convolution", 1.0, outputs=[made], workspace_bytes=80)
+    step.kernel("other", 1.0, inputs=[made], workspace_bytes=30)
+    step.kernel("use", 1.0, inputs=[saved], phase="backward")
+    traced = step.trace()
+    variants = (Variant("implicit", 4.0, 0), Variant("tiled", 2.0, 20))
+    trace = replace(traced, kernel_variants=((), variants, (Variant("slow", 9.0, 0),), ()))
+    assert minimum_bytes(traced) == 180 and minimum_bytes(trace) == 100
+    for policy in ("evict_all", "g10", "modnn", "optimal"):
+        made_of = plan(trace, machine(), policy, device_budget_bytes=130)
+        assert check(trace, made_of, machine()) == []
+        assert made_of.variants == (-1, 1, -1, -1), policy
+        assert made_of.predicted_peak_bytes <= 130
+        assert plan(trace, machine(), policy, device_budget_bytes=100).variants == (-1, 0, 0, -1)
+    assert plan(trace, machine(), "g10", device_budget_bytes=180).variants == ()
 
 
 def lingering() -> Trace:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
+from penstock.runtime.schedule import Evict as Start
 from penstock.runtime.schedule import Prefetch, Release, schedule
 
 from .traces import Step, machine, machines, traces
@@ -70,3 +73,26 @@ def test_what_is_only_read_again_keeps_no_copy() -> None:
     actions = [action for actions in schedule(trace, made).before for action in actions]
     assert Prefetch(saved, False) in actions
     assert Prefetch(saved, True) not in actions
+
+
+@given(traces(), machines, st.floats(0, 1), st.data())
+@quick
+def test_a_copy_starts_when_the_plan_says_and_not_sooner(
+    trace: Trace, hardware: Hardware, share: float, data: st.DataObject
+) -> None:
+    least = minimum_bytes(trace)
+    budget = least + int(share * (trace.peak_bytes - least))
+    try:
+        made = plan(trace, hardware, "evict_all", device_budget_bytes=budget)
+    except SpillSpaceFull:
+        assume(False)
+    later = [
+        replace(evict, after=data.draw(st.integers(evict.after, evict.begin - 1))) for evict in made.evictions
+    ]
+    before = schedule(trace, replace(made, evictions=tuple(later))).before
+    for evict in later:
+        starts = [
+            kernel for kernel, actions in enumerate(before) if Start(evict.tensor, evict.tier) in actions
+        ]
+        assert min(evict.after + 1, evict.begin) % trace.kernels in starts
+    assert sum(isinstance(action, Start) for actions in before for action in actions) >= len(later)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.trace import KINDS, Lists, Trace, Variant
+from penstock.core.columns import KINDS, Lists
+from penstock.core.trace import Trace, Variant
 from penstock.errors import InvalidArgument, InvalidFile
 
 from .traces import Step, five_kernels, gpt, recompute_links, traces, whole_traces
@@ -80,13 +81,13 @@ WRONG: dict[str, tuple[Change, str]] = {
         "the variant 'odd' of kernel 1 `b` takes -1.0 s",
     ),
     "variants of other kernels": (lambda _: {"kernel_variants": ((),)}, "kernel_variants has 1 entries"),
-    "made anew by nobody": (
+    "recomputed by nobody": (
         lambda _: {"tensor_recompute": np.array([0, 9, -1])},
         "by kernel 9, which is not",
     ),
-    "made anew by another": (
+    "recomputed by another": (
         lambda _: {"tensor_recompute": np.array([0, 2, -1])},
-        "tensor 1 is made anew by kernel 2 `c`, which is not the one kernel that writes it",
+        "tensor 1 is recomputed by kernel 2 `c`, which is not the one kernel that writes it",
     ),
 }
 
@@ -155,7 +156,7 @@ def test_running_a_kernel_again_must_do_no_harm(reads: str, writes: str) -> None
     assert recompute_links(trace).tolist()[names["made"]] == -1
     links = np.full(trace.tensors, -1)
     links[names["made"]] = 0
-    with pytest.raises(InvalidArgument, match="tensor 2 cannot be made anew by kernel 0 `make`"):
+    with pytest.raises(InvalidArgument, match="tensor 2 cannot be recomputed by kernel 0 `make`"):
         replace(trace, tensor_recompute=links)
 
 

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Evict, Hardware, Plan, Trace, simulate
+from penstock.core.check import check
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
-from penstock.core.pressure import minimum_bytes
+from penstock.planners.optimal.lp.bound import lower_bound
+from penstock.planners.optimal.lp.fractional import fractional_plan
 from penstock.planners.problem import Problem
-from penstock.planners.relaxation.bound import lower_bound
-from penstock.planners.relaxation.programme import KEEP, RECOMPUTE, WAYS
-from penstock.planners.relaxation.relax import relax
+from penstock.simulator.actions import ACTIONS, KEEP, RECOMPUTE
+from penstock.studies import published
 
 from .traces import Step, candidates, five_kernels, gpt, legal_plans, machine, machines, traces, whole_traces
 
@@ -56,7 +58,7 @@ def buses(draw: st.DrawFn) -> Hardware:
 
 def bound(trace: Trace, hardware: Hardware, budget: int, slots: int = 1000) -> float:
     problem = Problem(trace, hardware, budget, recompute=True, compress=True, time_limit_s=20)
-    return relax(problem, slots).bound_s
+    return fractional_plan(problem, slots).bound_s
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,8 +95,8 @@ def test_it_is_not_below_the_kernels_times_and_falls_with_the_budget(data: st.Da
 def test_fractions_are_shares_of_each_period(trace: Trace, budget_part: float) -> None:
     least = minimum_bytes(trace)
     budget = least + int((trace.peak_bytes - least) * budget_part)
-    found = relax(Problem(trace, machine(5e6), budget, recompute=True, compress=True), 50)
-    assert found.fractions.shape == (len(trace.inactive_periods), len(WAYS))
+    found = fractional_plan(Problem(trace, machine(5e6), budget, recompute=True, compress=True), 50)
+    assert found.fractions.shape == (len(trace.inactive_periods), len(ACTIONS))
     assert found.fractions.min(initial=0.0) >= 0
     np.testing.assert_allclose(found.fractions.sum(axis=1), 1.0, atol=1e-9)
     if budget >= trace.peak_bytes:
@@ -113,17 +115,17 @@ def test_the_best_of_all_plans_for_five_kernels_is_near_it() -> None:
 
 
 def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
-    """No tier at all: b is dropped and made anew, for the time of its kernel."""
+    """No tier at all: b is released and recomputed, for the time of its kernel."""
     trace = replace(five_kernels(), tensor_recompute=np.array([-1, 1, -1]))
     nowhere = replace(machine(), disk_bytes=0)
     problem = Problem(trace, nowhere, 200, recompute=True)
-    found = relax(problem)
+    found = fractional_plan(problem)
     assert found.bound_s == pytest.approx(6.0, rel=1e-6)
     periods = trace.inactive_periods
     (index,) = (index for index, period in enumerate(periods) if period.tensor == 1)
     assert found.fractions[index, RECOMPUTE] == pytest.approx(1.0, abs=1e-6)
     dropped = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
-    assert not dropped.check(trace, nowhere)
+    assert not check(trace, dropped, nowhere)
     assert simulate(trace, dropped, nowhere).iteration_s == pytest.approx(6.0)
 
 
@@ -137,7 +139,7 @@ def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None
         Evict(1, after=1, begin=2, end=3, prefetch_at=2, tier="disk", codec="csr"),
     )
     plan = Plan(policy="", device_budget_bytes=136, evictions=evictions)
-    assert not plan.check(trace, slow)
+    assert not check(trace, plan, slow)
     predicted_s = simulate(trace, plan, slow).iteration_s
     assert predicted_s == pytest.approx(5.4)
     for slots in (2, 3, 1000):
@@ -160,14 +162,14 @@ def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
     slow = replace(machine(), disk_write_bytes_per_s=5.0)
     evictions = (Evict(weight, 4, 5, 8, 8, "disk"), Evict(weight, 1, 2, 3, 3, "disk"))
     plan = Plan(policy="", device_budget_bytes=130, evictions=evictions)
-    assert not plan.check(trace, slow)
+    assert not check(trace, plan, slow)
     predicted_s = simulate(trace, plan, slow).iteration_s
     assert predicted_s < 30.0  # twice through the link would take 40 s
     assert bound(trace, slow, 130) <= predicted_s * (1 + 1e-9)
 
 
 def test_no_room_on_any_tier_is_said_and_proves_nothing() -> None:
-    found = relax(Problem(five_kernels(), replace(machine(), disk_bytes=10), 200))
+    found = fractional_plan(Problem(five_kernels(), replace(machine(), disk_bytes=10), 200))
     assert found.status == "infeasible"
     assert found.bound_s == pytest.approx(5.0)
 
@@ -175,7 +177,7 @@ def test_no_room_on_any_tier_is_said_and_proves_nothing() -> None:
 def test_grids_of_any_fineness_agree() -> None:
     trace, hardware = gpt(layers=6), machine(2e9, host_bytes=0, duplex=0.7)
     budget = trace.peak_bytes // 2
-    bounds = [relax(Problem(trace, hardware, budget), slots).bound_s for slots in (20, 60, 1000)]
+    bounds = [fractional_plan(Problem(trace, hardware, budget), slots).bound_s for slots in (20, 60, 1000)]
     assert bounds[2] >= max(bounds) * (1 - 1e-6)
     assert bounds[0] >= 0.9 * bounds[2]
     assert lower_bound(Problem(trace, hardware, budget)) == pytest.approx(bounds[2], rel=1e-6)
@@ -190,24 +192,24 @@ def test_without_time_the_bound_is_the_kernels_time() -> None:
 @pytest.mark.parametrize("name", FIGURE_11)
 def test_the_published_plans_of_figure_11_are_above_it(name: str) -> None:
     published_of_ideal = dict(zip(FIGURE_11, (0.997, 0.671, 0.977, 0.984, 0.934), strict=True))[name]
-    trace = Trace.load(DATA / f"{name}.json.gz")
-    found = relax(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
+    trace = published.trace(DATA / f"{name}.json.gz")
+    found = fractional_plan(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
     assert found.status == "optimal"
     assert trace.ideal_s <= found.bound_s <= trace.ideal_s / published_of_ideal
 
 
 def _every_plan(trace: Trace, hardware: Hardware, budget: int) -> list[Plan]:
-    ways: list[list[Evict | None]] = []
+    actions: list[list[Evict | None]] = []
     for option in candidates(trace):
-        ways.append([None])
+        actions.append([None])
         for begin in range(option.begin, option.end):
             for prefetch in range(begin, option.end + 1):
-                ways[-1].append(replace(option, begin=begin, prefetch_at=prefetch))
+                actions[-1].append(replace(option, begin=begin, prefetch_at=prefetch))
     plans = []
-    for chosen in product(*ways):
+    for chosen in product(*actions):
         evictions = tuple(evict for evict in chosen if evict is not None)
         plan = Plan(policy="", device_budget_bytes=budget, evictions=evictions)
-        if not plan.check(trace, hardware):
+        if not check(trace, plan, hardware):
             plans.append(plan)
-    assert plans and math.prod(map(len, ways)) < 1000
+    assert plans and math.prod(map(len, actions)) < 1000
     return plans

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import Lists
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Timeline
-from penstock.core.trace import Lists, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
 from penstock.planners import plan
 from penstock.simulator import simulate
@@ -51,7 +52,7 @@ def assert_equal(trace: Trace, loaded: Trace) -> None:
 
 @given(data=st.data(), trace=whole_traces(4), hardware=machines)
 @settings(max_examples=30, deadline=None)
-def test_every_liberty(
+def test_every_action(
     data: st.DataObject, trace: Trace, hardware: Hardware, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("values")
@@ -62,7 +63,7 @@ def test_every_liberty(
     drawn = dataclasses.replace(drawn, offsets=tuple(range(trace.tensors)), lower_bound_s=1 / 3)
     drawn.save(folder / "plan.json")
     assert Plan.load(folder / "plan.json") == drawn
-    assert drawn.check(loaded, hardware) == drawn.check(trace, hardware)
+    assert check(loaded, drawn, hardware) == check(trace, drawn, hardware)
 
 
 def test_hardware_plan_and_timeline(tmp_path: Path) -> None:

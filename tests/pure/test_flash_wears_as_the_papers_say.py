@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
@@ -27,7 +28,7 @@ def test_flashneuron_estimates_307_days() -> None:
 
 
 def test_sequential_writes_last_longer_than_the_rating() -> None:
-    # FlashNeuron section 3.4: makers rate random writes, which cost at least 3.5 times as much.
+    # FlashNeuron section 3.4: producers rate random writes, which cost at least 3.5 times as much.
     plain = Flash(capacity_bytes=8000 * GB, drive_writes_per_day=3)
     rated = Flash(capacity_bytes=8000 * GB, drive_writes_per_day=3, rated_write_amplification=3.5)
     assert lifetime_s(rated, 3.3e9) == pytest.approx(3.5 * lifetime_s(plain, 3.3e9))
@@ -80,7 +81,7 @@ def test_a_plan_wears_by_what_it_writes_to_the_disk() -> None:
         disk_read_bytes_per_s=1e9,
         disk_write_bytes_per_s=1e9,
     )
-    assert plan.check(trace, machine) == []
+    assert check(trace, plan, machine) == []
     flash = Flash(capacity_bytes=GB, drive_writes_per_day=1)
     found = wear(trace, plan, flash)
     assert found.written_bytes_per_iteration == 300 * MB  # the second eviction of the first is clean

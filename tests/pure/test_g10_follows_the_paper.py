@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.g10 import g10, g10_gds, g10_host
+from penstock.planners.heuristics.g10 import g10, g10_gds, g10_host
 from penstock.planners.problem import Policy, Problem
+from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 
 from .traces import PAGE, Step, gpt, machine, machines, traces, whole_traces
@@ -22,8 +23,9 @@ POLICIES = {"g10": g10, "g10_host": g10_host, "g10_gds": g10_gds}
 
 
 def planned(policy: Policy, trace: Trace, hardware: Hardware, budget: int) -> Plan:
-    made = policy(Problem(trace, hardware, budget))
-    return Plan(policy="test", device_budget_bytes=budget, evictions=made.evictions)
+    variants, runs = as_traced(trace, budget)
+    made = policy(Problem(runs, hardware, budget))
+    return Plan(policy="test", device_budget_bytes=budget, evictions=made.evictions, variants=variants)
 
 
 def between(trace: Trace, fraction: float) -> int:

@@ -10,15 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace, Variant
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.microbatch import (
     accumulating,
     choose_micro_batch,
     interpolated,
-    least_bytes,
     working_set_bytes,
 )
 
@@ -137,17 +136,17 @@ def test_the_working_set_counts_each_tensor_of_a_window_once() -> None:
     assert working_set_bytes(trace, share=0.01) == 5 + 60 + 7
     assert working_set_bytes(trace, share=0.5) == 5 + 70 + 7
     assert working_set_bytes(trace, share=1.0) == 5 + 70 + 7
-    thrifty = replace(trace, kernel_variants=((), (Variant("implicit", 5.0, 0),), ()))
-    assert least_bytes(trace) == 5 + 67
-    assert least_bytes(thrifty) == 5 + 60
-    assert working_set_bytes(thrifty, share=0.01) == 5 + 60 + 7  # the fastest algorithm's workspace
+    least_workspace = replace(trace, kernel_variants=((), (Variant("implicit", 5.0, 0),), ()))
+    assert minimum_bytes(trace) == 5 + 67
+    assert minimum_bytes(least_workspace) == 5 + 60
+    assert working_set_bytes(least_workspace, share=0.01) == 5 + 60 + 7  # the fastest algorithm's workspace
 
 
 @slow
 @given(trace=st.one_of(traces(), whole_traces()), share=st.sampled_from([0.1, 0.15, 0.5, 1.0]))
 def test_the_working_set_is_between_one_kernel_and_everything(trace: Trace, share: float) -> None:
     working_set = working_set_bytes(trace, share)
-    assert least_bytes(trace) <= working_set
+    assert minimum_bytes(trace) <= working_set
     everything = int(trace.tensor_bytes.sum() + trace.kernel_workspace_bytes.max(initial=0))
     variants = max((entry.workspace_bytes for row in trace.kernel_variants for entry in row), default=0)
     assert working_set <= everything + variants

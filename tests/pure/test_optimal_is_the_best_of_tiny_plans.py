@@ -10,14 +10,16 @@ from random import Random
 
 import numpy as np
 
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.planners import plan
+from penstock.planners.optimal.search.choices import Choices, choices
 from penstock.planners.problem import Problem
-from penstock.planners.search.choices import DISK, HOST, MOVES, RECOMPUTE, Choices, choices
 from penstock.simulator import simulate
+from penstock.simulator.actions import DISK, HOST, MOVES, RECOMPUTE
 
 from .traces import Step, machine
 
@@ -42,7 +44,7 @@ def saved(random: Random) -> tuple[Trace, Hardware]:
 
 
 def free(random: Random) -> tuple[Trace, Hardware]:
-    """A chain of three tensors, used in reverse order, that can be made anew or go to either tier."""
+    """A chain of three tensors, used in reverse order, that can be recomputed or go to either tier."""
     step = Step()
     made: list[int] = []
     for index in range(3):
@@ -59,7 +61,7 @@ def free(random: Random) -> tuple[Trace, Hardware]:
 
 
 def every_plan(trace: Trace, hardware: Hardware, budget: int, recompute: bool) -> Iterator[Plan]:
-    """Every legal plan: each period kept, made anew, or moved, back at any moment, for the whole of it or
+    """Every legal plan: each period kept, recomputed, or moved, back at any moment, for the whole of it or
     a part."""
     problem = Problem(trace, hardware, budget, recompute)
     table = choices(problem)
@@ -75,7 +77,7 @@ def every_plan(trace: Trace, hardware: Hardware, budget: int, recompute: bool) -
             evictions=tuple(evictions),
             recomputations=tuple(again),
         )
-        if not made.check(trace, hardware):
+        if not check(trace, made, hardware):
             yield made
 
 
@@ -87,11 +89,11 @@ def _entries(trace: Trace, table: Choices, period: int) -> Iterator[Evict | Reco
     for until in range(begin + 1, end + 1) if table.allowed[:, RECOMPUTE].any() else [end]:
         if table.allowed[period, RECOMPUTE]:
             yield Recompute(tensor, begin, until)
-        for way in (HOST, DISK):
-            if table.allowed[period, way]:
+        for action in (HOST, DISK):
+            if table.allowed[period, action]:
                 for after in {ready, begin - 1}:
                     for at in range(begin + 1, until + 1):
-                        yield Evict(tensor, after, begin, until, at, *MOVES[way])
+                        yield Evict(tensor, after, begin, until, at, *MOVES[action])
 
 
 def ratios(
@@ -113,7 +115,7 @@ def ratios(
         if budget >= trace.peak_bytes or math.isinf(best_s):
             continue
         made = plan(trace, hardware, "optimal", recompute, device_budget_bytes=budget, time_limit_s=60)
-        assert not made.check(trace, hardware)
+        assert not check(trace, made, hardware)
         assert made.lower_bound_s <= best_s * (1 + 1e-9)
         found.append(made.predicted_s / best_s)
     return found

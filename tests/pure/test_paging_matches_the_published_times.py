@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core import published
+from penstock.core.columns import FloatArray
 from penstock.core.hardware import Hardware
-from penstock.core.trace import FloatArray, Trace
-from penstock.simulator.paging import PagingResult, simulate_paging
+from penstock.core.trace import Trace
+from penstock.studies import published
+from penstock.studies.paging import PagingResult, simulate_paging
 
 from .traces import G10_DATA, needs_g10_data
 
@@ -45,7 +46,7 @@ def whole_seconds(trace: Trace, path: Path) -> tuple[FloatArray, FloatArray]:
 @cache
 def paged(case: str, policy: str) -> PagingResult:
     path = G10_DATA / f"{case}.json.gz"
-    trace = Trace.load(path)
+    trace = published.trace(path)
     return simulate_paging(trace, artifact(), policy, fault_times_s=whole_seconds(trace, path))
 
 
@@ -75,6 +76,6 @@ def test_bytes_moved_are_the_published_to_the_page() -> None:
 
 def test_faults_that_cost_what_was_measured_make_base_uvm_slower_still() -> None:
     path = G10_DATA / "BERT-256.json.gz"
-    trace = Trace.load(path)
+    trace = published.trace(path)
     result = simulate_paging(trace, artifact(), "uvm", fault_times_s=published.fault_times_s(path))
     assert result.iteration_s > 2 * paged("BERT-256", "uvm").iteration_s

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.simulator.paging import POLICIES, FaultCost, PagingResult, simulate_paging
+from penstock.studies.paging import POLICIES, FaultCost, PagingResult, simulate_paging
 
 from .traces import PAGE, Step
 

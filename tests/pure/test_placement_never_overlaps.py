@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.planners.occupancy import occupancy
 from penstock.planners.placement import METHODS, Placement, fragmentation_of_stays, place, with_offsets
-from penstock.planners.space.occupancy import occupancy
 
 from .traces import PAGE, Step, five_kernels, gpt, legal_plans, machine, traces, whole_traces
 
@@ -63,7 +64,7 @@ def test_whatever_a_legal_plan_does(data: st.DataObject, method: str) -> None:
 
 @slow
 @given(data=st.data())
-def test_the_peak_is_what_the_judge_counts_at_most(data: st.DataObject) -> None:
+def test_the_peak_is_what_the_plan_checker_counts_at_most(data: st.DataObject) -> None:
     trace = data.draw(st.one_of(traces(), whole_traces()))
     plan = data.draw(legal_plans(trace, machine(host_bytes=2**40)))
     resident = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
@@ -71,6 +72,23 @@ def test_the_peak_is_what_the_judge_counts_at_most(data: st.DataObject) -> None:
     assert peak <= resident.max(initial=0)
     if not any(evict.codec == "csr" for evict in plan.evictions):
         assert peak == resident.max(initial=0)
+
+
+def test_two_tensors_recomputed_for_one_kernel_are_counted_like_the_plan_checker_does() -> None:
+    """While the first is recomputed, with a workspace of 200 pages, the second has its room already."""
+    step = Step()
+    weight = step.tensor(PAGE, "weight", persistent=True)
+    first, second = step.tensor(10 * PAGE), step.tensor(4 * PAGE)
+    step.kernel("large workspace", 1.0, [weight], [first], workspace_bytes=200 * PAGE)
+    step.kernel("make", 1.0, [weight], [second])
+    step.kernel("wait", 1.0, [weight])
+    step.kernel("use", 1.0, [weight, first, second], phase="backward")
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 0, 1]))
+    again = (Recompute(first, 2, 3), Recompute(second, 2, 3))
+    plan = Plan(policy="test", device_budget_bytes=2**50, recomputations=again)
+    assert check(trace, plan, machine()) == []
+    resident = resident_bytes(trace, (), again)
+    assert occupancy(trace, plan).peak_bytes == resident.max() == 215 * PAGE
 
 
 @slow
@@ -129,13 +147,13 @@ def test_a_returning_tensor_keeps_its_address_free_of_others() -> None:
 
 def test_a_sibling_that_is_made_again_needs_room_too() -> None:
     step = Step()
-    source, twin = step.tensor(PAGE, "input"), step.tensor(8 * PAGE)
+    source, sibling = step.tensor(PAGE, "input"), step.tensor(8 * PAGE)
     kept = step.tensor(PAGE)
-    step.kernel("make", 1.0, inputs=[source], outputs=[kept, twin])
-    step.kernel("middle", 1.0, inputs=[kept, twin], outputs=[step.tensor(PAGE)])
+    step.kernel("make", 1.0, inputs=[source], outputs=[kept, sibling])
+    step.kernel("middle", 1.0, inputs=[kept, sibling], outputs=[step.tensor(PAGE)])
     step.kernel("pause", 1.0, inputs=[source])
     step.kernel("end", 1.0, inputs=[kept, source], phase="backward")
-    trace = replace(step.trace(), tensor_recompute=replace_all(step.trace(), {kept: 0, twin: 0}))
+    trace = replace(step.trace(), tensor_recompute=replace_all(step.trace(), {kept: 0, sibling: 0}))
     plan = Plan(policy="some", device_budget_bytes=2**30, recomputations=(Recompute(kept, 2, 3),))
     blocks = occupancy(trace, plan)
     assert blocks.in_use.tolist() == [10 * PAGE, 11 * PAGE, PAGE, 10 * PAGE, 2 * PAGE]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import POLICIES, plan

@@ -59,7 +59,7 @@ SIGNATURES = {
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),
-    "trace": (["step"], ["fake=", "device=", "warmup=", "mode=", "density="]),
+    "trace": (["step"], ["fake=", "device=", "warmup=", "mode="]),
     "fake_mode": ([], []),
     "probe": (["spill_dir", "device=", "time_budget_s="], []),
     "plan": (
@@ -229,11 +229,18 @@ OUTSIDE = {
     "numpy",
     "msgspec",
     "highspy",
-}  # msgspec: in core/files.py; highspy: in relaxation/solver.py
-COMPILED = {"simulator/replay.py", "planners/search/improve.py"}  # import the native module
+}  # msgspec: in core/files.py; highspy: in planners/optimal/lp/solver.py
+# These import the native module.
+COMPILED = {"simulator/actions.py", "simulator/replay.py", "planners/optimal/search/improve.py"}
 DEADLINES = {
     f"planners/{name}.py"
-    for name in ("relaxation/relax", "relaxation/solver", "relaxation/bound", "optimal", "modnn")
+    for name in (
+        "optimal/__init__",
+        "optimal/lp/bound",
+        "optimal/lp/fractional",
+        "optimal/lp/solver",
+        "modnn/__init__",
+    )
 }
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 

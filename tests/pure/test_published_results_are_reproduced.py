@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.core import published
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.flashneuron import rehearsed
-from penstock.planners.g10 import g10
+from penstock.planners.heuristics.flashneuron import own_iteration_s
+from penstock.planners.heuristics.g10 import g10
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import Absences, Replay
+from penstock.simulator.replay import Intervals, Replay
+from penstock.studies import published
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("PENSTOCK_G10_DATA", ROOT.parent / "shared" / "data" / "g10"))
@@ -52,7 +52,7 @@ SIMULATED = machine(15.754e9, SHARE * 15.754e9)
 def figure_15() -> Iterator[tuple[str, Trace, dict[str, float | None]]]:
     results = published.results(DATA / "published.json")
     for case, times in results.figure_15.items():
-        yield case, Trace.load(DATA / f"{case}.json.gz"), dict(times)
+        yield case, published.trace(DATA / f"{case}.json.gz"), dict(times)
 
 
 def test_flashneuron_over_batch_size() -> None:
@@ -61,7 +61,7 @@ def test_flashneuron_over_batch_size() -> None:
     failed, ratios = [], {}
     for case, trace, times in figure_15():
         try:
-            own_s = rehearsed(Problem(trace, PLANNED, GPU_BYTES))
+            own_s = own_iteration_s(Problem(trace, PLANNED, GPU_BYTES))
         except InvalidArgument:
             failed.append(case)
             continue
@@ -77,7 +77,7 @@ def test_g10_over_batch_size() -> None:
     differences = []
     for _, trace, times in figure_15():
         made = g10(Problem(trace, PLANNED, GPU_BYTES))
-        iteration_s = Replay(trace, SIMULATED, GPU_BYTES).run(Absences.of(made.evictions)).iteration_s
+        iteration_s = Replay(trace, SIMULATED, GPU_BYTES).run(Intervals.of(made.evictions)).iteration_s
         expected = times["prefetch_lru"]
         assert expected is not None
         differences.append(abs(trace.ideal_s / iteration_s - trace.ideal_s / expected))
@@ -88,7 +88,7 @@ def test_g10_over_batch_size() -> None:
 def test_g10_moves_what_its_own_schedules_move() -> None:
     """Bytes to either tier, where the published schedules say: within a tenth of all that moves."""
     for case in ("Inceptionv3-1536", "ResNet152-1280", "SENet154-1024"):
-        trace = Trace.load(DATA / f"{case}.json.gz")
+        trace = published.trace(DATA / f"{case}.json.gz")
         made = g10(Problem(trace, PLANNED, GPU_BYTES))
         theirs = {"host": 0, "disk": 0}
         for operation in published.schedule(DATA / f"plan-{case}.json.gz").operations:

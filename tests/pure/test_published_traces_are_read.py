@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core import published
-from penstock.core.trace import KINDS, PHASES, Trace
+from penstock.core.columns import KINDS, PHASES
+from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
+from penstock.studies import published
 
 from .traces import G10_DATA, needs_g10_data
 
@@ -62,7 +63,7 @@ def written(folder: Path, document: Any, name: str = "tiny-4.json") -> Path:
 
 @pytest.mark.parametrize("name", ["tiny-4.json", "tiny-4.json.gz"])
 def test_a_small_one(tmp_path: Path, name: str) -> None:
-    trace = Trace.load(written(tmp_path, small(), name))
+    trace = published.trace(written(tmp_path, small(), name))
     assert trace.kernel_name == (
         "Load",
         "Conv",
@@ -147,8 +148,13 @@ def with_entry(part: str, key: str, index: int, value: Any) -> dict[str, Any]:
 def test_an_impossible_one_is_refused(tmp_path: Path, document: Any, words: str) -> None:
     path = written(tmp_path, document)
     with pytest.raises(InvalidFile, match=r"tiny-4\.json") as caught:
-        Trace.load(path)
+        published.trace(path)
     assert caught.match(words)
+
+
+def test_loading_one_as_a_trace_names_what_reads_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFile, match=r"trace/1.*penstock\.studies\.published\.trace"):
+        Trace.load(written(tmp_path, small()))
 
 
 def test_a_cut_one_is_refused(tmp_path: Path) -> None:
@@ -157,19 +163,19 @@ def test_a_cut_one_is_refused(tmp_path: Path) -> None:
         for length in range(0, len(whole), 7):
             (tmp_path / name).write_bytes(whole[:length])
             with pytest.raises(InvalidFile, match=name):
-                Trace.load(tmp_path / name)
+                published.trace(tmp_path / name)
 
 
 def test_a_kernel_that_writes_something_lasting_is_not_run_again(tmp_path: Path) -> None:
     document = with_entry("kernels", "out", 2, [4, 0])
     document["kernels"]["in"][2] = [2, 0]
-    trace = Trace.load(written(tmp_path, document))
+    trace = published.trace(written(tmp_path, document))
     assert trace.tensor_recompute.tolist() == [-1, -1, 1, -1, -1, -1, -1, -1]
 
 
 def test_an_activation_that_is_edited_is_not_made_anew(tmp_path: Path) -> None:
     document = with_entry("kernels", "out", 3, [5, 4])
-    trace = Trace.load(written(tmp_path, document))
+    trace = published.trace(written(tmp_path, document))
     assert trace.tensor_recompute.tolist() == [-1, -1, 1, -1, -1, -1, -1, -1]
 
 
@@ -193,7 +199,7 @@ def test_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(InvalidFile, match="'burn'"):
         published.schedule(written(tmp_path, {**document, "ops": [[1, 1, "burn"]]}))
     with pytest.raises(InvalidFile, match="'plan/1'"):
-        Trace.load(written(tmp_path, document))
+        published.trace(written(tmp_path, document))
     with pytest.raises(InvalidFile, match="'trace/1'"):
         published.schedule(written(tmp_path, small()))
 
@@ -201,7 +207,7 @@ def test_a_schedule(tmp_path: Path) -> None:
 @needs_g10_data
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_trace(name: str) -> None:
-    trace = Trace.load(G10_DATA / name)
+    trace = published.trace(G10_DATA / name)
     results = published.results(G10_DATA / "published.json")
     ideal_s = results.figure_15.get(name.removesuffix(".json.gz"), {}).get("ideal")
     if ideal_s is not None:
@@ -213,7 +219,7 @@ def test_every_published_trace(name: str) -> None:
     assert (trace.tensor_bytes > 0).all()
     made = trace.tensor_recompute >= 0
     assert (trace.tensor_kind[made] == KINDS.index("activation")).all()
-    # Half of what a CNN keeps and all of what a transformer keeps can be made anew.
+    # Half of what a CNN keeps and all of what a transformer keeps can be recomputed.
     share = (
         trace.tensor_bytes[made].sum()
         / trace.tensor_bytes[trace.tensor_kind == KINDS.index("activation")].sum()
@@ -233,6 +239,6 @@ def test_the_published_results_and_schedules() -> None:
     assert len(results.figure_15) == 25
     for path in G10_DATA.glob("plan-*.json.gz"):
         made = published.schedule(path)
-        trace = Trace.load(G10_DATA / f"{made.model}-{made.batch}.json.gz")
+        trace = published.trace(G10_DATA / f"{made.model}-{made.batch}.json.gz")
         assert all(0 <= entry.kernel < trace.kernels for entry in made.operations)
         assert all(0 <= entry.tensor < trace.tensors for entry in made.operations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,15 +11,16 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
+from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
 from penstock.simulator import simulate
 
-from .test_judge_names_every_violation import used_twice
-from .traces import Step, five_kernels, gpt, machine, machines, traces
+from .test_plan_checker_names_every_violation import used_twice
+from .traces import Step, five_kernels, gpt, machine, machines, traces, whole_traces
 
 
 def replay(
@@ -47,6 +49,75 @@ def test_five_kernels_by_hand() -> None:
     assert timeline.evicted_bytes == 100
     assert timeline.stall_s == 2
     assert timeline.source == "simulated"
+
+
+def test_each_copy_costs_the_compute_stream_its_start() -> None:
+    """A write behind a, and a read before y, take a quarter of a second each to start."""
+    hardware = replace(machine(50.0), copy_overhead_s=0.25)
+    evict = Evict(0, after=0, begin=1, end=4, prefetch_at=3)
+    timeline = replay(five_kernels(), evict, budget=200, hardware=hardware)
+    assert on(timeline, "compute") == [
+        (0, 0, 1), (-1, 1, 1.25), (1, 1.25, 2.25), (2, 3, 4), (-1, 4, 4.25), (3, 4.25, 5.25), (4, 6, 7)
+    ]  # fmt: skip
+    assert on(timeline, "disk_write") == [(0, 1, 3)]
+    assert on(timeline, "disk_read") == [(0, 4, 6)]
+    assert {span.label for span in timeline.spans if span.index < 0} == {"start copies"}
+    again = (Evict(0, 0, 1, 2, 2), Evict(0, 0, 3, 4, 4))  # one write, two reads
+    twice = replay(used_twice(), *again, hardware=replace(machine(1000.0), copy_overhead_s=0.5))
+    assert sum(end - start for index, start, end in on(twice, "compute") if index < 0) == 1.5
+
+
+@given(trace=whole_traces(), hardware=machines, share=st.floats(0, 1), overhead_s=st.sampled_from([0.0, 0.3]))
+@settings(max_examples=40, deadline=None)
+def test_plans_are_legal_whatever_a_copy_costs(
+    trace: Trace, hardware: Hardware, share: float, overhead_s: float
+) -> None:
+    hardware = replace(hardware, copy_overhead_s=overhead_s)
+    least = minimum_bytes(trace)
+    budget = least + int(share * (trace.peak_bytes - least))
+    try:
+        made = plan(trace, hardware, device_budget_bytes=budget, time_limit_s=0.5)
+    except SpillSpaceFull:
+        return
+    assert check(trace, made, hardware) == []
+    timeline = simulate(trace, made, hardware)
+    assert timeline.peak_bytes <= budget
+    starting_s = sum(span.end_s - span.start_s for span in timeline.spans if span.label == "start copies")
+    kernels_s = timeline.busy_s("compute") - starting_s
+    assert timeline.iteration_s >= kernels_s + starting_s - 1e-9
+    assert made.predicted_s == timeline.iteration_s >= made.lower_bound_s
+
+
+def test_where_copies_cost_time_fewer_and_larger_ones_move() -> None:
+    """One tensor of 8 MiB, or eight of 1 MiB, could leave for as long."""
+    step = Step()
+    large = step.tensor(8 << 20)
+    small = [step.tensor(1 << 20) for _ in range(8)]
+    for tensor in (large, *small):
+        step.kernel("make", 1.0, outputs=[tensor])
+    step.kernel("wait", 20.0, outputs=[step.tensor(8 << 20)])
+    for tensor in (*small, large):
+        step.kernel("use", 1.0, [tensor], phase="backward")
+    trace = step.trace()
+    hardware = replace(machine(1e9), copy_overhead_s=1e-3)
+    made = plan(trace, hardware, device_budget_bytes=16 << 20, time_limit_s=2.0)
+    assert [evict.tensor for evict in made.evictions] == [large]
+    assert made.predicted_s == pytest.approx(trace.ideal_s + 2e-3)
+
+
+def test_a_machine_is_calibrated_by_a_measured_step() -> None:
+    """Copies of 100 bytes took 4 s where 2 s were expected; reads were over in 1 s."""
+    spans = (Span("disk_write", 0, 4, "", 0, 100), Span("disk_write", 2, 8, "", 1, 100))
+    measured = Timeline(iteration_s=9, spans=(*spans, Span("disk_read", 8, 9, "", 0, 100)), source="measured")
+    found = machine(50.0).calibrated(measured)
+    assert (found.disk_write_bytes_per_s, found.disk_read_bytes_per_s) == (25.0, 100.0)
+    assert found.device_to_host_bytes_per_s == machine(50.0).device_to_host_bytes_per_s
+    points = {"disk_write": ((50, 25.0), (100, 50.0)), "disk_read": ((100, 50.0),)}
+    tabled = replace(machine(50.0), measured_rates=points).calibrated(measured)
+    assert tabled.measured_rates == {"disk_write": ((50, 12.5), (100, 25.0)), "disk_read": ((100, 100.0),)}
+    assert plan(five_kernels(), found, "evict_all", device_budget_bytes=100).predicted_s > (
+        plan(five_kernels(), machine(50.0), "evict_all", device_budget_bytes=100).predicted_s
+    )
 
 
 def test_on_demand_costs_the_whole_read() -> None:

@@ -14,7 +14,7 @@ import penstock
 from penstock.capture.operators import describe
 from penstock.capture.phases import FORWARD, GRADIENT, INPUT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord, make_trace
-from penstock.core.trace import KINDS, PHASES
+from penstock.core.columns import KINDS, PHASES
 from tests.support.families import FAMILIES, Family
 
 

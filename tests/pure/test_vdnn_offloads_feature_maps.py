@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
+from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
 from penstock.planners.problem import Policy, Problem
-from penstock.planners.vdnn import vdnn_all, vdnn_conv
+from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 
 from .traces import PAGE, Step, machine, machines, traces, whole_traces
@@ -25,8 +26,15 @@ POLICIES = {"vdnn_all": vdnn_all, "vdnn_conv": vdnn_conv}
 
 
 def planned(policy: Policy, trace: Trace, hardware: Hardware, budget: int) -> Plan:
-    made = policy(Problem(trace, hardware, budget))
-    return Plan(policy="test", device_budget_bytes=budget, evictions=made.evictions, reason=made.reason)
+    variants, runs = as_traced(trace, budget)
+    made = policy(Problem(runs, hardware, budget))
+    return Plan(
+        policy="test",
+        device_budget_bytes=budget,
+        evictions=made.evictions,
+        variants=variants,
+        reason=made.reason,
+    )
 
 
 def network() -> Trace:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.core.check import check
+from penstock.core.columns import KINDS, PHASES, Lists
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.pressure import resident_bytes
-from penstock.core.trace import KINDS, PHASES, Lists, Trace, Variant
+from penstock.core.trace import Trace, Variant
 
 PAGE = 4096
 
@@ -254,7 +255,7 @@ def whole_traces(draw: st.DrawFn, kernels: int = 8) -> Trace:
 
 
 def recompute_links(trace: Trace) -> np.ndarray:
-    """[T] the forward kernel that can be run again to make each activation anew, -1 where none can."""
+    """[T] the forward kernel that can be run again to recompute each activation, -1 where none can."""
     links = np.full(trace.tensors, -1, dtype=np.int64)
     for kernel in range(trace.kernels):
         outputs = trace.outputs[kernel].tolist()
@@ -278,8 +279,8 @@ def candidates(trace: Trace) -> list[Evict]:
 
 @st.composite
 def legal_plans(draw: st.DrawFn, trace: Trace, hardware: Hardware, slack_bytes: int = 0) -> Plan:
-    """Random legal plans of every kind of absence that trace and machine allow. The budget is what the
-    plan needs, and up to ``slack_bytes`` more."""
+    """Random legal plans with every action that trace and machine allow. The budget is what the plan needs,
+    and up to ``slack_bytes`` more."""
     made = Plan(policy="drawn", device_budget_bytes=hardware.device_bytes)
     tiers = [tier for tier in ("host", "disk") if hardware.capacity_bytes(tier) > 0]
     if trace.kernel_variants and draw(st.booleans()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from penstock.core.trace import KINDS, PHASES
+from penstock.core.columns import KINDS, PHASES
 
 FORWARD, BACKWARD, OPTIMIZER = range(len(PHASES))
 WEIGHT, GRADIENT, OPTIMIZER_STATE, ACTIVATION, INPUT, WORKSPACE = range(len(KINDS))

@@ -7,7 +7,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,9 @@ SURE_BYTES = MIB  # sizes up to this are measured however slow the disk is
 BATCH_BYTES = 64 * MIB
 SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
+STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
+KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
+CODED_BYTES = {"cpu": MIB, "cuda": 64 * MIB}
 
 Rates = tuple[tuple[int, float], ...]
 
@@ -40,6 +43,7 @@ class Disk(NamedTuple):
     write_latency_s: float
     read_latency_s: float
     duplex: float
+    copy_overhead_s: float
     free_bytes: int
     direct: bool
 
@@ -50,7 +54,9 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     Takes about ``time_budget_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
     file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge
     pages and to space that was written before: the state a training run is in from its second step on.
-    A disk too slow for its budget is not measured at the largest sizes.
+    A disk too slow for its budget is not measured at the largest sizes. On a CPU, the cost of starting a
+    copy is what a thread that computes loses to it; on a GPU it is 0, as kernels run by themselves there.
+    The rates of bitmask-CSR are those of PyTorch's own operators, with every other element zero.
 
     device   "cpu", or a CUDA device such as "cuda:0"
 
@@ -62,10 +68,11 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     disk = _measure_disk(spill_dir, time_budget_s * (1 if target.type == "cpu" else 0.8))
     path = "direct I/O" if disk.direct else "through the page cache"
     if target.type == "cpu":
-        return _hardware(disk, _memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
+        return _hardware(target, disk, _memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
     properties = torch.cuda.get_device_properties(target)
     copies = _measure_copies(target, time_budget_s * 0.2)
     return _hardware(
+        target,
         disk,
         properties.total_memory,
         copies,
@@ -75,11 +82,18 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
 
 
 def _hardware(
-    disk: Disk, device_bytes: int, copies: dict[str, Rates], host_bytes: int = 0, *, name: str
+    device: torch.device,
+    disk: Disk,
+    device_bytes: int,
+    copies: dict[str, Rates],
+    host_bytes: int = 0,
+    *,
+    name: str,
 ) -> Hardware:
     rates = {**copies, "disk_write": disk.write, "disk_read": disk.read}
     best = {link: points[-1][1] for link, points in rates.items()}
     first = {link: points[0][0] / points[0][1] for link, points in copies.items()}
+    compress_bytes_per_s, expand_bytes_per_s = _measure_codec(device)
     return Hardware(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -92,8 +106,11 @@ def _hardware(
         host_to_device_latency_s=first.get("host_to_device", 0.0),
         disk_read_latency_s=disk.read_latency_s,
         disk_write_latency_s=disk.write_latency_s,
+        compress_bytes_per_s=compress_bytes_per_s,
+        expand_bytes_per_s=expand_bytes_per_s,
         disk_shares_bus=bool(copies),
         duplex=disk.duplex,
+        copy_overhead_s=0.0 if copies else disk.copy_overhead_s,
         measured_rates=rates,
         name=name,
     )
@@ -155,6 +172,31 @@ class _Batches:
                 raise transfer.error
         return done
 
+    def overhead_s(self) -> float:
+        """Median time that a thread of kernels loses to a copy that it starts, until it is over."""
+        over = threading.Semaphore(0)
+        extents = self.extents[:STARTED]
+        values = torch.ones(KERNEL_ELEMENTS)
+        starts = {"write": self.spill.write, "read": self.spill.read}
+
+        def kernels_s(copies: bool) -> float:
+            begun_s = time.perf_counter()
+            for index, extent in enumerate(extents):
+                if copies:
+                    kind = "read" if index % 2 else "write"
+                    buffer = self.buffers[kind]
+                    starts[kind](extent, buffer.address, self.size_bytes, buffer, lambda _: over.release())
+                for _ in range(KERNELS):
+                    values.add_(1)
+            took_s = time.perf_counter() - begun_s
+            for _ in extents if copies else ():
+                if not over.acquire(timeout=self.spill.timeout_s):
+                    raise self.spill.hang_error()
+            return took_s
+
+        lost_s = [kernels_s(True) - kernels_s(False) for _ in range(SAMPLES[1])]
+        return max(0.0, statistics.median(lost_s) / len(extents))
+
     def time_s(self, kind: str, extents: Sequence[Extent]) -> float:
         """Seconds a transfer of each extent takes, all in flight at once."""
         start_s = time.perf_counter()
@@ -188,7 +230,7 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
     write: list[tuple[int, float]] = []
     read: list[tuple[int, float]] = []
     latency_s = {"write": 0.0, "read": 0.0}
-    duplex = 1.0
+    duplex, overhead_s = 1.0, 0.0
     start_s = time.perf_counter()
     with SpillSpace(directories) as spill:
         free_bytes = spill.free_bytes
@@ -209,6 +251,8 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
             read.append((size, batches.rate_bytes_per_s("read", until_s)))
             if index == 0:
                 latency_s = {kind: batches.latency_s(kind, until_s) for kind in latency_s}
+            if size == STARTED_BYTES:
+                overhead_s = batches.overhead_s()
             if size in (SURE_BYTES, DUPLEX_BYTES):
                 duplex = _duplex(batches, write[-1][1], read[-1][1])
             _verify(batches, source, target)
@@ -219,6 +263,7 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
             latency_s["write"],
             latency_s["read"],
             duplex,
+            overhead_s,
             free_bytes,
             spill.direct,
         )
@@ -315,6 +360,39 @@ def _measure_copies(device: torch.device, budget_s: float) -> dict[str, Rates]:
                 points.append((step, step / statistics.median(times_s)))
             rates[link] = tuple(points)
     return rates
+
+
+def _measure_codec(device: torch.device) -> tuple[float, float]:
+    """Uncompressed bytes per second that the device turns into bitmask-CSR, and back."""
+    size_bytes = CODED_BYTES[device.type]
+    values = torch.arange(size_bytes // 4, device=device, dtype=torch.float32)
+    values[::2] = 0
+    bit = 2 ** torch.arange(8, device=device, dtype=torch.uint8)
+
+    def compress() -> tuple[torch.Tensor, torch.Tensor]:
+        mask = values != 0
+        return (mask.view(-1, 8) * bit).sum(1, dtype=torch.uint8), values[mask]
+
+    packed, nonzero = compress()
+
+    def expand() -> torch.Tensor:
+        mask = (packed[:, None] & bit).view(-1) != 0
+        return torch.zeros_like(values).masked_scatter_(mask, nonzero)
+
+    if not torch.equal(expand(), values):
+        raise DeviceUnavailable(f"{device} expands what it compressed to other values: do not train on it")
+
+    def rate_bytes_per_s(work: Callable[[], object]) -> float:
+        times_s = []
+        for _ in range(SAMPLES[0]):
+            begun_s = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times_s.append(time.perf_counter() - begun_s)
+        return size_bytes / statistics.median(times_s)
+
+    return rate_bytes_per_s(compress), rate_bytes_per_s(expand)
 
 
 def _memory_bytes() -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
-from penstock.core.repeat import harmless_makers
-from penstock.core.trace import IntArray, Lists, Trace
+from penstock.core.columns import IntArray, Lists
+from penstock.core.repeat import harmless_producers
+from penstock.core.trace import Trace
 
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
 
@@ -46,7 +47,7 @@ class TensorRecord:
     birth      kernel that makes it; 0 where it was there before
     death      kernels that had run when its memory was freed; None where it is alive at the end
     itemsize   bytes of an element
-    density    fraction of the elements that are not zero
+    density    fraction of the elements that are not zero, None where not measured
     producer   kernel that makes it again, bit for bit, if it runs again; -1 for none
     movable    it can leave the device
     """
@@ -57,7 +58,7 @@ class TensorRecord:
     birth: int
     death: int | None
     itemsize: int = 1
-    density: float = 1.0
+    density: float | None = None
     producer: int = -1
     movable: bool = True
 
@@ -87,7 +88,8 @@ def make_trace(
     inputs = Lists.of([list(dict.fromkeys(number[list(kernel.inputs)].tolist())) for kernel in kernels])
     outputs = Lists.of([list(dict.fromkeys(number[list(kernel.outputs)].tolist())) for kernel in kernels])
     producers = _integers(record.producer for record in records)
-    densities = np.array([record.density for record in records], dtype=np.float64)
+    measured_zeros = any(record.density is not None for record in records)
+    densities = [1.0 if record.density is None else record.density for record in records]
     return Trace(
         kernel_name=tuple(kernel.name for kernel in kernels),
         kernel_time_s=np.array([kernel.time_s for kernel in kernels], dtype=np.float64),
@@ -102,9 +104,9 @@ def make_trace(
         tensor_birth=birth,
         tensor_death=death,
         tensor_movable=np.array([record.movable for record in records], dtype=np.bool_),
-        tensor_recompute=harmless_makers(producers, inputs, outputs, lasting),
+        tensor_recompute=harmless_producers(producers, inputs, outputs, lasting),
         tensor_itemsize=_integers(record.itemsize for record in records),
-        tensor_density=densities if bool((densities != 1).any()) else np.zeros(0),
+        tensor_density=np.array(densities if measured_zeros else [], dtype=np.float64),
         measured=measured,
         notes=dict(notes or {}),
     )

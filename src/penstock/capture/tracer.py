@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
     meter      measures real kernels; None where nothing is executed
     costs      what tracing itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
-    density    count the zeros of activations that are alive when backward begins
+    density    measure which fraction of each activation's elements is not zero, when backward begins
     """
 
     supports_higher_order_operators = True  # such as a compiled region, which is one kernel
@@ -268,7 +268,7 @@ class CudaMeter:
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-class _Twins:
+class _FakeTensors:
     """Fake stand-ins for the real tensors of a model, so that nothing reads or writes the real ones."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -295,21 +295,21 @@ class _Twins:
 
 
 class _FakeTracer(Tracer):
-    """A tracer that puts fake twins in the place of real tensors."""
+    """A tracer that puts fake tensors in the place of real tensors."""
 
-    def __init__(self, twins: _Twins, **options: Any) -> None:
+    def __init__(self, fakes: _FakeTensors, **options: Any) -> None:
         super().__init__(**options)
-        self._twins = twins
+        self._fakes = fakes
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if operator not in _LIFTS:
-            args, kwargs = tree_map_only(torch.Tensor, self._twins.of, (args, kwargs or {}))
+            args, kwargs = tree_map_only(torch.Tensor, self._fakes.of, (args, kwargs or {}))
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
     def _tensor_of(self, tensor: torch.Tensor) -> int:
-        return super()._tensor_of(self._twins.of(tensor))
+        return super()._tensor_of(self._fakes.of(tensor))
 
 
 @contextlib.contextmanager
@@ -383,20 +383,18 @@ def trace(
     device: str = "cpu",
     warmup: int = 1,
     mode: FakeTensorMode | None = None,
-    density: bool = False,
 ) -> Trace:
     """Capture one whole iteration, such as forward, backward and optimizer, as a Trace.
 
     step     runs one iteration: it makes the loss, calls backward and steps the optimizer
     fake     True: nothing is executed and no memory is used; the model may be a real one, or one
              built inside `fake_mode()`. Parameters, gradients and optimizer state are as before
-             afterwards. False: the step is run ``warmup + 1`` times for real, and timed.
+             afterwards. False: the step is run ``warmup + 1`` times for real, and timed;
+             the zeros of activations are counted when backward begins, which compression lives on.
     device   where kernel times are for, when fake: "cpu" (this one, measured briefly) or a name
              in penstock.capture.roofline.DATA_SHEETS. When real: the device the step runs on.
     warmup   iterations before the one that is recorded, so that the optimizer's state exists
     mode     the fake mode the model was built in, if it was
-    density  count the zeros of activations that are alive when backward begins, which compression lives
-             on; needs a real run
 
     A region of `torch.compile` is one kernel. It has to be compiled inside: what was compiled before, by a
     step outside of penstock, cannot be seen.
@@ -404,15 +402,13 @@ def trace(
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
     if not fake:
-        return _trace_real(step, torch.device(device), warmup, density)
-    if density:
-        raise InvalidArgument("a fake tensor has no zeros to count: take density=True out, or fake=False in")
+        return _trace_real(step, torch.device(device), warmup)
     if device != "cpu" and device not in DATA_SHEETS:
         raise InvalidArgument(f"no data sheet for {device!r}: give one of cpu, {', '.join(DATA_SHEETS)}")
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
     mode = mode or fake_mode()
-    twins = _Twins(mode)
-    tracers = [_FakeTracer(twins, estimate=estimator(sheet)) for _ in range(warmup + 1)]
+    fakes = _FakeTensors(mode)
+    tracers = [_FakeTracer(fakes, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
         with (
             _compiled_regions_shown(),
@@ -430,14 +426,14 @@ def trace(
             "as .item(), and indexing with masks, out of the step, or trace a real run with fake=False"
         ) from error
     finally:
-        twins.restore_gradients()
+        fakes.restore_gradients()
     notes = {"device": device, "torch": str(torch.__version__)}
     return tracers[-1].trace(measured=False, notes=notes)
 
 
-def _trace_real(step: Callable[[], object], device: torch.device, warmup: int, density: bool) -> Trace:
+def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
-    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=density)
+    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
     with _compiled_regions_shown():
         for _ in range(warmup):
             step()

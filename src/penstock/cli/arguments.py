@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     _hardware(plan)
     _budget(plan)
     _policy(plan)
-    _liberties(plan)
+    _planning_options(plan)
     plan.add_argument("--compare", action="store_true", help="show what every policy makes of it")
     plan.add_argument("--budgets", action="store_true", help="show what other device budgets bring")
     _written(plan, "plan.json")
@@ -171,7 +171,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
     )
     report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
     report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
-    _liberties(report, "for the table of policies: ", time_limit_s=5.0)
+    _planning_options(report, "for the table of policies: ", time_limit_s=5.0)
     report.add_argument(
         "-o",
         "--output",
@@ -198,7 +198,7 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
         "--disk-rate", type=rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
     )
     _policy(whatif)
-    _liberties(whatif, time_limit_s=None)
+    _planning_options(whatif, time_limit_s=None)
     whatif.add_argument(
         "--seconds", type=seconds, default=60.0, help="time to take, about; default: %(default)g"
     )
@@ -356,9 +356,11 @@ def _policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=tuple(POLICIES), default="optimal", help="default: %(default)s")
 
 
-def _liberties(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
+def _planning_options(
+    parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0
+) -> None:
     parser.add_argument(
-        "--recompute", action="store_true", help=f"{purpose}tensors may be made anew instead of moved"
+        "--recompute", action="store_true", help=f"{purpose}tensors may be recomputed instead of moved"
     )
     parser.add_argument(
         "--compress", action="store_true", help=f"{purpose}tensors may be moved compressed, without loss"

@@ -14,7 +14,7 @@ from penstock.cli import script
 from penstock.cli.output import Answer, Table
 from penstock.cli.values import save
 from penstock.core.hardware import LINKS
-from penstock.core.pressure import minimum_bytes
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.run import default_spill_dir

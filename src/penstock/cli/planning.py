@@ -12,11 +12,12 @@ from penstock.cli.output import ERROR, Answer, Table
 from penstock.cli.values import load, save
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.report.policies import Candidate, Question, compare_policies
+from penstock.planners import Problem
+from penstock.report.policies import Candidate, compare_policies
 from penstock.report.summary import Summary, percent, summarise
 from penstock.report.sweep import Cell, cases, sweep
 from penstock.units import format_bytes, format_bytes_up, format_seconds
@@ -53,7 +54,7 @@ def plan(options: Namespace) -> Answer:
     }
     shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
     if options.compare:
-        question = Question(
+        problem = Problem(
             trace=captured,
             hardware=hardware,
             budget_bytes=chosen.device_budget_bytes,
@@ -61,7 +62,7 @@ def plan(options: Namespace) -> Answer:
             compress=options.compress,
             time_limit_s=options.time_limit,
         )
-        found = compare_policies(question, known=chosen)
+        found = compare_policies(problem, known=chosen)
         values["policies"] = [dataclasses.asdict(entry) for entry in found]
         shown.append(policy_table(found, chosen.policy))
     if options.budgets:
@@ -73,14 +74,14 @@ def plan(options: Namespace) -> Answer:
 
 def simulate(options: Namespace) -> Answer:
     captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
-    judged = load(Plan, options.plan)
-    violations = check(captured, judged, hardware)
+    checked = load(Plan, options.plan)
+    violations = check(captured, checked, hardware)
     if violations:
         text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
         return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
-    timeline = penstock.simulate(captured, judged, hardware)
+    timeline = penstock.simulate(captured, checked, hardware)
     save(timeline, options.output)
-    summary = summarise(captured, judged, timeline)
+    summary = summarise(captured, checked, timeline)
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
         "violations": [],

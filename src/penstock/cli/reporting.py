@@ -13,14 +13,16 @@ import msgspec
 from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, own_files
 from penstock.cli.planning import cell_values, policy_table, summary_table, timing
 from penstock.cli.values import load, save_text
+from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.planners import Problem
 from penstock.report.html import page
 from penstock.report.plot import plot
-from penstock.report.policies import Candidate, Question, compare_policies, workers_for
+from penstock.report.policies import Candidate, compare_policies, workers_for
 from penstock.report.record import Record
 from penstock.report.summary import summarise
 from penstock.report.sweep import Cell, cases, disk_rates, sweep
@@ -51,7 +53,7 @@ def report(options: Namespace) -> Answer:
         trace, plan = load(Trace, options.source[0]), load(Plan, options.source[1])
         hardware = load(Hardware, options.hardware)
         measured = load(Timeline, options.measured) if options.measured else None
-        if violations := plan.check(trace, hardware):
+        if violations := check(trace, plan, hardware):
             text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
             return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
         values, shown = {}, []
@@ -77,7 +79,7 @@ def report(options: Namespace) -> Answer:
 
 
 def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) -> list[Candidate]:
-    question = Question(
+    problem = Problem(
         trace=trace,
         hardware=hardware,
         budget_bytes=plan.device_budget_bytes,
@@ -85,7 +87,7 @@ def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) 
         compress=options.compress or any(evict.codec != "raw" for evict in plan.evictions),
         time_limit_s=options.time_limit,
     )
-    return compare_policies(question, known=plan)
+    return compare_policies(problem, known=plan)
 
 
 def whatif(options: Namespace) -> Answer:

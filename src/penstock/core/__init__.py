@@ -1,1 +1,1 @@
-"""Pure values that pass between the stages, and the judge. No torch, no files but in `files`."""
+"""Pure values that pass between the stages, and the plan checker. No torch, no files but in `files`."""

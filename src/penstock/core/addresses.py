@@ -17,12 +17,12 @@ def presences(
     one iteration, if every copy took no time. What comes back compressed is there from its end on."""
     count = trace.kernels
     away: dict[int, list[tuple[int, int]]] = {}
-    absences = [
+    intervals = [
         (entry.tensor, entry.begin, entry.prefetch_at if entry.codec == "raw" else entry.end)
         for entry in evictions
     ]
-    absences += [(entry.tensor, entry.begin, entry.end) for entry in recomputations]
-    for tensor, begin, end in absences:
+    intervals += [(entry.tensor, entry.begin, entry.end) for entry in recomputations]
+    for tensor, begin, end in intervals:
         away.setdefault(tensor, []).append((begin, min(end, count)))
         if end > count:
             away[tensor].append((0, end - count))

@@ -1,4 +1,4 @@
-"""The judge: every rule a plan breaks, each in one sentence. Planners never call it."""
+"""The plan checker: every rule a plan breaks, each in one sentence. Planners never call it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.core.addresses import check_offsets
 from penstock.core.hardware import Hardware
-from penstock.core.plan import CODECS, Evict, Plan, Recompute
-from penstock.core.pressure import (
+from penstock.core.memory_profile import (
     EVERY,
     FIRST,
     copies_made,
@@ -19,6 +18,7 @@ from penstock.core.pressure import (
     tier_bytes,
     written,
 )
+from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.trace import InactivePeriod, Trace, within_budget
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_bytes_up
@@ -29,7 +29,7 @@ EVICTION_TIERS = ("host", "disk")
 def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     """Every rule that ``plan`` breaks; empty when it is legal.
 
-    Memory is judged as if every copy took no time. A legal plan can then always run within its
+    Memory is checked as if every copy took no time. A legal plan can then always run within its
     budget, however slow the links are: whoever waits for memory waits for a copy under way.
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
     not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
@@ -122,11 +122,11 @@ def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePer
     if not 0 <= entry.tensor < trace.tensors:
         yield f"tensor {entry.tensor} is recomputed, but the trace has {trace.tensors} tensors"
         return
-    maker = int(trace.tensor_recompute[entry.tensor]) if len(trace.tensor_recompute) else -1
-    if maker < 0:
-        yield f"{_who(entry)}: no kernel can make the tensor anew"
-    elif entry.begin <= maker:
-        yield f"{_who(entry)} begins before {_kernel(trace, maker)} has made the tensor"
+    producer = int(trace.tensor_recompute[entry.tensor]) if len(trace.tensor_recompute) else -1
+    if producer < 0:
+        yield f"{_who(entry)}: no kernel can recompute the tensor"
+    elif entry.begin <= producer:
+        yield f"{_who(entry)} begins before {_kernel(trace, producer)} has made the tensor"
     if _period(trace, periods, entry.begin, entry.end) is None:
         yield f"{_who(entry)} is outside the tensor's inactive periods: {_allowed(periods)}"
 
@@ -144,15 +144,15 @@ def _allowed(periods: Iterable[InactivePeriod]) -> str:
 
 
 def _order(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[Recompute]) -> Iterator[str]:
-    """One tensor's absences follow each other, and each copy finds the tensor on the device."""
+    """One tensor's eviction intervals follow each other, and each copy finds the tensor on the device."""
     count = trace.kernels
     made = dict(zip(map(id, evictions), copies_made(trace, evictions), strict=True))
     by_tensor: dict[int, list[Evict | Recompute]] = {}
-    absences: list[Evict | Recompute] = [*evictions, *recomputations]
-    for absence in absences:
-        by_tensor.setdefault(absence.tensor, []).append(absence)
+    intervals: list[Evict | Recompute] = [*evictions, *recomputations]
+    for interval in intervals:
+        by_tensor.setdefault(interval.tensor, []).append(interval)
     for group in by_tensor.values():
-        group.sort(key=lambda absence: absence.begin)
+        group.sort(key=lambda interval: interval.begin)
         earlier, shift = group[-1], count  # of the iteration before
         for later in group:
             end = earlier.end - shift
@@ -174,28 +174,29 @@ def _inputs(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[R
     if not recomputations:
         return
     count, inputs = trace.kernels, trace.inputs
-    remade = np.array([(entry.tensor, entry.begin, entry.end) for entry in recomputations], dtype=np.int64)
-    maker, end = trace.tensor_recompute[remade[:, 0]], remade[:, 2]
-    length = np.diff(inputs.starts)[maker]
-    row = np.repeat(np.arange(len(remade)), length)
+    columns = [(entry.tensor, entry.begin, entry.end) for entry in recomputations]
+    recomputed = np.array(columns, dtype=np.int64)
+    producer, end = trace.tensor_recompute[recomputed[:, 0]], recomputed[:, 2]
+    length = np.diff(inputs.starts)[producer]
+    row = np.repeat(np.arange(len(recomputed)), length)
     within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    tensor = inputs.values[inputs.starts[maker][row] + within]
+    tensor = inputs.values[inputs.starts[producer][row] + within]
 
     lasting, end = trace.tensor_persistent[tensor], end[row]
     dead = (end < trace.tensor_birth[tensor]) | (trace.tensor_death[tensor] <= end)
     dead &= ~lasting
-    stale = written(trace, tensor, maker[row], np.minimum(end, count))
+    stale = written(trace, tensor, producer[row], np.minimum(end, count))
     stale |= written(trace, tensor, np.full(len(row), -1), end - count)
 
     rows = rows_of(trace, evictions)
     gone, begin, back = (
-        np.concatenate([column, remade[:, index]])
+        np.concatenate([column, recomputed[:, index]])
         for index, column in enumerate((rows.tensor, rows.begin, rows.end))
     )
     away = covered(count, gone, begin, back, tensor, end % count)
-    # A parent that is made anew for the same kernel is made first.
+    # A parent that is recomputed for the same kernel is made first.
     due: dict[tuple[int, int], int] = {}
-    for index, (made, _, at) in enumerate(remade.tolist()):
+    for index, (made, _, at) in enumerate(recomputed.tolist()):
         due.setdefault((made, at % count), index)
     late = np.array(
         [
@@ -208,11 +209,11 @@ def _inputs(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[R
         (dead, "is not alive then"),
         (stale, "has been written since"),
         (away & ~dead, "is away then"),
-        (late, "is made anew for the same kernel, but later"),
+        (late, "is recomputed for the same kernel, but later"),
     ):
         for index in np.flatnonzero(wrong).tolist():
             entry = recomputations[int(row[index])]
-            again = _kernel(trace, int(maker[row[index]]))
+            again = _kernel(trace, int(producer[row[index]]))
             yield (
                 f"{_who(entry)} runs {again} again before kernel {entry.end}: its input, tensor "
                 f"{tensor[index]}, {words}"
@@ -267,13 +268,13 @@ def _tiers(trace: Trace, evictions: Sequence[Evict], hardware: Hardware) -> Iter
             )
 
 
-def _who(absence: Evict | Recompute) -> str:
-    what = "eviction" if isinstance(absence, Evict) else "recomputation"
-    return f"the {what} of tensor {absence.tensor} during kernels {_span(absence)}"
+def _who(interval: Evict | Recompute) -> str:
+    what = "eviction" if isinstance(interval, Evict) else "recomputation"
+    return f"the {what} of tensor {interval.tensor} during kernels {_span(interval)}"
 
 
-def _span(absence: Evict | Recompute) -> str:
-    return f"[{absence.begin}, {absence.end})"
+def _span(interval: Evict | Recompute) -> str:
+    return f"[{interval.begin}, {interval.end})"
 
 
 def _kernel(trace: Trace, index: int) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from penstock.core import files
+from penstock.core.timeline import Timeline
 from penstock.errors import InvalidArgument
 
 TIERS = ("device", "host", "disk")
@@ -31,6 +33,8 @@ class Hardware:
     compress_bytes_per_s, expand_bytes_per_s   uncompressed bytes that the device turns into
                       bitmask-CSR, or back, while it computes nothing else; defaults: about what the
                       memory of a data-center GPU allows
+    copy_overhead_s   seconds for which the compute stream stands still for each copy, out or back: the
+                      runtime's own work on the thread that runs the kernels; 0 where not known
     measured_rates    by link: (transfer bytes, bytes per second) pairs, ascending by bytes;
                       where present they take the place of the link's rate and latency
     name              what this describes, for people
@@ -51,6 +55,7 @@ class Hardware:
     expand_bytes_per_s: float = 900e9
     disk_shares_bus: bool = True
     duplex: float = 1.0
+    copy_overhead_s: float = 0.0
     measured_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     name: str = ""
 
@@ -66,6 +71,8 @@ class Hardware:
         for name in ("compress_bytes_per_s", "expand_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}: give a rate above 0")
+        if not 0 <= self.copy_overhead_s < math.inf:
+            raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
             raise InvalidArgument(f"duplex is {self.duplex}: it is a fraction above 0 and up to 1")
         for link, points in self.measured_rates.items():
@@ -139,6 +146,34 @@ class Hardware:
     def prefetch_s(self, tier: str, size_bytes: int) -> float:
         """Seconds to copy from ``tier`` to the device: the slowest link on the way decides."""
         return max(self.transfer_s(link, size_bytes) for link in self.prefetch_links(tier))
+
+    def scaled(self, factors: Mapping[str, float]) -> Hardware:
+        """The same machine with ``factors`` times the rates of some links, by name of the link."""
+        rates: dict[str, Any] = {
+            f"{link}_bytes_per_s": self.rate_bytes_per_s(link) * factor for link, factor in factors.items()
+        }
+        measured = {
+            link: tuple((size, rate * factors.get(link, 1.0)) for size, rate in points)
+            for link, points in self.measured_rates.items()
+        }
+        return replace(self, **rates, measured_rates=measured)
+
+    def calibrated(self, timeline: Timeline) -> Hardware:
+        """The same machine with links as fast as they were in a measured step, to plan the next steps with.
+
+        Each link that the step used is scaled by how much sooner or later its copies were over than this
+        machine would have had them, one after the other. Other links stay as they are.
+        """
+        factors = {}
+        for link in LINKS:
+            spans = [span for span in timeline.spans if span.stream == link and span.size_bytes > 0]
+            busy_s, until_s = 0.0, -math.inf
+            for span in sorted(spans, key=lambda span: span.start_s):
+                busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
+                until_s = max(until_s, span.end_s)
+            if busy_s > 0:
+                factors[link] = sum(self.transfer_s(link, span.size_bytes) for span in spans) / busy_s
+        return self.scaled(factors)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.core import files
 from penstock.core.trace import Trace
-
-if TYPE_CHECKING:
-    from penstock.core.hardware import Hardware
-
 
 CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
 
@@ -42,7 +37,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop one tensor, and make it anew when it is needed.
+    """Release one tensor, and recompute it when it is needed.
 
     tensor   index in the trace; kernel ``trace.tensor_recompute[tensor]`` makes it
     begin    first kernel at which it is away
@@ -71,7 +66,7 @@ class Plan:
     minimum_bytes          smallest device budget at which the step can run at all
     predicted_s            iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
-    lower_bound_s          no plan for this trace, budget and these liberties is faster: proven
+    lower_bound_s          no plan for this trace, budget and these choices is faster: proven
     trace                  the iteration the plan is for, so that a plan made anywhere can be run; None
                            where it was made by hand. It is saved with the plan, and not compared
     """
@@ -93,12 +88,6 @@ class Plan:
     def gap(self) -> float | None:
         """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
         return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
-
-    def check(self, trace: Trace, hardware: Hardware) -> list[str]:
-        """Every rule that this plan breaks, each in one sentence; empty where it is legal."""
-        from penstock.core.check import check  # the judge knows plans
-
-        return check(trace, self, hardware)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

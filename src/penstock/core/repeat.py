@@ -1,10 +1,10 @@
-"""Which tensors can be made anew by running one kernel again, without harm to any other."""
+"""Which tensors can be recomputed by running one kernel again, without harm to any other."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.trace import BoolArray, IntArray, Lists
+from penstock.core.columns import BoolArray, IntArray, Lists
 
 
 def sole_writers(outputs: Lists, tensors: int) -> IntArray:
@@ -18,30 +18,30 @@ def sole_writers(outputs: Lists, tensors: int) -> IntArray:
     return found
 
 
-def harmful(makers: IntArray, inputs: Lists, outputs: Lists, persistent: BoolArray) -> BoolArray:
+def harmful(producers: IntArray, inputs: Lists, outputs: Lists, persistent: BoolArray) -> BoolArray:
     """[K] whether running a kernel again changes more than the tensors it is there to make.
 
     That is so where it edits a tensor in place, and where it writes one that is written again later, or
     that outlives the iteration and is not one it is there to make.
 
-    makers   [T] kernel that makes each tensor anew, -1 where none
+    producers   [T] kernel that recomputes each tensor, -1 where none
     """
-    tensors = len(makers)
+    tensors = len(producers)
     reader, read = _pairs(inputs)
     writer, wrote = _pairs(outputs)
     last = np.full(tensors, -1, dtype=np.int64)
     np.maximum.at(last, wrote, writer)
     edits = np.isin(writer * tensors + wrote, reader * tensors + read)
-    lasting = persistent[wrote] & (makers[wrote] != writer)
+    lasting = persistent[wrote] & (producers[wrote] != writer)
     harm = np.zeros(len(outputs), dtype=np.bool_)
     harm[writer[edits | lasting | (last[wrote] > writer)]] = True
     return harm
 
 
-def harmless_makers(makers: IntArray, inputs: Lists, outputs: Lists, persistent: BoolArray) -> IntArray:
-    """[T] ``makers``, and -1 where that kernel is not the only one that writes the tensor, or harmful."""
-    sole = sole_writers(outputs, len(makers))
-    kept = np.where((makers >= 0) & (sole == makers), makers, -1)
+def harmless_producers(producers: IntArray, inputs: Lists, outputs: Lists, persistent: BoolArray) -> IntArray:
+    """[T] ``producers``, and -1 where that kernel is not the only one that writes the tensor, or harmful."""
+    sole = sole_writers(outputs, len(producers))
+    kept = np.where((producers >= 0) & (sole == producers), producers, -1)
     harm = harmful(kept, inputs, outputs, persistent)
     found: IntArray = np.where((kept >= 0) & harm[kept], -1, kept) if len(harm) else kept
     return found

@@ -16,9 +16,9 @@ class Span(NamedTuple):
     stream   "compute" or a key of penstock.core.hardware.LINKS. A copy is on one link: one to disk on
              the disk's own, though it may cross the bus that host copies use
     label    the kernel or the tensor, for people; on the compute stream also "recompute <kernel>",
-             "compress <tensor>" and "expand <tensor>"
+             "compress <tensor>", "expand <tensor>" and "start copies"
     index    kernel index on the compute stream, tensor index on a link and where the compute stream
-             compresses or expands; -1 when unknown
+             compresses or expands; -1 when unknown, and where it starts copies
     """
 
     stream: str

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES, IntArray, Lists
 from penstock.core.repeat import harmful, sole_writers
-from penstock.core.trace import KINDS, PHASES, IntArray, Lists
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _production(trace: Trace) -> None:
 
     def sentence(index: int) -> str:
         tensor, kernel = int(used[index]), int(first[index])
-        later = [maker for maker in writers[tensor].tolist() if maker > kernel]
+        later = [producer for producer in writers[tensor].tolist() if producer > kernel]
         who = f"{_kernel(trace, kernel)} reads tensor {tensor}, which "
         if not later:
             return f"{who}no kernel makes"
@@ -162,26 +162,26 @@ def _production(trace: Trace) -> None:
 
 
 def _recomputation(trace: Trace) -> None:
-    """Running the kernel again makes the tensor anew and changes nothing else."""
-    makers = trace.tensor_recompute
-    linked = np.flatnonzero(makers != -1)
+    """Running the kernel again recomputes the tensor and changes nothing else."""
+    producers = trace.tensor_recompute
+    linked = np.flatnonzero(producers != -1)
     _refuse_value(
-        linked[(makers[linked] < 0) | (makers[linked] >= trace.kernels)],
-        lambda tensor: f"tensor {tensor} is made anew by kernel {makers[tensor]}, which is not there",
+        linked[(producers[linked] < 0) | (producers[linked] >= trace.kernels)],
+        lambda tensor: f"tensor {tensor} is recomputed by kernel {producers[tensor]}, which is not there",
     )
     sole = sole_writers(trace.outputs, trace.tensors)
     _refuse_value(
-        linked[sole[linked] != makers[linked]],
+        linked[sole[linked] != producers[linked]],
         lambda tensor: (
-            f"tensor {tensor} is made anew by {_kernel(trace, int(makers[tensor]))}, which is not the one "
-            "kernel that writes it"
+            f"tensor {tensor} is recomputed by {_kernel(trace, int(producers[tensor]))}, which is not the "
+            "one kernel that writes it"
         ),
     )
-    harm = harmful(makers, trace.inputs, trace.outputs, trace.tensor_persistent)
+    harm = harmful(producers, trace.inputs, trace.outputs, trace.tensor_persistent)
     _refuse_value(
-        linked[harm[makers[linked]]],
+        linked[harm[producers[linked]]],
         lambda tensor: (
-            f"tensor {tensor} cannot be made anew by {_kernel(trace, int(makers[tensor]))}: it edits a "
+            f"tensor {tensor} cannot be recomputed by {_kernel(trace, int(producers[tensor]))}: it edits a "
             "tensor, or writes one that outlives the iteration or is written again later"
         ),
     )

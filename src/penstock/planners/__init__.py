@@ -5,24 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes, tightest_kernel
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.planners.evict_all import evict_all
-from penstock.planners.flashneuron import flashneuron
-from penstock.planners.g10 import g10, g10_gds, g10_host
-from penstock.planners.keep import keep
+from penstock.planners.heuristics.evict_all import evict_all
+from penstock.planners.heuristics.flashneuron import flashneuron
+from penstock.planners.heuristics.g10 import g10, g10_gds, g10_host
+from penstock.planners.heuristics.keep import keep
+from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
 from penstock.planners.modnn import modnn
 from penstock.planners.optimal import optimal
 from penstock.planners.problem import Decision, Policy, Problem
-from penstock.planners.vdnn import vdnn_all, vdnn_conv
+from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up
 
-__all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy"]
+__all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
-# A policy is a pure function of a problem, legal for any budget of `minimum_bytes` or more.
+# A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
+# `optimal` and `modnn` read a clock: what they answer when the time limit ends them depends on the machine.
 POLICIES: dict[str, Policy] = {
     "keep": keep,
     "evict_all": evict_all,
@@ -36,6 +38,7 @@ POLICIES: dict[str, Policy] = {
     "optimal": optimal,
 }
 
+CHOOSES_VARIANTS = ("modnn", "optimal")  # others run kernels as traced, but where that does not fit
 LAST_DIGITS = 1e-9  # by which the same sum differs, taken in another order
 
 
@@ -52,7 +55,7 @@ def plan(
     """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
     policy                a name in POLICIES
-    recompute             tensors may be made anew instead of being moved, where the trace says how
+    recompute             tensors may be recomputed instead of being moved, where the trace says how
     compress              tensors may be moved as bitmask-CSR, where the trace knows their density
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
     device_budget_bytes   all of the device's memory when not given
@@ -61,13 +64,20 @@ def plan(
     again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
-    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
+    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget, or the trace does
+    not know what compression would save.
     """
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
+    return solve(Problem(trace, hardware, budget, recompute, compress, time_limit_s), policy)
+
+
+def solve(problem: Problem, policy: str = "optimal") -> Plan:
+    """`plan`, asked with all of its arguments in one value."""
+    trace, hardware, budget = problem.trace, problem.hardware, problem.budget_bytes
     require_policy(policy)
     hardware.require_rates()
-    if not time_limit_s >= 0:
-        raise InvalidArgument(f"time_limit_s is {time_limit_s}: give seconds, zero or more")
+    if not problem.time_limit_s >= 0:
+        raise InvalidArgument(f"time_limit_s is {problem.time_limit_s}: give seconds, zero or more")
     if budget > hardware.device_bytes:
         raise InvalidArgument(
             f"the device budget of {format_bytes(budget)} exceeds the device, which has "
@@ -76,15 +86,23 @@ def plan(
     needed = minimum_bytes(trace)
     if budget < needed:
         raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
+    if problem.compress and not len(trace.tensor_density):
+        raise InvalidArgument(
+            "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
+            "run (fake=False, --real), or assume densities (Trace.with_density)"
+        )
     asked = within_budget(trace, budget)
+    variants: tuple[int, ...] = ()
+    if policy not in CHOOSES_VARIANTS:
+        variants, asked = as_traced(asked, budget)
     _require_room(asked, policy, budget)
-    decision = POLICIES[policy](Problem(asked, hardware, budget, recompute, compress, time_limit_s))
+    decision = POLICIES[policy](replace(problem, trace=asked))
     draft = Plan(
         policy=policy,
         device_budget_bytes=budget,
         evictions=decision.evictions,
         recomputations=decision.recomputations,
-        variants=decision.variants,
+        variants=decision.variants or variants,
         offsets=decision.offsets,
         minimum_bytes=needed,
         lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES, IntArray
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
-from penstock.core.trace import KINDS, PHASES, IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.planners.space.variants import algorithms, baseline
+from penstock.planners.variants import algorithms
 from penstock.units import format_bytes, format_bytes_up
 
 SHARE = 0.15  # of all kernels: moDNN's alpha
@@ -32,7 +33,7 @@ class Candidate:
 
     size, count           samples of a part, and parts of the batch
     interpolated          no trace of this size was given: bytes and times are linear between two that were
-    least_bytes           equation 7 for this size: no budget below it can do
+    least_bytes           the smallest device budget at which this size can run
     working_set_bytes     equation 8
     predicted_s           for all of the batch; 0 where there is no plan
     peak_bytes            that the plan needs on the device
@@ -183,18 +184,6 @@ def working_set_bytes(trace: Trace, share: float = SHARE) -> int:
     workspace = np.array([algorithms(trace, kernel)[0].workspace_bytes for kernel in range(count)])
     largest = np.lib.stride_tricks.sliding_window_view(workspace, width).max(axis=1)
     return trace.persistent_bytes + int((in_window + largest).max())
-
-
-def least_bytes(trace: Trace) -> int:
-    """moDNN's equation 7: what is persistent, and the largest kernel with its inputs and outputs, run with
-    the least workspace."""
-    used: IntArray = np.zeros(trace.kernels, dtype=np.int64)
-    for kernel in range(trace.kernels):
-        tensors = np.unique(np.concatenate([trace.inputs[kernel], trace.outputs[kernel]]))
-        tensors = tensors[~trace.tensor_persistent[tensors]]
-        workspace = baseline(algorithms(trace, kernel)).workspace_bytes
-        used[kernel] = int(trace.tensor_bytes[tensors].sum()) + workspace
-    return trace.persistent_bytes + int(used.max(initial=0))
 
 
 def accumulating(trace: Trace) -> Trace:

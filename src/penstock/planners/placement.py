@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core.columns import FloatArray, IntArray
 from penstock.core.plan import Plan
-from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.space.occupancy import Occupancy, occupancy
+from penstock.planners.occupancy import Occupancy, occupancy
 from penstock.units import format_bytes, format_bytes_up
 
 ALIGNMENT_BYTES = 256  # what CUDA's allocator promises

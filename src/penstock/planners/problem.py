@@ -14,8 +14,8 @@ from penstock.core.trace import Trace
 class Problem:
     """One iteration to be planned.
 
-    budget_bytes   of the device, at least `penstock.core.pressure.minimum_bytes`
-    recompute      tensors may be made anew instead of being moved
+    budget_bytes   of the device, at least `penstock.core.memory_profile.minimum_bytes`
+    recompute      tensors may be recomputed instead of being moved
     compress       tensors may be moved as bitmask-CSR
     time_limit_s   for the whole of planning; a policy that reaches it answers with what it has
     """

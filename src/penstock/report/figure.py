@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.core.columns import KINDS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
-from penstock.core.trace import KINDS, Trace
+from penstock.core.trace import Trace
 from penstock.errors import PenstockError
 from penstock.report.plot import FAINT, GRID, INK, KIND_COLOURS, RESERVED, RESERVED_COLOUR
 from penstock.report.presence import stack_bytes, thinned

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES
 from penstock.core.hardware import LINKS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, PHASES, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.report.presence import stack_bytes
 from penstock.units import format_bytes, format_seconds

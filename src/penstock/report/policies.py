@@ -9,11 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
-from penstock.core.trace import Trace
 from penstock.errors import PenstockError
-from penstock.planners import POLICIES, plan
+from penstock.planners import POLICIES, Problem, solve
 from penstock.report.summary import Summary, summarise
 from penstock.simulator import simulate
 
@@ -32,35 +30,21 @@ class Candidate:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What every policy is asked: the arguments of `penstock.plan`."""
-
-    trace: Trace
-    hardware: Hardware
-    budget_bytes: int
-    recompute: bool = False
-    compress: bool = False
-    time_limit_s: float = 10.0
-
-
 def compare_policies(
-    question: Question, names: Iterable[str] | None = None, known: Plan | None = None, workers: int = 0
+    problem: Problem, names: Iterable[str] | None = None, known: Plan | None = None, workers: int = 0
 ) -> list[Candidate]:
     """One candidate for each policy, fastest first, those that cannot at the end.
 
     Each summary carries the best bound that any of the policies proved: it holds for all.
 
-    known   a plan for the same question, which need not be made again
+    known   a plan for the same problem, which need not be made again
     workers processes to plan in; 0: as many as are worth starting
     """
     names = list(names if names is not None else POLICIES)
-    tasks = [
-        (question, name, known if known is not None and known.policy == name else None) for name in names
-    ]
+    tasks = [(problem, name, known if known is not None and known.policy == name else None) for name in names]
     if known is not None and known.policy not in names:
-        tasks.append((question, known.policy, known))
-    workers = workers or workers_for(question.trace.kernels * len(tasks))
+        tasks.append((problem, known.policy, known))
+    workers = workers or workers_for(problem.trace.kernels * len(tasks))
     found = spread(_candidate, tasks, min(workers, len(tasks)))
     bound_s = max((entry.summary.lower_bound_s for entry in found if entry.summary), default=0.0)
     found = [
@@ -86,23 +70,15 @@ def workers_for(kernels: int) -> int:
     return 1 if kernels < WORTH_KERNELS else os.cpu_count() or 1
 
 
-def _candidate(task: tuple[Question, str, Plan | None]) -> Candidate:
-    question, name, made = task
+def _candidate(task: tuple[Problem, str, Plan | None]) -> Candidate:
+    problem, name, made = task
     try:
         if made is None:
-            made = plan(
-                question.trace,
-                question.hardware,
-                name,
-                question.recompute,
-                question.compress,
-                question.time_limit_s,
-                device_budget_bytes=question.budget_bytes,
-            )
-        timeline = simulate(question.trace, made, question.hardware)
+            made = solve(problem, name)
+        timeline = simulate(problem.trace, made, problem.hardware)
     except PenstockError as error:
         return Candidate(policy=name, reason=str(error))
-    return Candidate(policy=name, summary=summarise(question.trace, made, timeline))
+    return Candidate(policy=name, summary=summarise(problem.trace, made, timeline))
 
 
 def _time_s(entry: Candidate) -> float:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.core.columns import KINDS, FloatArray, IntArray
+from penstock.core.memory_profile import copy_sources
 from penstock.core.plan import Evict, Plan
-from penstock.core.pressure import copy_sources
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, FloatArray, IntArray, Trace, within_budget
+from penstock.core.trace import Trace, within_budget
 from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
@@ -211,9 +212,9 @@ def _recomputed(changes: _Changes, trace: Trace, plan: Plan, timeline: Timeline,
     for entry in plan.recomputations:
         freed_s = clock.end_of(entry.begin - 1)
         # Shown under the kernel that runs again, or under the tensor.
-        maker = int(trace.tensor_recompute[entry.tensor])
+        producer = int(trace.tensor_recompute[entry.tensor])
         due_s = clock.end_of(entry.end - 1)
-        starts = [clock.at_or_after(due_s, start_s) for start_s in runs[maker] or runs[entry.tensor]]
+        starts = [clock.at_or_after(due_s, start_s) for start_s in runs[producer] or runs[entry.tensor]]
         made_s = min(starts, default=due_s)
         kind, size = int(trace.tensor_kind[entry.tensor]), int(trace.tensor_bytes[entry.tensor])
         changes.between(freed_s, made_s, kind, -size, clock)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.core.columns import KINDS, PHASES
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import KINDS, PHASES, Trace
+from penstock.core.trace import Trace
 from penstock.report.plot import FAINT, INTO_DEVICE, LINK_COLOURS, LINK_ORDER, OUT_OF_DEVICE, STALL
 from penstock.report.presence import Way, ways
 from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies
@@ -126,8 +127,8 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
     for way in ways(trace, plan, timeline):
         every[way.evict.tensor].append((way.evict.begin, _way_text(trace, way)))
     for entry in plan.recomputations:
-        maker = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
-        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"made anew by {maker}"]
+        producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
+        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
         every[entry.tensor].append((entry.begin, text))
     for tensor, entries in every.items():
         texts[tensor] = tensor_text(trace, tensor)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import tier_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import tier_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.planners import plan
+from penstock.planners import Problem, solve
 from penstock.report.policies import spread, workers_for
 from penstock.report.summary import Summary, summarise
 from penstock.simulator import simulate
@@ -24,22 +24,16 @@ DISK_LINKS = ("disk_write", "disk_read")
 LIMITS = ("compute", "bus", "disk write", "disk read", "host capacity")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case(Problem):
     """One machine to plan for.
 
     disks   how many of the disk the hardware describes, working as one
     """
 
     label: str
-    trace: Trace
-    hardware: Hardware
-    budget_bytes: int
     disks: float
     policy: str = "optimal"
-    recompute: bool = False
-    compress: bool = False
-    time_limit_s: float = 10.0
 
     @property
     def batch(self) -> int | None:
@@ -123,7 +117,8 @@ def cases(
 def with_disks(hardware: Hardware, count: float) -> Hardware:
     """The same machine with ``count`` times its disk: capacity and rates."""
     return replace(
-        _faster(hardware, DISK_LINKS, count), disk_bytes=math.floor(min(hardware.disk_bytes * count, 2**62))
+        hardware.scaled(dict.fromkeys(DISK_LINKS, count)),
+        disk_bytes=math.floor(min(hardware.disk_bytes * count, 2**62)),
     )
 
 
@@ -157,7 +152,7 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
                 own.summary is None
                 or _time_s(own.case.trace, trial, own.case.hardware) < own.summary.predicted_s
             ):
-                found[place[id(entry)]] = _judged(entry.case, trial)
+                found[place[id(entry)]] = _checked(entry.case, trial)
     return found
 
 
@@ -174,24 +169,16 @@ def _has_less(one: Case, other: Case) -> bool:
 def cell(case: Case) -> Cell:
     """Plan for the case, and find out what limits the plan."""
     try:
-        made = plan(
-            case.trace,
-            case.hardware,
-            case.policy,
-            case.recompute,
-            case.compress,
-            case.time_limit_s,
-            device_budget_bytes=case.budget_bytes,
-        )
+        made = solve(case, case.policy)
     except PenstockError as error:
         return Cell(case=case, reason=str(error))
-    return _judged(case, made)
+    return _checked(case, made)
 
 
-def _judged(case: Case, made: Plan) -> Cell:
+def _checked(case: Case, made: Plan) -> Cell:
     summary = summarise(case.trace, made, simulate(case.trace, made, case.hardware))
     doubled = if_doubled_s(case, made)
-    fast = _faster(case.hardware, DISK_LINKS, MANY)
+    fast = case.hardware.scaled(dict.fromkeys(DISK_LINKS, MANY))
     return Cell(
         case=case,
         plan=made,
@@ -220,11 +207,11 @@ def if_doubled_s(case: Case, made: Plan) -> dict[str, float]:
     trace, hardware = case.trace, case.hardware
     times = {"compute": _time_s(trace.scaled(0.5), made, hardware)}
     if hardware.host_bytes or hardware.disk_shares_bus:
-        bus = _faster(hardware, ("device_to_host", "host_to_device"), 2)
+        bus = hardware.scaled(dict.fromkeys(("device_to_host", "host_to_device"), 2))
         times["bus"] = _time_s(trace, made, bus)
     if any(evict.tier == "disk" for evict in made.evictions):
         for link in DISK_LINKS:
-            times[link.replace("_", " ")] = _time_s(trace, made, _faster(hardware, (link,), 2))
+            times[link.replace("_", " ")] = _time_s(trace, made, hardware.scaled({link: 2}))
         if hardware.host_bytes:
             roomy = replace(hardware, host_bytes=2 * hardware.host_bytes)
             moved = to_host(trace, made, roomy.host_bytes)
@@ -272,16 +259,3 @@ def disk_rates(hardware: Hardware) -> tuple[float, float]:
 def _rate(hardware: Hardware, link: str) -> float:
     points = hardware.measured_rates.get(link)
     return max(rate for _, rate in points) if points else hardware.rate_bytes_per_s(link)
-
-
-def _faster(hardware: Hardware, links: Sequence[str], factor: float) -> Hardware:
-    """The same machine with ``factor`` times the rates of ``links``."""
-    rates: dict[str, float] = {
-        f"{link}_bytes_per_s": hardware.rate_bytes_per_s(link) * factor for link in links
-    }
-    measured = {
-        link: tuple((size, rate * factor) for size, rate in points) if link in links else points
-        for link, points in hardware.measured_rates.items()
-    }
-    change: Callable[..., Hardware] = replace
-    return change(hardware, **rates, measured_rates=measured)

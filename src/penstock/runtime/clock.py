@@ -25,7 +25,7 @@ from penstock.capture.operators import Operator, describe, tensors_in
 from penstock.capture.phases import Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
-from penstock.core.trace import KINDS
+from penstock.core.columns import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.interrupts import Interrupts

@@ -24,8 +24,8 @@ from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import minimum_bytes
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidPlan, PenstockError

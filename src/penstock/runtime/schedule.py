@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core.columns import IntArray, Lists
+from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Plan
-from penstock.core.pressure import resident_bytes
-from penstock.core.trace import IntArray, Lists, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.storages import NEVER
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from penstock.core.columns import KINDS
 from penstock.core.timeline import Sample, Span, Stall, Timeline
-from penstock.core.trace import KINDS, Trace
+from penstock.core.trace import Trace
 from penstock.runtime.clock import Recording
 from penstock.runtime.copies import Moved, Wait
 

@@ -10,13 +10,15 @@ Assumptions, each of which costs some accuracy:
   other direction.
 - Prefetches get memory in the order they were issued: one that does not fit holds up those behind it.
 - Before a kernel the compute stream compresses what leaves compressed, waits for what is due, expands
-  it, and makes again what was dropped, in this order.
+  it, and makes again what was released, in this order.
+- Starting copies costs the compute stream ``hardware.copy_overhead_s`` each, right after they are issued:
+  those of writes behind the kernel that they follow, those of prefetches before the kernel that issues them.
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
   later eviction needs it.
-- A write that has not started when its tensor dies is dropped. One under way holds the tensor's
-  memory to its end. The iteration ends when the last kernel and the transfers under way have ended.
+- A write that has not started when its tensor dies is cancelled. One in progress holds the tensor's
+  memory to its end. The iteration ends when the last kernel and the transfers in progress have ended.
 - Where an eviction reaches into the next iteration, the second of two iterations is reported, from the
-  end of the last kernel to the end of the last kernel; copies then under way are cut where they are.
+  end of the last kernel to the end of the last kernel; copies then in progress are cut where they are.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from penstock.core.hardware import LINKS, TIERS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace, within_budget
-from penstock.simulator.replay import CAUSES, Absences, Replay
+from penstock.simulator.replay import CAUSES, Intervals, Replay
 
 STREAMS = ("compute", *LINKS)
-RUN, COMPRESS, EXPAND, RECOMPUTATION = range(4)  # what the compute stream does
+RUN, COMPRESS, EXPAND, RECOMPUTATION, START_COPIES = range(5)  # what the compute stream does
 
 
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
@@ -41,7 +43,7 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """
     trace = within_budget(trace, plan.device_budget_bytes)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
-        Absences.of_plan(plan), record=True, variants=plan.variants, stop_on_deadlock=False
+        Intervals.of_plan(plan), record=True, variants=plan.variants, stop_on_deadlock=False
     )
     spans = [_span(trace, *row) for row in _rows(result.records["spans"])]
     return Timeline(
@@ -64,6 +66,8 @@ def _span(
 ) -> Span:
     if stream > 0:
         label = f"tensor {index}"
+    elif kind == START_COPIES:
+        label = "start copies"
     elif kind in (COMPRESS, EXPAND):
         label = f"{'compress' if kind == COMPRESS else 'expand'} tensor {index}"
     else:

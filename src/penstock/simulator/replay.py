@@ -14,26 +14,27 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
+from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.trace import FloatArray, IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.simulator.actions import MOVES, RECOMPUTE
 
-KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(6)
-HOW = {("host", "raw"): HOST, ("disk", "raw"): DISK, ("host", "csr"): HOST_CSR, ("disk", "csr"): DISK_CSR}
+_NUMBERS = {move: number for number, move in MOVES.items()}
 CAUSES = ("", "prefetch", "memory")
 
 ByteArray = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Absences:
+class Intervals:
     """The evictions and recomputations of a plan as columns: one row for each, in the order of the plan.
 
     tensor, after, begin, end, prefetch_at   [R] as in Evict; `after` and `prefetch_at` mean nothing to a
                                              recomputation
-    how                                      [R] HOST, DISK, HOST_CSR, DISK_CSR or RECOMPUTE; rows with KEEP
-                                             are skipped
+    action                                   [R] number in penstock.simulator.actions.ACTIONS; rows with
+                                             KEEP are skipped
     """
 
     tensor: IntArray
@@ -41,23 +42,23 @@ class Absences:
     begin: IntArray
     end: IntArray
     prefetch_at: IntArray
-    how: ByteArray
+    action: ByteArray
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     @classmethod
-    def of(cls, evictions: Sequence[Evict], recomputations: Sequence[Recompute] = ()) -> Absences:
+    def of(cls, evictions: Sequence[Evict], recomputations: Sequence[Recompute] = ()) -> Intervals:
         """The rows of all evictions, then those of all recomputations."""
         rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
         rows += [(r.tensor, r.begin - 1, r.begin, r.end, r.end) for r in recomputations]
         table = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-        how = [_how(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
+        action = [_action(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
         tensor, after, begin, end, prefetch_at = (np.ascontiguousarray(column) for column in table)
-        return cls(tensor, after, begin, end, prefetch_at, np.array(how, dtype=np.int8))
+        return cls(tensor, after, begin, end, prefetch_at, np.array(action, dtype=np.int8))
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Absences:
+    def of_plan(cls, plan: Plan) -> Intervals:
         return cls.of(plan.evictions, plan.recomputations)
 
 
@@ -96,7 +97,7 @@ class Replay:
 
     def run(
         self,
-        absences: Absences,
+        intervals: Intervals,
         kernel_time_s: FloatArray | None = None,
         record: bool = False,
         *,
@@ -110,7 +111,7 @@ class Replay:
         variants           as in Plan
         stop_on_deadlock   without, what is needed takes memory above the budget, and the peak shows it
         """
-        columns = self._columns(absences, variants, kernel_time_s)
+        columns = self._columns(intervals, variants, kernel_time_s)
         found = _checked(self._native.run, columns, record, stop_on_deadlock)
         device, host, disk = found["peak_bytes"]
         stopped = found["deadlock"] and stop_on_deadlock
@@ -125,19 +126,19 @@ class Replay:
             records={name: found[name] for name in ("spans", "stalls", "samples")} if record else {},
         )
 
-    def static_bytes(self, absences: Absences, *, variants: Sequence[int] | IntArray = ()) -> IntArray:
-        """[K] device bytes at each kernel if every copy took no time: what the judge goes by."""
-        found: IntArray = _checked(self._native.static_bytes, self._columns(absences, variants))
+    def static_bytes(self, intervals: Intervals, *, variants: Sequence[int] | IntArray = ()) -> IntArray:
+        """[K] device bytes at each kernel if every copy took no time: what the plan checker goes by."""
+        found: IntArray = _checked(self._native.static_bytes, self._columns(intervals, variants))
         return found
 
-    def tier_bytes(self, absences: Absences) -> dict[str, IntArray]:
+    def tier_bytes(self, intervals: Intervals) -> dict[str, IntArray]:
         """[K] bytes that copies occupy during each kernel, on "host" and on "disk"."""
-        host, disk = _checked(self._native.tier_bytes, self._columns(absences))
+        host, disk = _checked(self._native.tier_bytes, self._columns(intervals))
         return {"host": host, "disk": disk}
 
     def prefetch(
         self,
-        absences: Absences,
+        intervals: Intervals,
         start_s: FloatArray,
         early: int = 0,
         *,
@@ -154,30 +155,30 @@ class Replay:
         if len(clock) == self.trace.kernels and len(clock):
             clock = np.append(clock, clock[-1] + self._times[-1])
         found: IntArray = _checked(
-            self._native.prefetch, self._columns(absences, variants), clock, int(early)
+            self._native.prefetch, self._columns(intervals, variants), clock, int(early)
         )
         return found
 
     @cached_property
     def _unreachable(self) -> dict[int, str]:
-        """By way of leaving: what keeps tensors from it."""
+        """By action: why the machine cannot carry it out."""
         reasons = {}
-        for (tier, _), how in HOW.items():
+        for action, (tier, _) in MOVES.items():
             try:
                 self.hardware.evict_s(tier, 1)
                 self.hardware.prefetch_s(tier, 1)
             except InvalidArgument as error:
-                reasons[how] = str(error)
+                reasons[action] = str(error)
         return reasons
 
     def _columns(
         self,
-        absences: Absences,
+        intervals: Intervals,
         variants: Sequence[int] | IntArray = (),
         kernel_time_s: FloatArray | None = None,
     ) -> tuple[Any, ...]:
-        for how, reason in self._unreachable.items():
-            if (absences.how == how).any():
+        for action, reason in self._unreachable.items():
+            if (intervals.action == action).any():
                 raise InvalidArgument(reason)
         times, workspaces = self._times, self._workspaces
         if len(variants):
@@ -185,12 +186,12 @@ class Replay:
         if kernel_time_s is not None:
             times = np.ascontiguousarray(kernel_time_s, dtype=np.float64)
         return (
-            absences.tensor,
-            absences.after,
-            absences.begin,
-            absences.end,
-            absences.prefetch_at,
-            absences.how,
+            intervals.tensor,
+            intervals.after,
+            intervals.begin,
+            intervals.end,
+            intervals.prefetch_at,
+            intervals.action,
             times,
             workspaces,
         )
@@ -205,13 +206,13 @@ def _checked(call: Any, *arguments: Any) -> Any:
         ) from None
 
 
-def _how(evict: Evict) -> int:
-    if (evict.tier, evict.codec) not in HOW:
+def _action(evict: Evict) -> int:
+    if (evict.tier, evict.codec) not in _NUMBERS:
         raise InvalidArgument(
             f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
             "tiers are host and disk, codecs raw and csr"
         )
-    return HOW[evict.tier, evict.codec]
+    return _NUMBERS[evict.tier, evict.codec]
 
 
 def _column(values: npt.NDArray[Any]) -> IntArray:
@@ -243,6 +244,7 @@ def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict
         "duplex": float(hardware.duplex),
         "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
         "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+        "copy_overhead_s": float(hardware.copy_overhead_s),
         "links": [
             (
                 0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.trace import IntArray
+from penstock.core.columns import IntArray
 from penstock.errors import InvalidArgument
 from penstock.simulator.flash.geometry import Flash
 

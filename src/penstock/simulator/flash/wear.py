@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.columns import IntArray
+from penstock.core.memory_profile import EVERY, copies_made, rows_of
 from penstock.core.plan import Plan
-from penstock.core.pressure import EVERY, copies_made, rows_of
-from penstock.core.trace import IntArray, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.simulator.flash.drive import Drive
 from penstock.simulator.flash.geometry import YEAR_S, Flash, lifetime_s

@@ -1,0 +1,50 @@
+"""What traces are made of: columns, lists of integers, and the names that columns number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+PHASES = ("forward", "backward", "optimizer")
+KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lists:
+    """Lists of integers, one after the other: list i is ``values[starts[i]:starts[i + 1]]``."""
+
+    starts: IntArray
+    values: IntArray
+
+    def __getitem__(self, index: int) -> IntArray:
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @classmethod
+    def of(cls, lists: list[list[int]]) -> Lists:
+        lengths = [len(entry) for entry in lists]
+        return cls(
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.array([value for entry in lists for value in entry], dtype=np.int64),
+        )
+
+    def last_below(self, index: IntArray, limit: IntArray) -> IntArray:
+        """[N] the largest entry of list ``index[n]`` that is below ``limit[n]``; -1 where there is none.
+
+        The lists ascend and hold no negative numbers.
+        """
+        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
+        keys = np.repeat(np.arange(len(self)), np.diff(self.starts)) * scale + self.values
+        place = np.searchsorted(keys, index * scale + limit) - 1
+        found: IntArray = np.full(len(index), -1, dtype=np.int64)
+        inside = place >= self.starts[index]
+        found[inside] = self.values[place[inside]]
+        return found

@@ -1,0 +1,187 @@
+"""FlashNeuron (Bae et al., FAST 2021, sections 3.2 and 3.3): offload what the forward pass buffers.
+
+Phase 1 takes feature maps from the beginning of the forward pass on, until those that stay fit beside what
+never leaves: the persistent tensors, and the largest kernel's own. Phase 2 runs where the copies take
+longer than the forward pass and tensors may be compressed: it exchanges the last of those taken that do
+not compress for those that compress best. Tensors come back when its runtime would fetch them, which the
+planner simulates. The paper leaves room for weights and workspaces (section 3.3); G10's artifact, whose
+published times this reproduces, for all that the largest kernel uses: with less, gradients find no room in
+16 of its 20 cells. As published, it fails where activations alone do not make enough room, or where its
+memory manager finds no extent that holds a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.core.columns import BoolArray, IntArray
+from penstock.core.memory_profile import resident_bytes
+from penstock.core.plan import Evict
+from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
+from penstock.planners.heuristics.flashneuron_simulation import simulate_flashneuron
+from penstock.planners.heuristics.prefetch import advance
+from penstock.planners.heuristics.room import Room, spill_full
+from penstock.planners.heuristics.vitality import Candidates, boundary
+from penstock.planners.problem import Decision, Problem
+from penstock.units import format_bytes, format_bytes_up
+
+
+def flashneuron(problem: Problem) -> Decision:
+    """Both phases, to the disk; to the host where there is no disk.
+
+    Raises InvalidArgument where offloading activations alone cannot keep to the budget, and SpillSpaceFull
+    where the tier cannot hold them.
+    """
+    trace, budget_bytes = problem.trace, problem.budget_bytes
+    if trace.peak_bytes <= budget_bytes:
+        return Decision(reason="everything fits: nothing is offloaded")
+    evictions = _chosen(problem)
+    simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
+    issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
+    return Decision(
+        evictions=advance(trace, evictions, issue, budget_bytes),
+        reason="activations alone make enough room; FlashNeuron's own runtime, whose backward pass waits for "
+        f"all copies, would take {simulation.iteration_s:.3f} s",
+    )
+
+
+def own_iteration_s(problem: Problem) -> float:
+    """Seconds that an iteration takes in FlashNeuron's own runtime. Raises as `flashneuron` does."""
+    trace, budget_bytes = problem.trace, problem.budget_bytes
+    if trace.peak_bytes <= budget_bytes:
+        return trace.ideal_s
+    return simulate_flashneuron(trace, _chosen(problem), budget_bytes, problem.hardware).iteration_s
+
+
+def _chosen(problem: Problem) -> list[Evict]:
+    """What is offloaded, returning on demand, with which the budget and the tier are kept to."""
+    trace, budget_bytes = problem.trace, problem.budget_bytes
+    tier = "disk" if problem.hardware.disk_bytes else "host"
+    evictions = _selected(problem, Candidates.of(trace), tier)
+    _require_room(problem, evictions, tier)
+    resident = resident_bytes(trace, evictions)
+    while bool((resident > budget_bytes).any()):
+        plain = _without_compression(evictions, resident > budget_bytes)
+        if plain == evictions:
+            most = int(resident.max())
+            raise _cannot(problem, most - budget_bytes, most)
+        evictions, resident = plain, resident_bytes(trace, plain)
+    return evictions
+
+
+def _selected(problem: Problem, options: Candidates, tier: str) -> list[Evict]:
+    """What both phases offload: on demand, in the order of the forward pass."""
+    trace = problem.trace
+    buffered = _buffered(trace)
+    offered = {int(options.tensor[index]): index for index in np.flatnonzero(options.feature_map).tolist()}
+    stay_bytes = int(trace.tensor_bytes[buffered].sum())
+    line_bytes = problem.budget_bytes - trace.persistent_bytes - int(_kernel_bytes(trace).max())
+    if line_bytes <= 0:
+        needed = problem.budget_bytes - line_bytes + 1
+        raise _cannot(problem, stay_bytes - line_bytes, needed)
+    chosen: list[int] = []
+    order = [tensor for tensor in buffered.tolist() if tensor in offered]
+    for tensor in order:
+        if stay_bytes < line_bytes:
+            break
+        chosen.append(tensor)
+        stay_bytes -= int(trace.tensor_bytes[tensor])
+    if stay_bytes > line_bytes:
+        raise _cannot(problem, stay_bytes - line_bytes, problem.budget_bytes + stay_bytes - line_bytes)
+    packed = {
+        tensor: trace.compressed_bytes(tensor) if problem.compress else _size(trace, tensor)
+        for tensor in order
+    }
+    if problem.compress:
+        chosen = _compression_aware(problem, chosen, order, packed, tier)
+    evictions = []
+    for tensor in chosen:
+        evict = options.evict(offered[tensor], tier)
+        if packed[tensor] < _size(trace, tensor):
+            evict = replace(evict, after=evict.begin - 1, codec="csr")
+        evictions.append(evict)
+    return evictions
+
+
+def _buffered(trace: Trace) -> IntArray:
+    """The tensors that the forward pass leaves to the backward pass, in the order of their first use."""
+    first_backward = boundary(trace)
+    starts, values = trace.uses.starts, trace.uses.values
+    used = np.flatnonzero(np.diff(starts))
+    first, last = values[starts[used]], values[starts[used + 1] - 1]
+    crosses = ~trace.tensor_persistent[used] & (first < first_backward) & (last >= first_backward)
+    found: IntArray = used[crosses]
+    return found[np.argsort(first[crosses], kind="stable")]
+
+
+def _kernel_bytes(trace: Trace) -> IntArray:
+    """[K] bytes of the tensors that each kernel uses, and of its workspace."""
+    tensor = np.repeat(np.arange(trace.tensors), np.diff(trace.uses.starts))
+    total: IntArray = trace.kernel_workspace_bytes.copy()
+    np.add.at(total, trace.uses.values, trace.tensor_bytes[tensor])
+    return total
+
+
+def _compression_aware(
+    problem: Problem, chosen: list[int], order: list[int], packed: dict[int, int], tier: str
+) -> list[int]:
+    """Phase 2: exchange what does not compress, the last first, for what compresses best, until the copies
+    take no longer than the forward pass or there is nothing left to exchange."""
+    trace = problem.trace
+    forward_s = float(trace.start_s[boundary(trace)])
+    selected = set(chosen)
+    write_s = {tensor: problem.hardware.evict_s(tier, packed[tensor]) for tensor in order}
+    total_s = sum(write_s[tensor] for tensor in selected)
+    friendly = [
+        tensor for tensor in order if packed[tensor] < _size(trace, tensor) and tensor not in selected
+    ]
+    friendly.sort(key=lambda tensor: (packed[tensor] / _size(trace, tensor), -_size(trace, tensor)))
+    for tensor in reversed(chosen):
+        if total_s <= forward_s or not friendly:
+            break
+        if packed[tensor] < _size(trace, tensor):
+            continue
+        instead, covered = [], 0
+        while friendly and covered < _size(trace, tensor):
+            instead.append(friendly.pop(0))
+            covered += _size(trace, instead[-1])
+        if covered < _size(trace, tensor):
+            break
+        selected.remove(tensor)
+        selected.update(instead)
+        total_s += sum(write_s[other] for other in instead) - write_s[tensor]
+    return [tensor for tensor in order if tensor in selected]
+
+
+def _without_compression(evictions: list[Evict], over: BoolArray) -> list[Evict]:
+    """The same evictions, uncompressed where compressing or expanding them takes more than there is."""
+    return [
+        replace(evict, codec="raw")
+        if evict.codec != "raw" and (over[evict.begin] or over[evict.end])
+        else evict
+        for evict in evictions
+    ]
+
+
+def _size(trace: Trace, tensor: int) -> int:
+    return int(trace.tensor_bytes[tensor])
+
+
+def _require_room(problem: Problem, evictions: list[Evict], tier: str) -> None:
+    room = Room(problem.trace, problem.hardware)
+    for evict in evictions:
+        if not room.fits(tier, evict):
+            raise spill_full(problem.trace, evictions, problem.budget_bytes, problem.hardware)
+        room.take(tier, evict)
+
+
+def _cannot(problem: Problem, missing_bytes: int, needed_bytes: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"flashneuron offloads activations only, and {format_bytes_up(missing_bytes)} too much would stay: "
+        f"it needs a device budget of {format_bytes_up(needed_bytes)}, and the budget is "
+        f"{format_bytes(problem.budget_bytes)}. Raise it, or choose a policy that moves other tensors too, "
+        "such as g10"
+    )

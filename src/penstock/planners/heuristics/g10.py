@@ -1,0 +1,174 @@
+"""G10 (Zhang et al., MICRO 2023, sections 4.3 and 4.4): smart eviction, then eager prefetch.
+
+Where the paper leaves something open, this follows the artifact that made its figures:
+
+- An eviction's benefit is the bytes times the seconds above the budget, between the moments at which half
+  of the copy out is done and half of the copy back; its cost is not divided by, for it takes the disk
+  as long as the tensor is large, and large tensors would lose their preference.
+- A period counts only if it is SAFETY times as long as the copy.
+- The host is used where nothing at all is left of the disk's link in any kernel that the copy would fill; so
+  what is copied within one kernel goes to the host, too.
+- What is above the budget after Algorithm 1 is evicted by page faults: to the host while it has room, back
+  on demand. Here the victims are planned, by whole tensors, so that the device always suffices.
+
+Without unified memory (figure 11), `g10_host` sends such victims to the disk, and `g10_gds` knows no host.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.columns import FloatArray
+from penstock.core.plan import Evict
+from penstock.planners.heuristics import cyclic
+from penstock.planners.heuristics.prefetch import advance
+from penstock.planners.heuristics.repair import evict_further
+from penstock.planners.heuristics.room import Room
+from penstock.planners.heuristics.traffic import Traffic
+from penstock.planners.heuristics.vitality import Candidates
+from penstock.planners.problem import Decision, Problem
+
+SAFETY = 2.5  # of a period's length over the time of one copy: there, back, and half as much again
+
+
+def g10(problem: Problem) -> Decision:
+    """Algorithm 1 over disk and host, and what is left to the host first."""
+    return _plan(problem, ("disk", "host"), ("host", "disk"))
+
+
+def g10_host(problem: Problem) -> Decision:
+    """The same without unified memory: what Algorithm 1 leaves goes to the disk first."""
+    return _plan(problem, ("disk", "host"), ("disk", "host"))
+
+
+def g10_gds(problem: Problem) -> Decision:
+    """GPU-direct storage alone: the disk, and the host only where there is no disk."""
+    tiers = ("disk",) if problem.hardware.disk_bytes else ("host",)
+    return _plan(problem, tiers, tiers)
+
+
+def _plan(problem: Problem, tiers: tuple[str, ...], spill: tuple[str, ...]) -> Decision:
+    trace, hardware = problem.trace, problem.hardware
+    selection = _Selection(problem, tuple(tier for tier in tiers if hardware.capacity_bytes(tier) > 0))
+    selection.run()
+    chosen = [evict for evict, _, _ in selection.chosen]
+    further = evict_further(
+        selection.options,
+        selection.taken,
+        chosen,
+        selection.room,
+        problem.budget_bytes,
+        hardware,
+        tuple(tier for tier in spill if hardware.capacity_bytes(tier) > 0),
+    )
+    if not chosen and not further:
+        return Decision()
+    # Eager prefetch (section 4.4): in the order of the latest safe moments, each as early as memory allows,
+    # but not before its copy is complete.
+    order = sorted(selection.chosen, key=lambda entry: (entry[2], entry[0].end, entry[0].tensor))
+    evictions = [evict for evict, _, _ in order] + further
+    latest = [back for _, _, back in order] + [evict.end for evict in further]
+    earliest = [min(away + 1, back) for _, away, back in order] + [evict.end for evict in further]
+    return Decision(evictions=advance(trace, evictions, latest, problem.budget_bytes, earliest))
+
+
+class _Offer(NamedTuple):
+    """What evicting one period would bring now. Offers sort best first.
+
+    benefit      negative: bytes * seconds above the budget
+    byte_seconds negative: of the whole period
+    """
+
+    benefit: float
+    byte_seconds: float
+    option: int
+
+
+class _Selection:
+    """Algorithm 1, and the three states that it tracks: the periods, the memory and the links.
+
+    resident   [K] device bytes, copies taking their time
+    chosen     eviction, first kernel that finds it away, kernel at which its read starts at the latest
+    """
+
+    def __init__(self, problem: Problem, tiers: tuple[str, ...]) -> None:
+        self.trace, self.hardware = problem.trace, problem.hardware
+        self.budget_bytes, self.tiers = problem.budget_bytes, tiers
+        self.options = Candidates.of(self.trace)
+        self.room = Room(self.trace, self.hardware)
+        self.traffic = Traffic(self.trace, self.hardware, tiers)
+        self.resident = self.trace.live_bytes.copy()
+        self.taken = np.zeros(len(self.options), dtype=np.bool_)
+        self.chosen: list[tuple[Evict, int, int]] = []
+        clock = cyclic.unrolled(self.trace.kernel_time_s)
+        self.length_s: FloatArray = clock[self.options.end] - clock[self.options.begin]
+        sizes = self.options.size_bytes.tolist()
+        self.write_s = {tier: [self.hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
+        self.read_s = {tier: [self.hardware.prefetch_s(tier, size) for size in sizes] for tier in tiers}
+        self._above = self._seconds_above()
+
+    def run(self) -> None:
+        """Take the best offer until nothing is above the budget, or no offer helps.
+
+        An offer only gets worse as others are taken: the best of the old ones is the best of all if
+        it is still ahead when recomputed.
+        """
+        periods = range(len(self.options)) if self.tiers else ()
+        heap = [offer for index in periods if (offer := self._offer(index)) is not None]
+        heapq.heapify(heap)
+        while heap and self._above[-1] > 0:
+            offer = self._offer(heapq.heappop(heap).option)
+            if offer is None:
+                continue
+            if heap and heap[0] < offer:
+                heapq.heappush(heap, offer)
+            else:
+                self._decide(offer.option)
+
+    def _seconds_above(self) -> FloatArray:
+        above = np.where(self.resident > self.budget_bytes, self.traffic.duration_s, 0.0)
+        return cyclic.unrolled(above)
+
+    def _offer(self, index: int) -> _Offer | None:
+        tier, begin, end = self.tiers[0], int(self.options.begin[index]), int(self.options.end[index])
+        half_out = self.traffic.away_from(tier, begin, self.write_s[tier][index] / 2)
+        half_back = self.traffic.back_from(tier, end, self.read_s[tier][index] / 2)
+        if half_out >= half_back:
+            return None
+        size = int(self.options.size_bytes[index])
+        benefit = size * float(self._above[half_back] - self._above[half_out])
+        return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
+
+    def _decide(self, index: int) -> None:
+        """Give the period to a tier, or pass it over."""
+        tier = self._tier(index)
+        if tier is None:
+            return
+        evict = self.options.evict(index, tier)
+        away = max(self.traffic.away_from(tier, evict.after + 1, self.write_s[tier][index]), evict.begin)
+        back = min(self.traffic.back_from(tier, evict.end, self.read_s[tier][index]), evict.end)
+        if away >= back or not self.room.fits(tier, evict):
+            return
+        size = int(self.options.size_bytes[index])
+        self.taken[index] = True
+        self.room.take(tier, evict)
+        self.traffic.write(tier, size, evict.after + 1)
+        self.traffic.read(tier, size, evict.end)
+        cyclic.add(self.resident, away, back, -size)
+        self.chosen.append((evict, away, back))
+        self._above = self._seconds_above()
+
+    def _tier(self, index: int) -> str | None:
+        """The first tier whose link the period is long enough for, and has something left of."""
+        tiers = [tier for tier in self.tiers if self.length_s[index] > SAFETY * self.write_s[tier][index]]
+        if len(tiers) < 2:
+            return tiers[0] if tiers else None
+        first, *others = tiers
+        begin = int(self.options.begin[index])
+        if not self.traffic.is_full(first, begin, self.write_s[first][index]):
+            return first
+        other = self.room.first(others, self.options.evict(index, others[0]))
+        return other or first

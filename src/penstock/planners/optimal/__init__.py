@@ -1,0 +1,243 @@
+"""The default: everything decided together, near a linear program, and checked by the simulator.
+
+A linear program over time slots says how much of each inactive period should have which action, and proves
+a bound (`penstock.planners.optimal.lp.fractional`). Its fractions are rounded, what then does not fit is
+repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a greedy
+one are seeds, too: without a solver they are all there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+
+from penstock.core.columns import FloatArray
+from penstock.core.memory_profile import minimum_bytes, tightest_kernel
+from penstock.errors import SpillSpaceFull
+from penstock.planners.optimal.lp.fractional import fractional_plan
+from penstock.planners.optimal.search.choices import Choices, choices
+from penstock.planners.optimal.search.improve import Candidate, Improver
+from penstock.planners.optimal.search.rounding import ActionArray
+from penstock.planners.optimal.search.seeds import everything_away, of_intervals, seeds
+from penstock.planners.problem import Decision, Problem
+from penstock.planners.variants import with_fastest, with_least_workspace
+from penstock.units import format_bytes, format_bytes_up
+
+GOOD_ENOUGH = 1.0005  # of the bound
+TEMPERATURES = (1e-4, 5e-5)  # of the searches at once, where the start is FAR from the bound or farther
+FAR = 0.05
+ROUNDS = 5  # after each, all go on from the best
+SETTLED = 2e-4  # a round that gains less is the last
+_SOLVING = 0.6  # of the time limit, at most, for the linear program
+_PROVING = 0.3  # of the time limit, for a bound over all kernel variants
+_SEEDING = 0.3  # of what is left then
+SMALLEST_LARGE = 1 << 20  # bytes; a copy of so many takes longer than starting it
+WORK = 60_000_000  # changes to try, times kernels and periods
+MOST_CHANGES = 20_000  # per search
+_FEW_COPIES = 0.05  # of the time limit, for plans that move large tensors alone
+_RESERVE_S = 0.2  # for what comes after the search
+
+_log = logging.getLogger("penstock")
+
+
+def optimal(problem: Problem) -> Decision:
+    """The fastest plan found within the time limit, legal in any case, and the bound that was proven.
+
+    The same input gives the same plan unless the time limit is reached.
+
+    Raises SpillSpaceFull where what has to leave the device has nowhere to go.
+    """
+    deadline_s = time.perf_counter() + problem.time_limit_s
+    bound_s = 0.0
+    if problem.trace.kernel_variants:
+        bound_s = _bound_of_lp(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
+    tried = [with_fastest(problem.trace, problem.budget_bytes)]
+    least = with_least_workspace(problem.trace, problem.budget_bytes)
+    if least[0] != tried[0][0]:
+        tried.append(least)
+    found: list[tuple[float, Decision]] = []
+    for index, (variants, trace) in enumerate(tried):
+        left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(tried) - index)
+        iteration_s, decision = _plan(replace(problem, trace=trace, time_limit_s=left_s))
+        found.append((iteration_s, replace(decision, variants=variants)))
+    best = min(found, key=lambda one: one[0])[1]
+    if problem.trace.kernel_variants:  # what was proven for one choice of them is nothing for the others
+        best = replace(best, lower_bound_s=bound_s)
+    return best
+
+
+def _plan(problem: Problem) -> tuple[float, Decision]:
+    """The time of the best plan for a trace without variants, and the plan."""
+    begun_s = time.perf_counter()
+    trace = problem.trace
+    if trace.peak_bytes <= problem.budget_bytes:
+        peak, budget = format_bytes_up(trace.peak_bytes), format_bytes(problem.budget_bytes)
+        reason = f"all of the step's {peak} fit in the budget of {budget}"
+        return trace.ideal_s, Decision(lower_bound_s=trace.ideal_s, reason=reason)
+
+    def left_s() -> float:
+        return max(problem.time_limit_s - (time.perf_counter() - begun_s), 0.0)
+
+    few, is_best = _few_copies(problem)
+    if few is not None and is_best:
+        evictions, recomputations = few.intervals()
+        return few.iteration_s, Decision(
+            evictions=evictions,
+            recomputations=recomputations,
+            lower_bound_s=trace.fastest_s,
+            reason="nothing can be faster, and moving the largest tensors alone is enough",
+        )
+    options = choices(problem)
+    bound_s, fractions, note = _bound_of_lp(problem)
+    starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
+    best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
+    evictions, recomputations = best.intervals()
+    reason = f"the best of {best.evaluations} changes tried" + (", until the time limit" * best.timed_out)
+    return best.iteration_s, Decision(
+        evictions=evictions,
+        recomputations=recomputations,
+        lower_bound_s=bound_s,
+        reason=f"{reason}; {note}" if note else reason,
+    )
+
+
+def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
+    """The fastest plan that moves large tensors alone, and whether nothing can be faster.
+
+    Where the machine's cost of a copy is not known, only one that is as fast as any can be counts.
+    """
+    begun_s = time.perf_counter()
+    trace = problem.trace
+    best: Candidate | None = None
+    largest = int(trace.tensor_bytes.max(initial=0))
+    for power in range(largest.bit_length() - 1, SMALLEST_LARGE.bit_length() - 2, -1):
+        movable = trace.movable & (trace.tensor_bytes >= 1 << power)
+        restricted = replace(problem, trace=replace(trace, tensor_movable=movable))
+        if minimum_bytes(restricted.trace) > problem.budget_bytes:
+            continue
+        try:
+            start = _starts(restricted, choices(restricted), None, 0.0)[0]
+        except SpillSpaceFull:
+            continue
+        if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
+            return start, True
+        if best is None or start.iteration_s < best.iteration_s:
+            best = start
+        if time.perf_counter() - begun_s > _FEW_COPIES * problem.time_limit_s:
+            break
+    return best if problem.hardware.copy_overhead_s > 0 else None, False
+
+
+def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
+    """The bound, the fractions of the linear program, and why there are none where there are none."""
+    if problem.time_limit_s <= 0:
+        return problem.trace.fastest_s, None, "there was no time for a linear program"
+    if find_spec("highspy") is None:
+        note = "without a solver nothing was proven: pip install 'penstock[plan]'"
+        _warn_once(note)
+        return problem.trace.fastest_s, None, note
+    fractional = fractional_plan(problem, time_limit_s=_SOLVING * problem.time_limit_s)
+    return max(fractional.bound_s, problem.trace.fastest_s), fractional.fractions, ""
+
+
+@cache
+def _warn_once(note: str) -> None:
+    _log.warning("the plan is searched for without a linear program: %s", note)
+
+
+def _starts(
+    problem: Problem,
+    options: Choices,
+    fractions: FloatArray | None,
+    seconds: float,
+    given: Candidate | None = None,
+) -> list[Candidate]:
+    """The seeds as plans that fit, and the given one, the fastest first."""
+    begun_s = time.perf_counter()
+    improver = Improver(problem, options, fractions)
+
+    def fitted(action: ActionArray) -> None:
+        repaired = improver.repaired(action)
+        if repaired is not None:
+            first = improver.improved(*repaired, evaluations=0, seconds=math.inf, target_s=0.0)
+            if math.isfinite(first.iteration_s):
+                found.append(first)
+
+    found: list[Candidate] = []
+    if given is not None:
+        evictions, recomputations = given.intervals()
+        fitted(of_intervals(options, evictions, recomputations))
+    for action in seeds(problem, options, fractions):
+        fitted(action)
+        if found and time.perf_counter() - begun_s >= seconds:
+            break
+    if not found:
+        fitted(everything_away(options))
+    if not found:
+        raise _no_room(problem)
+    return sorted(found, key=lambda start: start.iteration_s)
+
+
+def _search(
+    problem: Problem,
+    options: Choices,
+    fractions: FloatArray | None,
+    starts: Sequence[Candidate],
+    bound_s: float,
+    seconds: float,
+) -> Candidate:
+    """The best plan that several searches find that now and then go on from the best of all."""
+    begun_s = time.perf_counter()
+    trace = problem.trace
+    target_s = bound_s * GOOD_ENOUGH
+    changes = min(MOST_CHANGES, WORK // max(trace.kernels + len(options), 1)) // ROUNDS
+    best = starts[0]
+    improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
+    froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
+    tried, timed_out = 0, seconds <= 0
+    with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
+        for turn in range(ROUNDS):
+            left_s = seconds - (time.perf_counter() - begun_s)
+            if left_s <= 0 or best.iteration_s <= target_s:
+                break
+            far = min((best.iteration_s / max(bound_s, 1e-12) - 1) / FAR, 1.0)
+            searches = [
+                pool.submit(
+                    improver.improved,
+                    start.action,
+                    start.late,
+                    evaluations=changes,
+                    seconds=left_s / (ROUNDS - turn),
+                    target_s=target_s,
+                    temperature=TEMPERATURES[index] * far,
+                    seed=turn * len(TEMPERATURES) + index,
+                )
+                for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
+            ]
+            results = [search.result() for search in searches]
+            before_s = best.iteration_s
+            best = min([best, *results], key=lambda candidate: candidate.iteration_s)
+            tried += sum(result.evaluations for result in results)
+            short = any(result.timed_out for result in results)
+            timed_out = timed_out or short
+            froms = [best] * len(TEMPERATURES)
+            if not short and best.iteration_s > before_s * (1 - SETTLED):
+                break
+    return replace(best, evaluations=tried, timed_out=timed_out)
+
+
+def _no_room(problem: Problem) -> SpillSpaceFull:
+    trace, hardware = problem.trace, problem.hardware
+    kernel = tightest_kernel(trace)
+    return SpillSpaceFull(
+        f"no plan was found that keeps within {format_bytes(problem.budget_bytes)}: the disk budget of "
+        f"{format_bytes(hardware.disk_bytes)} and the host budget of {format_bytes(hardware.host_bytes)} do "
+        f"not hold what has to leave the device, most of it around kernel `{trace.kernel_name[kernel]}`. "
+        "Raise either, or raise the device budget."
+    )

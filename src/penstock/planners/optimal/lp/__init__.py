@@ -1,0 +1,1 @@
+"""A linear program over an iteration: how much of each period has which action, and a bound."""

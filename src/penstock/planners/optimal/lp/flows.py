@@ -1,0 +1,105 @@
+"""Columns of a linear program over time: levels, stocks and flows, an entry for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.columns import BoolArray, FloatArray, IntArray
+from penstock.planners.optimal.lp.sparse import Builder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Amounts:
+    """N columns of a program, and how much of something each unit of them is.
+
+    columns   [N]
+    weight    [N] counted for each unit of the column
+    upper     [N] the column's upper bound
+    """
+
+    columns: IntArray
+    weight: FloatArray
+    upper: FloatArray
+
+    @property
+    def most(self) -> float:
+        return float(np.abs(self.weight * self.upper).sum())
+
+    def where(self, mask: BoolArray) -> Amounts:
+        return Amounts(self.columns[mask], self.weight[mask], self.upper[mask])
+
+    def times(self, factor: FloatArray | float) -> Amounts:
+        return Amounts(self.columns, np.asarray(self.weight * factor, dtype=np.float64), self.upper)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Amounts]) -> Amounts:
+        return cls(
+            joined([part.columns for part in parts]),
+            np.concatenate([np.zeros(0), *(part.weight for part in parts)]),
+            np.concatenate([np.zeros(0), *(part.upper for part in parts)]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """Adds columns and rows for ``count`` slots to a program.
+
+    Slots given as arguments may lie in the next iteration or the one before. ``cyclic``: what is left
+    after the last slot is there in the first; otherwise nothing is there before the first slot.
+    """
+
+    build: Builder
+    count: int
+    cyclic: bool
+
+    def level(self, first: IntArray, last: IntArray, amounts: Amounts) -> IntArray:
+        """[count] columns: the sum of ``amounts`` over those with the slot within ``[first, last)``."""
+        count, build = self.count, self.build
+        within = first < last
+        first, last, amounts = first[within], last[within], amounts.where(within)
+        # How often slot 0, of any iteration, is within.
+        at_start = (last - 1) // count - (first - 1) // count
+        change = np.zeros(count)
+        np.add.at(change, first % count, amounts.weight * amounts.upper)
+        np.subtract.at(change, last % count, amounts.weight * amounts.upper)
+        change[0] = float((at_start * amounts.weight * amounts.upper).sum())
+        level = build.add_columns(count, upper=np.maximum(np.cumsum(change), 0.0) + 1e-12 * amounts.most)
+        rows = build.add_rows(count, 0.0, 0.0)
+        build.add(rows, level, 1.0)
+        build.add(rows[1:], level[:-1], -1.0)
+        build.add(np.repeat(rows[:1], len(amounts.columns)), amounts.columns, -at_start * amounts.weight)
+        enters, leaves = first % count != 0, last % count != 0
+        build.add(rows[first[enters] % count], amounts.columns[enters], -amounts.weight[enters])
+        build.add(rows[last[leaves] % count], amounts.columns[leaves], amounts.weight[leaves])
+        return level
+
+    def stock(self, slot: IntArray, amounts: Amounts, flow: IntArray, sign: float = 1.0) -> IntArray:
+        """[count] columns, none below zero: ``amounts``, each from its ``slot`` on, less ``flow``, up to
+        and with each slot. With ``sign`` -1: ``flow`` less ``amounts``."""
+        build = self.build
+        stock = build.add_columns(self.count, upper=amounts.most)
+        rows = build.add_rows(self.count, 0.0, 0.0)
+        build.add(rows, stock, 1.0)
+        build.add(rows[1:], stock[:-1], -1.0)
+        if self.cyclic:
+            build.add(rows[:1], stock[-1:], -1.0)
+        build.add(rows[slot % self.count], amounts.columns, -sign * amounts.weight)
+        build.add(rows, flow, sign)
+        return stock
+
+    def within(self, first: IntArray, last: IntArray, amounts: Amounts) -> IntArray:
+        """[count] columns: a flow that takes in all of ``amounts``, each within slots ``[first, last]``."""
+        flow = self.build.add_columns(self.count, upper=amounts.most)
+        left = self.stock(first, amounts, flow)
+        still_open = self.level(first, last, amounts)
+        rows = self.build.add_rows(self.count, 0.0, np.inf)
+        self.build.add(rows, still_open, 1.0)
+        self.build.add(rows, left, -1.0)
+        return flow
+
+
+def joined(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])

@@ -1,0 +1,133 @@
+"""What may be done with each inactive period, as columns: the search space of `optimal`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
+from penstock.core.hardware import Hardware
+from penstock.planners.problem import Problem
+from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """P inactive periods, in the order of ``trace.periods``, and A actions: penstock.simulator.actions.
+
+    tensor, begin, end  [P] the period; end > K where it reaches into the next iteration
+    ready      [P] last kernel that writes the tensor before the period, -1 for none
+    size_bytes [P] of the tensor
+    allowed    [P, A] what is possible; keeping always is
+    cost_s     [P, A] seconds of link or of compute that each action takes; inf where not possible
+    order      [P] the periods so that what makes a tensor comes before what it is made into
+    parents    P lists: the tensors read when the period's is recomputed; empty where it cannot be
+    """
+
+    tensor: IntArray
+    begin: IntArray
+    end: IntArray
+    ready: IntArray
+    size_bytes: IntArray
+    allowed: BoolArray
+    cost_s: FloatArray
+    order: IntArray
+    parents: Lists
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+def choices(problem: Problem) -> Choices:
+    """Everything that ``problem`` allows to be done with the periods of its trace."""
+    trace = problem.trace
+    tensor, begin, end, ready = trace.periods
+    size_bytes = trace.tensor_bytes[tensor]
+    makes = _can_be_made(problem, tensor, end, ready)
+    allowed, cost_s = _ways(problem, tensor, size_bytes, makes)
+    made_by = trace.tensor_recompute[tensor] if len(trace.tensor_recompute) else np.full(len(tensor), -1)
+    return Choices(
+        tensor=tensor,
+        begin=begin,
+        end=end,
+        ready=ready,
+        size_bytes=size_bytes,
+        allowed=allowed,
+        cost_s=cost_s,
+        order=np.lexsort((begin, tensor, made_by)),
+        parents=Lists.of(
+            [
+                np.unique(trace.inputs[int(trace.tensor_recompute[index])]).tolist() if make else []
+                for index, make in zip(tensor.tolist(), makes.tolist(), strict=True)
+            ]
+        ),
+    )
+
+
+def _ways(
+    problem: Problem, tensor: IntArray, size_bytes: IntArray, makes: BoolArray
+) -> tuple[BoolArray, FloatArray]:
+    trace, hardware = problem.trace, problem.hardware
+    cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
+    cost_s[:, KEEP] = 0.0
+    packed = size_bytes
+    if problem.compress and len(trace.tensor_density):
+        distinct, position = np.unique(tensor, return_inverse=True)
+        packed = np.array([trace.compressed_bytes(int(index)) for index in distinct], dtype=np.int64)[
+            position
+        ]
+    coding_s = size_bytes / hardware.compress_bytes_per_s + size_bytes / hardware.expand_bytes_per_s
+    for action, (tier, codec) in MOVES.items():
+        if hardware.capacity_bytes(tier) <= 0:
+            continue
+        if codec == "raw":
+            cost_s[:, action] = _round_trip_s(hardware, tier, size_bytes)
+        else:
+            smaller = packed < size_bytes
+            both_s = _round_trip_s(hardware, tier, packed[smaller]) + coding_s[smaller]
+            cost_s[smaller, action] = both_s
+    if makes.any():
+        kernel = trace.tensor_recompute[tensor[makes]]
+        cost_s[makes, RECOMPUTE] = trace.kernel_time_s[kernel]
+    cost_s[size_bytes == 0, 1:] = np.inf
+    return np.isfinite(cost_s), cost_s
+
+
+def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatArray:
+    """[P] seconds there and back, when nothing else is under way, and what the compute stream spends."""
+    distinct, position = np.unique(size_bytes, return_inverse=True)
+    both = [
+        hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
+        for size in distinct.tolist()
+    ]
+    result: FloatArray = np.array(both, dtype=np.float64)[position]
+    return result
+
+
+def _can_be_made(problem: Problem, tensor: IntArray, end: IntArray, writer: IntArray) -> BoolArray:
+    """[P] whether the tensor can be released and recomputed before kernel `end`.
+
+    The kernel that makes it must be the last that wrote it, and must find all that it reads alive and
+    as it was.
+    """
+    trace = problem.trace
+    possible: BoolArray = np.zeros(len(tensor), dtype=np.bool_)
+    if not problem.recompute or not len(trace.tensor_recompute) or not len(tensor):
+        return possible
+    kernel = trace.tensor_recompute[tensor]
+    possible = (kernel >= 0) & (kernel == writer) & (end < trace.kernels) & ~trace.tensor_persistent[tensor]
+    rows = np.flatnonzero(possible)
+    counts = np.diff(trace.inputs.starts)[kernel[rows]]
+    row = np.repeat(rows, counts)
+    parent = np.concatenate(
+        [trace.inputs[index] for index in kernel[rows].tolist()] or [np.zeros(0, np.int64)]
+    )
+    until = end[row]
+    alive = trace.tensor_persistent[parent] | (
+        (trace.tensor_birth[parent] <= kernel[row]) & (until < trace.tensor_death[parent])
+    )
+    written = trace.writers.last_below(parent, until)
+    unfit = ~alive | (written >= kernel[row]) | (parent == tensor[row])
+    possible[row[unfit]] = False
+    return possible

@@ -1,1 +1,0 @@
-"""From the relaxation's fractions to a plan: rounding, seeds, and a local search."""

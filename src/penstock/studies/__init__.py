@@ -1,0 +1,1 @@
+"""What reproduces published results: for benchmarks and tests. No part of the library imports it."""
