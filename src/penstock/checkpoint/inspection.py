@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,11 +10,9 @@ from typing import Any, Literal
 import torch
 
 from penstock.checkpoint import reading, torchfile
-from penstock.checkpoint.failures import cannot_read
 from penstock.checkpoint.header import Header
 from penstock.checkpoint.source import Source
 from penstock.checkpoint.writing import DEVICES
-from penstock.errors import InvalidFile
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -79,7 +76,7 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     with Source(path) as source:
         found = _info(source)
         if source.is_torch:
-            _verify_zip(source)
+            torchfile.verify(source)
         else:
             reading.fill(source, lambda _: None, mapped=source.is_cached)
         return found
@@ -88,7 +85,8 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
         tensors = tuple(_named_tensors("", torchfile.load(source, "cpu", mmap=True)))
-        return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, True)
+        checksummed = torchfile.has_checksums(source)
+        return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, checksummed)
     header = source.header
     entries = tuple(
         TensorInfo(entry.name, entry.dtype, entry.shape, entry.end - entry.begin, entry.crc32c)
@@ -115,19 +113,3 @@ def _named_tensors(path: str, value: Any) -> Iterator[TensorInfo]:
     elif isinstance(value, list | tuple):
         for index, below in enumerate(value):
             yield from _named_tensors(f"{path}.{index}" if path else str(index), below)
-
-
-def _verify_zip(source: Source) -> None:
-    """Compare the checksums of a zip file's members."""
-    try:
-        with os.fdopen(os.dup(source.file.buffered), "rb") as file, zipfile.ZipFile(file) as members:
-            damaged = members.testzip()
-    except OSError as error:
-        raise cannot_read(source.path, error) from error
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
-        raise InvalidFile(f"{source.path} is damaged: {error}. Load another copy.") from error
-    if damaged is not None:
-        raise InvalidFile(
-            f"{source.path} is damaged: the checksum of its member {damaged} is not the one that was saved. "
-            "Load another copy."
-        )

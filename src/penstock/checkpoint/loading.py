@@ -32,8 +32,12 @@ def load(
                    they are changed. Do not change a mapped file in place: `save` never does. False
                    reads into memory of its own, past the page cache. None is True for tensors that
                    stay in the memory of the CPU, and elsewhere whichever is faster
-    into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place
-    verify         compare checksums, which reads everything at once
+    into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place.
+                   Each byte is verified as it is copied: where the file turns out to be damaged, or the
+                   disk fails, what came before is overwritten, and the error names it. To rule that
+                   out, call penstock.checkpoint.verify first, which reads the file once more. Files of
+                   torch.save are always verified first
+    verify         compare checksums, which reads everything at once; those of torch.save too
 
     Gives the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidFile,
     with the tensors' names, where it is damaged or no checkpoint, InvalidArgument where ``into`` does
@@ -43,7 +47,7 @@ def load(
         raise InvalidArgument("the tensors of into stay on their devices: leave map_location out")
     with Source(path) as source:
         if source.is_torch:
-            return _load_torch(source, map_location, mmap, into)
+            return _load_torch(source, map_location, mmap, into, verify)
         if not source.header.written_by_penstock:
             _log_foreign(source)
         if into is not None:
@@ -66,7 +70,9 @@ def _tensors(
     return reading.read_to(source, devices, source.is_cached if mmap is None else mmap, verify)
 
 
-def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any) -> Any:
+def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
+    if verify:
+        torchfile.verify(source)
     if into is None:
         return torchfile.load(source, map_location, mmap)
     return filling.fill_from(source, torchfile.load(source, "cpu", mmap=True), into)
