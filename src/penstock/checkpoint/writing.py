@@ -14,7 +14,7 @@ import torch
 from penstock.checkpoint.crew import in_order, in_parallel
 from penstock.checkpoint.failures import cannot_write, error_of
 from penstock.checkpoint.header import Entry, encode
-from penstock.checkpoint.memory import SpareMemory, host_bytes, is_on_host
+from penstock.checkpoint.memory import host_bytes, is_on_host
 from penstock.checkpoint.parts import Checksums, Part, Piece, cut
 from penstock.checkpoint.pump import DEPTH, PinnedBuffer, Pump, Ring
 from penstock.checkpoint.replace import Replacement
@@ -107,15 +107,12 @@ def write(contents: Contents, replacement: Replacement) -> None:
     _write(contents, checksums, gathered(), replacement, ring.give)
 
 
-_spare = SpareMemory()
-
-
 class Snapshot:
-    """A copy of the tensors as they are now, as they will lie in the file."""
+    """A copy of the tensors as they are now, as they will lie in the file. A context manager."""
 
     def __init__(self, contents: Contents) -> None:
         """Raises OSError where there is not enough memory."""
-        buffer = _spare.take(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+        buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
         begin = contents.header_bytes
         self._checksums = Checksums(contents.entries)
         self._contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
@@ -126,12 +123,17 @@ class Snapshot:
         # From a device in order, so that copies come after what the caller's streams have been told to do.
         run = in_parallel if contents.on_host else in_order
         run(lambda each: _gather(contents, each.piece, each.address, self._checksums), self._gathered)
-        self._buffer = buffer
 
     def write(self, replacement: Replacement) -> None:
         """Write the copy. Raises CheckpointError."""
         _write(self._contents, self._checksums, self._gathered, replacement, _kept)
-        _spare.give(self._buffer)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the copy: others may hold this object as long as the error of its save."""
+        self._gathered.clear()
 
 
 class _Gathered(NamedTuple):
@@ -154,7 +156,7 @@ def _write(
     release   called with the buffer of each piece that is written
     """
     file, size_bytes = replacement.file, contents.size_bytes
-    with Pump() as pump:
+    with Pump(replacement.opened) as pump:
 
         def submit(offset: int, address: int, end: int, done: Callable[[], None]) -> None:
             size = end - offset
