@@ -7,7 +7,8 @@ import errno
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from penstock.checkpoint import parts, pump
 from penstock.checkpoint.memory import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
-from penstock.storage.transports.contract import Request
+from penstock.storage.transports.contract import OnComplete, Request
 from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.posix import PosixTransport
 from tests.disk.states import numbers, same
@@ -129,7 +130,7 @@ def test_a_directory_that_cannot_be_made_durable_is_told(path: Path, monkeypatch
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("penstock.checkpoint.replace._sync_directory", fail)
+    monkeypatch.setattr("penstock.checkpoint.replace.sync_folder", fail)
     with pytest.raises(CheckpointError, match="a power failure could bring the old one back"):
         checkpoint.save(STATE, path)
     assert same(checkpoint.load(path), STATE)
@@ -170,6 +171,102 @@ def test_a_file_that_becomes_shorter_while_it_is_mapped_is_an_error(
     monkeypatch.setattr(MappedFile, "populate", truncated)
     with pytest.raises(CheckpointError, match=r"\(a\): Input/output error"):
         checkpoint.load(path, mmap=True)
+
+
+# -- disks that hang --------------------------------------------------------------------------------
+
+
+class HangingTransport:
+    """What is submitted begins when the disk answers, and is not recalled before."""
+
+    def __init__(self) -> None:
+        self.inner = PosixTransport()
+        self.ways = self.inner.ways
+        self.answers = threading.Event()
+
+    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        def begin() -> None:
+            assert self.answers.wait(60)
+            self.inner.submit(requests, on_complete)
+
+        threading.Thread(target=begin, daemon=True).start()
+
+    def cancel(self, requests: Sequence[Request]) -> int:
+        return 0
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until this is set the disk answers nothing."""
+    transport = HangingTransport()
+    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pump, "TIMEOUT_S", 0.2, raising=False)
+    yield transport.answers
+    transport.answers.set()
+
+
+def ends(work: Callable[[], Any]) -> BaseException | None:
+    """Call ``work`` on a thread; give the error that it raised. Fails where it does not end."""
+    errors: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert errors, "it waits for ever"
+    return errors[0]
+
+
+def open_files(path: Path) -> int:
+    """How many descriptors of this process lead to ``path``."""
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_to_a_disk_that_hangs_ends(wait: bool, path: Path, hanging: threading.Event) -> None:
+    def save() -> None:
+        if handle := checkpoint.save(STATE, path, wait=wait):
+            handle.wait()
+
+    error = ends(save)
+    assert isinstance(error, CheckpointError) and error.errno == errno.ETIMEDOUT
+    assert "The disk hangs" in str(error) and "unchanged" in str(error)
+    assert same(checkpoint.load(path), OLD)
+    assert os.listdir(path.parent) == ["state"]
+    hanging.set()
+    checkpoint.save(STATE, path)
+    assert same(checkpoint.load(path), STATE)
+
+
+def test_a_load_from_a_disk_that_hangs_ends(path: Path, hanging: threading.Event) -> None:
+    into = {"old": torch.zeros(50)}
+    for load in (
+        lambda: checkpoint.load(path, mmap=False),
+        lambda: checkpoint.load(path, mmap=False, into=into),
+    ):
+        before = open_files(path)
+        error = ends(load)
+        assert isinstance(error, CheckpointError) and error.errno == errno.ETIMEDOUT
+        assert "The disk hangs" in str(error)
+        assert open_files(path) > before, "what the disk still uses must not become another file"
+    hanging.set()
+    assert same(checkpoint.load(path, mmap=False), OLD)
+
+
+def test_a_pipe_under_the_name_of_a_draft_does_not_stop_a_save(path: Path) -> None:
+    """As anybody may make one who may write to the directory."""
+    pipe = path.with_name(f".{path.name}.{'0' * 16}.penstock")
+    os.mkfifo(pipe)
+    assert ends(lambda: checkpoint.save(STATE, path)) is None
+    assert same(checkpoint.load(path), STATE) and pipe.is_fifo()
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.checkpoint.pump import TIMEOUT_S
 from penstock.errors import CheckpointError
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 _NAMES_SHOWN = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -16,6 +17,8 @@ _DISK = "Look at the disk's health (dmesg)"
 
 
 def error_of(error_number: int) -> OSError:
+    if error_number == errno.ETIMEDOUT:
+        return OSError(error_number, f"The disk hangs: no answer for {format_seconds(TIMEOUT_S)}")
     return OSError(error_number, os.strerror(error_number))
 
 

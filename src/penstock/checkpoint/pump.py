@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 from collections import deque
 
@@ -9,23 +10,31 @@ import torch
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.engine import shared_transport
+from penstock.storage.files import OpenFile
 from penstock.storage.transports.contract import Completion, Request
 
 PIECE_BYTES = 4 << 20
 DEPTH = 8
+TIMEOUT_S = 120.0  # the longest wait for the next completion: then the disk hangs
+_CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
 
 
 class Pump:
     """Hands requests to the transport, and gives back their completions in the order they come.
 
     Used by one thread. A context manager: leaving waits for all that is in flight, so that files can be
-    closed and memory be used afterwards, whatever happened.
+    closed and memory be used afterwards, whatever happened. What a disk that hangs does not give back
+    stays in use until the process ends: the memory is kept by its request, and the file stays open.
+
+    opened      the file of the requests
 
     in_flight   requests whose completions were not given back yet
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: OpenFile) -> None:
         self.in_flight = 0
+        self._opened = opened
+        self._hangs = False
         self._transport = shared_transport()
         self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._incomplete: dict[int, Request] = {}
@@ -40,8 +49,12 @@ class Pump:
         self.in_flight += 1
 
     def wait(self) -> Completion:
-        """The next completion."""
-        completion = self._completions.get()
+        """The next completion; one with ETIMEDOUT where none comes for `TIMEOUT_S`."""
+        try:
+            completion = self._completions.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            self._hangs = True
+            return Completion(next(iter(self._incomplete.values())), errno.ETIMEDOUT, 0.0, 0.0)
         self.in_flight -= 1
         return completion
 
@@ -53,7 +66,10 @@ class Pump:
         while self._incomplete:
             try:
                 self._transport.cancel(list(self._incomplete.values()))
-                self._completions.get()
+                self._completions.get(timeout=_CANCEL_TIMEOUT_S if self._hangs else TIMEOUT_S)
+            except queue.Empty:
+                self._opened.abandon()
+                break
             except KeyboardInterrupt as error:  # the memory is in use all the same
                 interrupted = error
         if interrupted is not None:

@@ -63,7 +63,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     pieces = tuple(cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
     # Fresh memory costs the kernel about as much time as the disk needs: threads bring it in beforehand.
     touching = Crew(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])
-    with closing(touching), Pump() as pump:
+    with closing(touching), Pump(source.opened) as pump:
 
         def settle(most: int) -> None:
             while pump.in_flight > most:
@@ -173,7 +173,7 @@ def _use_mapped(source: Source, mapped: MappedFile, use: Use, run: Callable[...,
 
 def _use_staged(source: Source, use: Use, ring: Ring) -> None:
     """Call ``use`` with every piece while others are read, through the buffers of ``ring``."""
-    with Pump() as pump:
+    with Pump(source.opened) as pump:
 
         def settle(most: int) -> None:
             while pump.in_flight > most:

@@ -12,7 +12,9 @@ import stat
 import threading
 from pathlib import Path
 
+from penstock.core.files import sync_folder
 from penstock.storage import files
+from penstock.storage.transports.contract import File
 
 # A system or file system that cannot do a thing says one of these.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)
@@ -32,6 +34,7 @@ class Replacement:
 
     path         of the file that is replaced
     size_bytes   how many are allocated now, so that a full disk shows at once
+    opened       the open file
     file         to be given to transports
     committed    it is the file that is found at `path`
 
@@ -42,12 +45,12 @@ class Replacement:
         self.path = Path(os.path.realpath(path))
         self.committed = False
         self._hidden: Path | None = None
-        self._open: files.OpenFile | None = None
+        self.opened = files.OpenFile(File(-1))  # none yet
         there = _existing(self.path)
         _remove_stale(self.path)
         try:
-            self._open = files.from_descriptor(self._create(there), os.fspath(self.path))
-            self.file = self._open.file
+            self.opened = files.from_descriptor(self._create(there), os.fspath(self.path))
+            self.file = self.opened.file
             if there is not None:
                 _take_after(self.file.buffered, there)
             _allocate(self.file.buffered, size_bytes)
@@ -68,7 +71,7 @@ class Replacement:
         try:
             os.replace(self._hidden, self.path)
             self.committed, self._hidden = True, None
-            _sync_directory(self.path.parent)
+            sync_folder(self.path.parent)
         finally:
             _let_go(replaced)
 
@@ -78,8 +81,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 os.unlink(self._hidden)
             self._hidden = None
-        if self._open is not None:
-            self._open.close()
+        self.opened.close()
 
     def __enter__(self) -> Replacement:
         return self
@@ -168,10 +170,12 @@ def _remove_stale(path: Path) -> None:
 
 def _remove_unlocked(path: Path) -> None:
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without waiting: it could be a pipe that somebody else put there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
         finally:
             os.close(descriptor)
 
@@ -233,18 +237,3 @@ def _let_go(descriptor: int) -> None:
     except RuntimeError:  # the interpreter is ending, or there are too many threads
         close()
         _freeing.discard(thread)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make names in ``directory`` durable, where it can be opened and its file system knows how."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-    finally:
-        os.close(descriptor)

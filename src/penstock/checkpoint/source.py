@@ -35,12 +35,24 @@ def path_of(path: PathLike) -> Path:
     return Path(path)
 
 
+def _open_regular(path: Path) -> int:
+    """A descriptor of the file at ``path``. Raises OSError where it is something else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        os.set_blocking(descriptor, True)
+        return descriptor
+    os.close(descriptor)
+    raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+
+
 class Source:
     """A checkpoint, open for reading. A context manager.
 
     Opened once: what takes its place meanwhile is not seen.
 
     path        as given
+    opened      the open file
     file        to be given to transports
     size_bytes  of the whole file
     """
@@ -49,13 +61,10 @@ class Source:
         """Raises CheckpointError where there is no such file, or it cannot be read."""
         self.path = path_of(path)
         try:
-            mode = os.stat(self.path).st_mode  # before it is opened: a pipe would wait for its writer
-            if not stat.S_ISREG(mode):
-                raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
-            self._open = files.open_file(self.path, "r")
+            self.opened = files.from_descriptor(_open_regular(self.path), os.fspath(self.path))
         except OSError as error:
             raise cannot_read(self.path, error) from error
-        self.file = self._open.file
+        self.file = self.opened.file
         try:
             self.size_bytes = os.fstat(self.file.buffered).st_size
             self._beginning = self._read(0, min(_BEGINNING_BYTES, self.size_bytes))
@@ -94,7 +103,7 @@ class Source:
         return self.header.written_by_penstock
 
     def close(self) -> None:
-        self._open.close()
+        self.opened.close()
 
     def __enter__(self) -> Source:
         return self
