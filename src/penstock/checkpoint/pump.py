@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import queue
 from collections import deque
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -19,65 +20,68 @@ TIMEOUT_S = 120.0  # the longest wait for the next completion: then the disk han
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
 
 
-class Pump:
-    """Hands requests to the transport, and gives back their completions in the order they come.
+def transfer(
+    opened: OpenFile,
+    requests: Iterable[Request],
+    on_done: Callable[[Completion], None],
+    depth: int = DEPTH,
+) -> None:
+    """Carry out ``requests`` on ``opened``, with at most ``depth`` in flight.
 
-    Used by one thread. A context manager: leaving waits for all that is in flight, so that files can be
-    closed and memory be used afterwards, whatever happened. What a disk that hangs does not give back
-    stays in use until the process ends: the memory is kept by its request, and the file stays open.
+    requests   taken one by one, each while the previous ones are in flight
+    on_done    called on this thread with each completion, in the order in which they come. Where none
+               comes for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
 
-    opened      the file of the requests
-
-    in_flight   requests whose completions were not given back yet
+    When this returns or raises, nothing is in flight: files can be closed and memory be used, whatever
+    happened. Only what a disk that hangs does not give back stays in use until the process ends: its
+    request keeps the memory, and the file stays open.
     """
+    transport = shared_transport()
+    completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+    incomplete: dict[int, Request] = {}
+    hangs = False
 
-    def __init__(self, opened: OpenFile) -> None:
-        self.in_flight = 0
-        self._opened = opened
-        self._hangs = False
-        self._transport = shared_transport()
-        self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._incomplete: dict[int, Request] = {}
+    def complete(completion: Completion) -> None:
+        del incomplete[id(completion.request)]
+        completions.put(completion)
 
-    def submit(self, request: Request) -> None:
-        self._incomplete[id(request)] = request
+    def settle() -> None:
+        nonlocal hangs
         try:
-            self._transport.submit([request], self._completed)
-        except ValueError:  # nothing has begun
-            del self._incomplete[id(request)]
-            raise
-        self.in_flight += 1
-
-    def wait(self) -> Completion:
-        """The next completion; one with ETIMEDOUT where none comes for `TIMEOUT_S`."""
-        try:
-            completion = self._completions.get(timeout=TIMEOUT_S)
+            completion = completions.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            self._hangs = True
-            return Completion(next(iter(self._incomplete.values())), errno.ETIMEDOUT, 0.0, 0.0)
-        self.in_flight -= 1
-        return completion
+            hangs = True
+            completion = Completion(next(iter(incomplete.values())), errno.ETIMEDOUT, 0.0, 0.0)
+        on_done(completion)
 
-    def __enter__(self) -> Pump:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        interrupted: BaseException | None = None
-        while self._incomplete:
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        in_flight = 0
+        for request in requests:
+            incomplete[id(request)] = request
             try:
-                self._transport.cancel(list(self._incomplete.values()))
-                self._completions.get(timeout=_CANCEL_TIMEOUT_S if self._hangs else TIMEOUT_S)
+                transport.submit([request], complete)
+            except ValueError:  # nothing has begun
+                del incomplete[id(request)]
+                raise
+            in_flight += 1
+            while in_flight >= depth:
+                settle()
+                in_flight -= 1
+        for _ in range(in_flight):
+            settle()
+    finally:
+        while incomplete:
+            try:
+                transport.cancel(list(incomplete.values()))
+                completions.get(timeout=_CANCEL_TIMEOUT_S if hangs else TIMEOUT_S)
             except queue.Empty:
-                self._opened.abandon()
+                opened.abandon()
                 break
             except KeyboardInterrupt as error:  # the memory is in use all the same
                 interrupted = error
         if interrupted is not None:
             raise interrupted
-
-    def _completed(self, completion: Completion) -> None:
-        del self._incomplete[id(completion.request)]
-        self._completions.put(completion)
 
 
 class Ring:

@@ -6,8 +6,7 @@ import ctypes
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,14 +15,14 @@ from penstock.checkpoint.failures import cannot_write, error_of
 from penstock.checkpoint.header import Entry, encode
 from penstock.checkpoint.memory import host_bytes, is_on_host
 from penstock.checkpoint.parts import Checksums, Part, Piece, cut
-from penstock.checkpoint.pump import DEPTH, PinnedBuffer, Pump, Ring
+from penstock.checkpoint.pump import PinnedBuffer, Ring, transfer
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.tree import Stored, flatten
 from penstock.errors import InvalidArgument
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import copy_crc32c, crc32c_at
-from penstock.storage.transports.contract import Request
+from penstock.storage.transports.contract import Completion, Request
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
@@ -126,7 +125,7 @@ class Snapshot:
 
     def write(self, replacement: Replacement) -> None:
         """Write the copy. Raises CheckpointError."""
-        _write(self._contents, self._checksums, self._gathered, replacement, _kept)
+        _write(self._contents, self._checksums, self._gathered, replacement)
 
     def __enter__(self) -> Snapshot:
         return self
@@ -149,47 +148,42 @@ def _write(
     checksums: Checksums,
     pieces: Iterable[_Gathered],
     replacement: Replacement,
-    release: Callable[[Any], None],
+    release: Callable[[Any], None] = lambda buffer: None,
 ) -> None:
     """Write ``pieces``, then the header with the checksums; then take the old file's place.
 
     release   called with the buffer of each piece that is written
     """
     file, size_bytes = replacement.file, contents.size_bytes
-    with Pump(replacement.opened) as pump:
 
-        def submit(offset: int, address: int, end: int, done: Callable[[], None]) -> None:
-            size = end - offset
-            if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
-                # Whole pages go past the page cache. `commit` cuts the file where its contents end.
-                size = align_up(size, PAGE_BYTES)
-                ctypes.memset(address + end - offset, 0, size - (end - offset))
-            pump.submit(Request("write", file, offset, address, size, keep=done))
+    def request(offset: int, address: int, end: int, buffer: object) -> Request:
+        size = end - offset
+        if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
+            # Whole pages go past the page cache. `commit` cuts the file where its contents end.
+            size = align_up(size, PAGE_BYTES)
+            ctypes.memset(address + end - offset, 0, size - (end - offset))
+        return Request("write", file, offset, address, size, keep=buffer)
 
-        def settle(most: int) -> None:
-            while pump.in_flight > most:
-                completion = pump.wait()
-                if completion.error_number:
-                    error = error_of(completion.error_number)
-                    raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
-                cast("Callable[[], None]", completion.request.keep)()
-
+    def requests() -> Iterator[Request]:
         for piece, address, buffer in pieces:
-            submit(piece.offset, address, piece.end, partial(release, buffer))
-            settle(DEPTH - 1)
+            yield request(piece.offset, address, piece.end, buffer)
         header = contents.header(checksums)
         buffer = AlignedBuffer(len(header))
         buffer.view()[:] = header
-        submit(0, buffer.address, len(header), partial(_kept, buffer))
-        settle(0)
+        yield request(0, buffer.address, len(header), buffer)
+
+    def done(completion: Completion) -> None:
+        if completion.error_number:
+            error = error_of(completion.error_number)
+            raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
+        if completion.request.offset:  # not the header
+            release(completion.request.keep)
+
+    transfer(replacement.opened, requests(), done)
     try:
         replacement.commit(size_bytes)
     except OSError as error:
         raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
-
-
-def _kept(_: AlignedBuffer) -> None:
-    """The buffer is used again, or by nobody."""
 
 
 def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:
