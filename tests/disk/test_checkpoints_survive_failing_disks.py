@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from penstock.checkpoint import parts, pump
-from penstock.checkpoint.memory import MappedFile
+from penstock.checkpoint.file import pieces, transfers
+from penstock.checkpoint.file.memory import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.transports.contract import OnComplete, Request
@@ -51,8 +51,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Small pieces, so that there are many requests, and a disk that can fail."""
     disk = Disk()
     transport = FaultyTransport(PosixTransport(), disk.fault)
-    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
-    monkeypatch.setattr(parts, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64 << 10)
     yield disk
     transport.close()
 
@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_made_durable_is_told(path: Path, monkeypatch
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("penstock.checkpoint.replace.sync_folder", fail)
+    monkeypatch.setattr("penstock.checkpoint.file.replace.sync_folder", fail)
     with pytest.raises(CheckpointError, match="a power failure could bring the old one back"):
         checkpoint.save(STATE, path)
     assert same(checkpoint.load(path), STATE)
@@ -148,7 +148,7 @@ def test_an_interrupted_save_leaves_nothing(
             raise KeyboardInterrupt
         return copy_crc32c(*arguments)
 
-    monkeypatch.setattr("penstock.checkpoint.writing.copy_crc32c", interrupted)
+    monkeypatch.setattr("penstock.checkpoint.file.writing.copy_crc32c", interrupted)
     disk.fail(-1)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(STATE, path)
@@ -199,8 +199,8 @@ class HangingTransport:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until this is set the disk answers nothing."""
     transport = HangingTransport()
-    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
-    monkeypatch.setattr(pump, "TIMEOUT_S", 0.2, raising=False)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(transfers, "TIMEOUT_S", 0.2, raising=False)
     yield transport.answers
     transport.answers.set()
 
@@ -284,7 +284,7 @@ def test_a_limit_on_file_sizes_is_an_error(
     allocates: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not allocates:  # as on a file system that cannot reserve space
-        monkeypatch.setattr("penstock.checkpoint.replace._allocate", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.file.replace._allocate", lambda *_: None)
     with largest_file(128 << 10), pytest.raises(CheckpointError, match="ulimit -f"):
         checkpoint.save(STATE, path)
     assert os.listdir(path.parent) == ["state"]
@@ -327,8 +327,8 @@ def test_a_full_disk_is_an_error(wait: bool, full_disk: Path) -> None:
     [
         ("none/state", r"No such file or directory. Create the directory .*none first"),
         ("directory", "It is a directory"),
-        ("file/state", r"file is no directory"),
-        ("pipe", "no regular file"),
+        ("file/state", r"file is not a directory"),
+        ("pipe", "not a regular file"),
         ("loop/state", "symbolic links"),
         ("n" * 300, "too long"),
     ],

@@ -37,7 +37,8 @@ def test_a_planted_draft_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / f".hardware.json.{os.getpid()}").symlink_to(victim)
+    for name in (f".hardware.json.{os.getpid()}", f".hardware.json.{os.getpid()}.0"):
+        (folder / name).symlink_to(victim)
     machine().save(folder / "hardware.json")
     assert victim.read_text() == "precious"
     assert Hardware.load(folder / "hardware.json") == machine()

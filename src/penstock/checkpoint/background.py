@@ -1,4 +1,4 @@
-"""Saves that go on in the background, in order for each file."""
+"""Saves in the background: in order for each file, with a bound on the memory of their copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_SAVES = 64
 
 
 class SaveHandle:
-    """A save that goes on in the background. What went wrong is raised by `wait`, else it is logged.
+    """A save in the background. `wait` raises its error; an error that nobody asked for is logged.
 
     path   of the checkpoint
     """
@@ -28,11 +28,11 @@ class SaveHandle:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._asked: list[bool] = []  # by somebody who has heard how it ended
+        self._asked: list[bool] = []  # not empty once somebody has asked how it ended
         weakref.finalize(self, _log_unheard, path, self._future, self._asked)
 
     def done(self) -> bool:
-        """The save is over, well or badly."""
+        """Whether the save has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -61,8 +61,8 @@ _Future = concurrent.futures.Future[None]
 
 _changed = threading.Condition()
 _copies: list[int] = []  # the bytes of each copy that is held
-# The saves that go on, in the order in which they began. Held until they are over: only then is it
-# known whether somebody waits for them.
+# The saves in progress, oldest first. Each handle is kept until its save has ended: only then is it known
+# whether somebody asks for the error.
 _going: dict[_Future, SaveHandle] = {}
 
 
@@ -102,7 +102,7 @@ def start(path: Path, work: Callable[[], None], held: contextlib.ExitStack) -> S
 
 
 def wait_for(path: Path) -> None:
-    """Wait until no save to ``path`` goes on. Their errors are for those who hold their handles."""
+    """Wait until no save to ``path`` is in progress. Their errors are raised by their own handles."""
     with _changed:
         last = _last(path)
     if last is not None:

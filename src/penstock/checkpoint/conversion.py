@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.failures import cannot_write
+from penstock.checkpoint.file.replace import Replacement
+from penstock.checkpoint.file.source import PathLike, path_of
 from penstock.checkpoint.inspection import CheckpointInfo, info
 from penstock.checkpoint.loading import load
-from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.saving import save
-from penstock.checkpoint.source import PathLike, path_of
 from penstock.errors import InvalidArgument
 
 _OWN_SUFFIXES = (".safetensors",)

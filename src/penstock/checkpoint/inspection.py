@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoint import reading, torchfile
-from penstock.checkpoint.header import Header
-from penstock.checkpoint.source import Source
-from penstock.checkpoint.writing import DEVICES
+from penstock.checkpoint.file import reading, torchfile
+from penstock.checkpoint.file.header import Header
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.file.writing import DEVICES
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -60,7 +60,7 @@ class CheckpointInfo:
 def info(path: str | os.PathLike[str]) -> CheckpointInfo:
     """What the checkpoint at ``path`` holds. Its tensors are not read.
 
-    Raises CheckpointError where it cannot be read, InvalidFile where it is no checkpoint or its header
+    Raises CheckpointError where it cannot be read, InvalidFile where it is not a checkpoint or its header
     is damaged.
     """
     with Source(path) as source:

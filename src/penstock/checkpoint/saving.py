@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from penstock.checkpoint import background, writing
+from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.failures import cannot_write
-from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.source import PathLike, path_of
+from penstock.checkpoint.file import writing
+from penstock.checkpoint.file.replace import Replacement
+from penstock.checkpoint.file.source import PathLike, path_of
 
 
 @overload

@@ -8,11 +8,11 @@ machine that lost power.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import io
 import os
-import secrets
 import stat
 import zlib
 from pathlib import Path
@@ -28,6 +28,7 @@ MOST_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand 
 Value = TypeVar("Value")
 
 _PIECE_BYTES = 1 << 20
+_MOST_DRAFTS = 1000  # that killed processes left behind
 
 _ANEW = {
     "Trace": "make it anew with `penstock trace`",
@@ -79,22 +80,30 @@ def save(value: Any, path: str | Path) -> None:
     data = msgspec.json.encode({"schema": _schema(type(value)), "value": value}, enc_hook=_encode)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    draft = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}")
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(errno.EINVAL, "It is not a regular file")
-        try:
-            with draft.open("xb") as file:
+        with _new_file_beside(path) as file:
+            draft = Path(file.name)
+            try:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError as error:
         error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def _new_file_beside(path: Path) -> io.BufferedWriter:
+    """Never a file, or a link to one, that somebody else put there."""
+    for number in range(_MOST_DRAFTS):
+        with contextlib.suppress(FileExistsError):
+            return path.with_name(f".{path.name[:50]}.{os.getpid()}.{number}").open("xb")
+    raise FileExistsError(errno.EEXIST, "There are too many drafts of this file, remove them")
 
 
 def sync_folder(folder: Path) -> None:

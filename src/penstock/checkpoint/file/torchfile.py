@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.crew import in_parallel
 from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.source import Source
+from penstock.checkpoint.file.source import Source
 from penstock.errors import DeviceUnavailable, InvalidFile
+from penstock.storage.threads import in_parallel
 
 _PIECE_BYTES = 1 << 20
 _NOT_A_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, zlib.error)

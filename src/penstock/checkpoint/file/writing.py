@@ -1,4 +1,4 @@
-"""From a state to a file: tensors are laid out, gathered into pieces, written, and put in place at once."""
+"""From a state to a file: lays tensors out, gathers them into pieces, writes these, and replaces the file."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.checkpoint.crew import in_order, in_parallel
 from penstock.checkpoint.failures import cannot_write, error_of
-from penstock.checkpoint.header import Entry, encode
-from penstock.checkpoint.memory import host_bytes, is_on_host
-from penstock.checkpoint.parts import Checksums, Part, Piece, cut
-from penstock.checkpoint.pump import PinnedBuffer, Ring, transfer
-from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.tree import Stored, flatten
+from penstock.checkpoint.file.header import Entry, encode
+from penstock.checkpoint.file.memory import host_bytes, is_on_host
+from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
+from penstock.checkpoint.file.replace import Replacement
+from penstock.checkpoint.file.transfers import BufferPool, PinnedBuffer, transfer
+from penstock.checkpoint.state.tree import Stored, flatten
 from penstock.errors import InvalidArgument
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import copy_crc32c, crc32c_at
+from penstock.storage.threads import in_order, in_parallel
 from penstock.storage.transports.contract import Completion, Request
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
@@ -33,7 +33,7 @@ DEVICES = "penstock.devices"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold.
+    """The contents of a checkpoint to be written.
 
     tensors    whose bytes are written, in the order of the file
     entries    where each of them lies, without checksums
@@ -95,15 +95,15 @@ def _place(stored: Stored) -> tuple[bool, int]:
 def write(contents: Contents, replacement: Replacement) -> None:
     """Write straight from the tensors, through a few buffers. Raises CheckpointError."""
     checksums = Checksums(contents.entries)
-    ring = Ring(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
+    pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
 
     def gathered() -> Iterator[_Gathered]:
         for piece in cut(contents.entries, contents.header_bytes):
-            buffer = ring.take()
+            buffer = pool.take()
             _gather(contents, piece, buffer.address, checksums)
             yield _Gathered(piece, buffer.address, buffer)
 
-    _write(contents, checksums, gathered(), replacement, ring.give)
+    _write(contents, checksums, gathered(), replacement, pool.give)
 
 
 class Snapshot:

@@ -1,4 +1,4 @@
-"""Requests on their way to a transport, a bounded number at a time."""
+"""The I/O queue of a checkpoint, with a bounded number of requests in flight, and its buffer pool."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def transfer(
             raise interrupted
 
 
-class Ring:
-    """Buffers of PIECE_BYTES each, made when they are first needed, and kept for the next ring.
+class BufferPool:
+    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH stay for the next pool.
 
-    most_bytes   of one piece, where that is less: then they are smaller, and not kept
-    pinned       for tensors that are not in the memory of the CPU: page-locked where CUDA is there, so
-                 that copies run at the link's speed. Not kept here: torch does that
+    most_bytes   of one piece, where that is less: then the buffers are smaller, and are not kept
+    pinned       for tensors of a device: page-locked where CUDA is available, so that copies run at the
+                 link's speed. torch keeps such memory for reuse, so the pool does not
     """
 
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""An open checkpoint."""
+"""A checkpoint file that is open for reading."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.checkpoint.failures import cannot_read, error_of
-from penstock.checkpoint.header import Header, decode, header_bytes
-from penstock.checkpoint.pagecache import cached_share
+from penstock.checkpoint.file.header import Header, decode, header_bytes
+from penstock.checkpoint.file.pagecache import cached_share
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage import files
 
@@ -29,8 +29,8 @@ def path_of(path: PathLike) -> Path:
     """Raises InvalidArgument where ``path`` is none."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise InvalidArgument(
-            f"{path!r} is no path: give the name of a file, as text or pathlib.Path. Open files and buffers "
-            "cannot be written past the page cache, nor replaced at once."
+            f"{path!r} is not a path: give the name of a file, as text or pathlib.Path. Open files and "
+            "buffers cannot be written past the page cache, nor replaced at once."
         )
     return Path(path)
 
@@ -49,7 +49,7 @@ def _open_regular(path: Path) -> int:
 class Source:
     """A checkpoint, open for reading. A context manager.
 
-    Opened once: what takes its place meanwhile is not seen.
+    The file is opened once: one that replaces it meanwhile is not seen.
 
     path        as given
     opened      the open file
@@ -79,7 +79,7 @@ class Source:
 
     @cached_property
     def header(self) -> Header:
-        """What the file holds. Raises InvalidFile where it is no checkpoint, or its header is damaged."""
+        """What the file holds. Raises InvalidFile where it is not a checkpoint, or its header is damaged."""
         self._refuse_other_formats()
         length = header_bytes(self._beginning[:8], self.size_bytes, self.path)
         data = self._beginning[:length]
@@ -89,7 +89,7 @@ class Source:
 
     @property
     def is_cached(self) -> bool:
-        """The page cache holds about all of the file."""
+        """The page cache holds nearly all of the file."""
         return cached_share(self.file.buffered) >= _CACHED_SHARE
 
     def read_ahead(self) -> None:

@@ -1,4 +1,4 @@
-"""What of a saved state goes into which tensor that is there already."""
+"""Matches the tensors of a saved state with those of the modules, optimizers and dicts to be filled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Pair(NamedTuple):
-    """A tensor to be filled, and what with. `path` says where it is in the state."""
+    """A tensor to be filled, and the saved tensor for it. `path` is its place in the state."""
 
     path: str
     target: torch.Tensor
@@ -23,10 +23,10 @@ class Pair(NamedTuple):
 
 
 class Match:
-    """A saved state held against tensors, dicts, lists, modules and optimizers that are to take it.
+    """A saved state compared with the tensors, dicts, lists, modules and optimizers that will be filled.
 
     pairs      tensors to be filled
-    problems   why the two do not fit, a text for each kind; empty where they do
+    problems   differences between the two, a text for each kind; empty where they fit
     """
 
     def __init__(self, saved: Any, into: Any) -> None:
@@ -50,7 +50,7 @@ class Match:
         return [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
 
     def take_over(self, saved: Any, into: Any) -> Any:
-        """``into`` with all that the file holds and is no tensor: in place where it can be."""
+        """``into`` with all that the file holds and is not a tensor: in place where it can be."""
         if saved is _NOTHING or isinstance(into, torch.Tensor):
             return into
         if isinstance(into, torch.nn.Module):

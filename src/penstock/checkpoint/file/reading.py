@@ -13,17 +13,17 @@ from typing import Any, cast
 
 import torch
 
-from penstock.checkpoint.crew import Crew, in_order, in_parallel
 from penstock.checkpoint.failures import cannot_read, error_of, shown
-from penstock.checkpoint.header import Entry
-from penstock.checkpoint.memory import MappedFile, OwnMemory, host_bytes, is_on_host, tensor_of
-from penstock.checkpoint.parts import Checksums, Part, Piece, cut
-from penstock.checkpoint.pump import DEPTH, Ring, transfer
-from penstock.checkpoint.source import Source
-from penstock.checkpoint.tree import DTYPES, unflatten
+from penstock.checkpoint.file.header import Entry
+from penstock.checkpoint.file.memory import MappedFile, OwnMemory, host_bytes, is_on_host, tensor_of
+from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.file.transfers import DEPTH, BufferPool, transfer
+from penstock.checkpoint.state.tree import DTYPES, unflatten
 from penstock.errors import InvalidFile
 from penstock.storage.aligned import align_down
 from penstock.storage.checksum import copy_crc32c, crc32c_at
+from penstock.storage.threads import ThreadPool, in_order, in_parallel
 from penstock.storage.transports.contract import Completion, Request
 
 # Takes a piece, and the address at which its bytes are.
@@ -70,7 +70,8 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
             _check(piece, address, checksums)
 
     # Fresh memory costs the kernel about as much time as the disk needs: threads bring it in beforehand.
-    with closing(Crew(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])):
+    pool = ThreadPool(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])
+    with closing(pool):
         _use_read(source, pieces, take, use, depth=2 * DEPTH)
     if verify:
         _raise_damaged(source, checksums.damaged())
@@ -132,14 +133,14 @@ def fill(
     if mapped:
         _use_mapped(source, _map(source), copy, in_parallel if on_host else in_order)
     else:
-        ring = Ring(pinned=not on_host)
+        pool = BufferPool(pinned=not on_host)
 
         def take(_: Piece) -> tuple[int, object]:
-            buffer = ring.take()
+            buffer = pool.take()
             return buffer.address, buffer
 
         pieces = cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes)
-        _use_read(source, pieces, take, copy, ring.give)
+        _use_read(source, pieces, take, copy, pool.give)
     if verify:
         _raise_damaged(source, checksums.damaged())
 
