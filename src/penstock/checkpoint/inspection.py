@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from penstock.checkpoint.file import reading, torchfile
-from penstock.checkpoint.file.header import Header
 from penstock.checkpoint.file.source import Source
 from penstock.checkpoint.file.writing import DEVICES
+from penstock.checkpoint.state.matching import named_tensors
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -84,7 +82,10 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
-        tensors = tuple(_named_tensors("", torchfile.load(source, "cpu", mmap=True)))
+        tensors = tuple(
+            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in named_tensors(torchfile.load(source, "cpu", mmap=True))
+        )
         checksummed = torchfile.has_checksums(source)
         return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, checksummed)
     header = source.header
@@ -93,23 +94,7 @@ def _info(source: Source) -> CheckpointInfo:
         for entry in header.entries
     )
     kind: Format = "penstock" if header.written_by_penstock else "safetensors"
+    metadata = {key: value for key, value in header.metadata.items() if key != DEVICES}  # of the user
     return CheckpointInfo(
-        str(source.path), kind, source.size_bytes, entries, own_metadata(header), header.written_by_penstock
+        str(source.path), kind, source.size_bytes, entries, metadata, header.written_by_penstock
     )
-
-
-def own_metadata(header: Header) -> dict[str, str]:
-    """The metadata as given to `save`, without what penstock added."""
-    return {key: value for key, value in header.metadata.items() if key != DEVICES}
-
-
-def _named_tensors(path: str, value: Any) -> Iterator[TensorInfo]:
-    """The tensors of a state, by their path in it."""
-    if isinstance(value, torch.Tensor):
-        yield TensorInfo(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes)
-    elif isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _named_tensors(f"{path}.{key}" if path else str(key), below)
-    elif isinstance(value, list | tuple):
-        for index, below in enumerate(value):
-            yield from _named_tensors(f"{path}.{index}" if path else str(index), below)

@@ -30,9 +30,9 @@ Value = TypeVar("Value")
 _PIECE_BYTES = 1 << 20
 _MOST_DRAFTS = 1000  # that killed processes left behind
 
-_ANEW = {
-    "Trace": "make it anew with `penstock trace`",
-    "Plan": "make its trace anew with `penstock trace`, and the plan with `penstock plan`",
+_REMEDY = {
+    "Trace": "record it again with `penstock trace`",
+    "Plan": "record its trace again with `penstock trace`, and make the plan with `penstock plan`",
 }
 
 
@@ -183,7 +183,7 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     if _is_earlier(source.schema, _schema(kind)):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
-            f"{_ANEW[kind.__name__]}"
+            f"{_REMEDY[kind.__name__]}"
         )
     if source.schema != _schema(kind):
         raise InvalidFile(

@@ -87,8 +87,8 @@ class Match:
             for index in range(max(len(saved), len(into))):
                 self._compare(_below(path, index), _item(saved, index), _item(into, index))
         else:
-            self._missing.extend(_tensor_paths(path, into))
-            self._unexpected.extend(_tensor_paths(path, saved))
+            self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
+            self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
 
     def _state_of(self, path: str, saved: Any, into: torch.nn.Module | torch.optim.Optimizer) -> Any:
         """The state dict of ``into``, which is remembered."""
@@ -140,17 +140,15 @@ def _allocated(saved: Any) -> Any:
     return saved
 
 
-def _tensor_paths(path: str, value: Any) -> Iterator[str]:
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state with their places in it, dotted; of one that is a tensor, the path is empty."""
     if isinstance(value, torch.Tensor):
-        yield path or "the tensor"
-    elif isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _tensor_paths(_below(path, key), below)
-    elif isinstance(value, list | tuple):
-        for index, below in enumerate(value):
-            yield from _tensor_paths(_below(path, index), below)
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named_tensors(below, _below(path, key))
     elif isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-        yield from _tensor_paths(path, value.state_dict())
+        yield from named_tensors(value.state_dict(), path)
 
 
 def _kind(value: Any) -> str:
