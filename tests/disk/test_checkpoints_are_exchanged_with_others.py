@@ -136,6 +136,39 @@ def test_damaged_files_of_torch_are_refused(tmp_path: Path) -> None:
         checkpoint.verify(path)
 
 
+@pytest.mark.parametrize("mmap", [True, False, None])
+def test_a_flipped_bit_in_a_file_of_torch_save_is_found(mmap: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = {"weight": numbers(1000), "bias": numbers(10)}
+    torch.save(state, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(numbers(1000).numpy().tobytes()) + 1] ^= 4
+    path.write_bytes(data)
+    target = {"weight": torch.zeros(1000), "bias": torch.zeros(10)}
+    for load in (
+        lambda: checkpoint.load(path, mmap=mmap),
+        lambda: checkpoint.load(path, mmap=mmap, into=target),
+        lambda: checkpoint.convert(path, tmp_path / "state.safetensors"),
+    ):
+        with pytest.raises(penstock.InvalidFile, match=r"checksum of its member state/data/0 .*verify=False"):
+            load()
+    assert not any(tensor.any() for tensor in target.values()), "it is verified before anything changes"
+    assert not (tmp_path / "state.safetensors").exists()
+    loaded = checkpoint.load(path, mmap=mmap, verify=False)
+    assert same(loaded["bias"], state["bias"]) and not same(loaded["weight"], state["weight"])
+
+
+def test_a_file_that_torch_saved_without_checksums_is_loaded(tmp_path: Path) -> None:
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(FLAT, tmp_path / "state.pt")
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    assert same(checkpoint.load(tmp_path / "state.pt"), FLAT)
+    assert not checkpoint.verify(tmp_path / "state.pt").checksummed
+
+
 # -- conversion -------------------------------------------------------------------------------------
 
 
@@ -155,9 +188,24 @@ def test_conversion_there_and_back(name: str, tmp_path: Path) -> None:
 def test_conversion_adds_checksums_and_keeps_metadata(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     safetensors.torch.save_file(FLAT, path, metadata={"run": "17"})
-    info = checkpoint.convert(path, path)
+    info = checkpoint.convert(path, path, overwrite=True)
     assert info.checksummed and info.metadata == {"run": "17"}
     assert all(same(checkpoint.load(path)[name], tensor) for name, tensor in FLAT.items())
+
+
+def test_a_file_that_is_there_is_replaced_only_where_that_is_wanted(tmp_path: Path) -> None:
+    source, there = tmp_path / "a.safetensors", tmp_path / "b.pt"
+    checkpoint.save(FLAT, source)
+    there.write_text("old")
+    for destination in (there, source):
+        before = destination.read_bytes()
+        with pytest.raises(penstock.InvalidArgument, match="exists"):
+            checkpoint.convert(source, destination)
+        assert destination.read_bytes() == before
+        assert cli.main(["checkpoint", "convert", str(source), str(destination)]) == 1
+        assert destination.read_bytes() == before
+    assert cli.main(["checkpoint", "convert", str(source), str(there), "--overwrite"]) == 0
+    assert same(torch.load(there, weights_only=True), FLAT)
 
 
 def test_a_suffix_has_to_say_the_format(tmp_path: Path) -> None:
@@ -175,7 +223,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(penstock.PenstockError, match=r"b\.pt cannot be written: No space left"):
-        checkpoint.convert(tmp_path / "state", tmp_path / "b.pt")
+        checkpoint.convert(tmp_path / "state", tmp_path / "b.pt", overwrite=True)
     assert (tmp_path / "b.pt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2
 

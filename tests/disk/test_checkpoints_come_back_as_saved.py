@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint.pagecache import cached_share
+from penstock.checkpoint.file.pagecache import cached_share
 from tests.disk.states import STATES, bits, numbers, same, sharing, trained_gpt
 from tests.support.families import iterate, small_gpt, weights
 
@@ -64,7 +64,7 @@ def test_a_kernel_without_cachestat_gives_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr("penstock.checkpoint.pagecache._ask_cachestat", lambda *_: None)
+    monkeypatch.setattr("penstock.checkpoint.file.pagecache._ask_cachestat", lambda *_: None)
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0
     drop_cache(tmp_path / "file")
@@ -181,9 +181,9 @@ def test_metadata_that_is_no_text_is_refused(metadata: dict[Any, Any], tmp_path:
 
 @pytest.mark.parametrize("path", [None, "", 3, io.BytesIO()])
 def test_what_is_no_path_is_refused(path: Any) -> None:
-    with pytest.raises(penstock.InvalidArgument, match="is no path"):
+    with pytest.raises(penstock.InvalidArgument, match="is not a path"):
         checkpoint.save({}, path)
-    with pytest.raises(penstock.InvalidArgument, match="is no path"):
+    with pytest.raises(penstock.InvalidArgument, match="is not a path"):
         checkpoint.load(path)
 
 
@@ -233,7 +233,7 @@ def test_nothing_else_is_left_in_the_directory(
     nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not nameless:
-        monkeypatch.setattr("penstock.checkpoint.replace._create_nameless", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.file.replace._create_nameless", lambda *_: None)
     for step in range(2):
         checkpoint.save({"step": step}, tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -286,7 +286,7 @@ def test_a_device_that_is_missing_is_named(tmp_path: Path) -> None:
     checkpoint.save({"a": numbers(3)}, tmp_path / "state")
     with pytest.raises(penstock.DeviceUnavailable, match="map_location='cpu'"):
         checkpoint.load(tmp_path / "state", "cuda:0")
-    with pytest.raises(penstock.InvalidArgument, match="is no device"):
+    with pytest.raises(penstock.InvalidArgument, match="is not a device"):
         checkpoint.load(tmp_path / "state", "abacus")
 
 
@@ -296,7 +296,7 @@ def test_tensors_of_other_devices_pass_through_host_memory(
     mmap: bool, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here all are treated as if they were elsewhere; tests/gpu has real ones."""
-    for module in ("writing", "reading", "filling"):
+    for module in ("file.writing", "file.reading", "loading"):
         monkeypatch.setattr(f"penstock.checkpoint.{module}.is_on_host", lambda _: False)
     state = STATES["several pieces"]()
     if handle := checkpoint.save(state, tmp_path / "state", wait=wait):

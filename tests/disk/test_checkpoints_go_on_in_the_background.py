@@ -16,7 +16,8 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint import pump
+from penstock.checkpoint import background
+from penstock.checkpoint.file import transfers
 from penstock.errors import CheckpointError
 from penstock.storage.transports.contract import OnComplete, Request, Transport
 from penstock.storage.transports.faulty import FaultyTransport
@@ -49,7 +50,7 @@ class HeldTransport:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTransport]:
     transport = HeldTransport(PosixTransport())
-    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
     yield transport
     transport.goes.set()
     transport.close()
@@ -104,17 +105,69 @@ def test_saves_to_several_paths_do_not_wait_for_each_other(
 ) -> None:
     first = checkpoint.save({"step": 0}, tmp_path / "a", wait=False)
     assert held.began.wait(60)
-    monkeypatch.setattr(pump, "shared_transport", lambda: held.inner)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: held.inner)
     checkpoint.save({"step": 1}, tmp_path / "b", wait=False).wait()
     assert not first.done()
     held.goes.set()
     first.wait()
 
 
+@pytest.mark.parametrize("limit", ["bytes", "saves"])
+def test_copies_do_not_pile_up(
+    limit: str, held: HeldTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slower than training: a save waits before it copies anything."""
+    monkeypatch.setattr(
+        background, "MOST_COPIED_BYTES", 3 << 20 if limit == "bytes" else 1 << 30, raising=False
+    )
+    monkeypatch.setattr(background, "MOST_SAVES", 3 if limit == "saves" else 64, raising=False)
+    state = {"a": numbers(1 << 18)}
+    for number in range(3):
+        checkpoint.save(state, tmp_path / f"{number}", wait=False)
+    returned = threading.Event()
+
+    def one_more() -> None:
+        checkpoint.save(state, tmp_path / "3", wait=False)
+        returned.set()
+
+    threading.Thread(target=one_more).start()
+    assert not returned.wait(0.3)
+    held.goes.set()
+    assert returned.wait(60)
+    background.wait_for(tmp_path / "3")
+    assert all(same(checkpoint.load(tmp_path / f"{number}"), state) for number in range(4))
+
+
+def test_a_state_above_the_limit_is_saved_alone(
+    held: HeldTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MOST_COPIED_BYTES", 1000, raising=False)
+    state = {"a": numbers(1000)}
+    checkpoint.save(state, tmp_path / "0", wait=False)
+    threading.Timer(0.1, held.goes.set).start()
+    second = checkpoint.save(state, tmp_path / "1", wait=False)
+    assert (tmp_path / "0").exists()
+    second.wait()
+    assert same(checkpoint.load(tmp_path / "1"), state)
+
+
+def test_the_copy_is_freed(tmp_path: Path) -> None:
+    def resident_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+    state = {"a": torch.ones(192 << 20, dtype=torch.uint8)}
+    checkpoint.save({"a": numbers(3)}, tmp_path / "state", wait=False).wait()
+    before = resident_bytes()
+    handle = checkpoint.save(state, tmp_path / "state", wait=False)
+    handle.wait()
+    assert resident_bytes() - before < 96 << 20
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transport = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
-    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
     yield
     transport.close()
 

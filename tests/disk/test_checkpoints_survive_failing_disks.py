@@ -7,7 +7,8 @@ import errno
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from penstock.checkpoint import parts, pump
-from penstock.checkpoint.memory import MappedFile
+from penstock.checkpoint.file import pieces, transfers
+from penstock.checkpoint.file.memory import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
-from penstock.storage.transports.contract import Request
+from penstock.storage.transports.contract import OnComplete, Request
 from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.posix import PosixTransport
 from tests.disk.states import numbers, same
@@ -50,8 +51,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Small pieces, so that there are many requests, and a disk that can fail."""
     disk = Disk()
     transport = FaultyTransport(PosixTransport(), disk.fault)
-    monkeypatch.setattr(pump, "shared_transport", lambda: transport)
-    monkeypatch.setattr(parts, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64 << 10)
     yield disk
     transport.close()
 
@@ -129,7 +130,7 @@ def test_a_directory_that_cannot_be_made_durable_is_told(path: Path, monkeypatch
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("penstock.checkpoint.replace._sync_directory", fail)
+    monkeypatch.setattr("penstock.checkpoint.file.replace.sync_folder", fail)
     with pytest.raises(CheckpointError, match="a power failure could bring the old one back"):
         checkpoint.save(STATE, path)
     assert same(checkpoint.load(path), STATE)
@@ -147,7 +148,7 @@ def test_an_interrupted_save_leaves_nothing(
             raise KeyboardInterrupt
         return copy_crc32c(*arguments)
 
-    monkeypatch.setattr("penstock.checkpoint.writing.copy_crc32c", interrupted)
+    monkeypatch.setattr("penstock.checkpoint.file.writing.copy_crc32c", interrupted)
     disk.fail(-1)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(STATE, path)
@@ -172,6 +173,102 @@ def test_a_file_that_becomes_shorter_while_it_is_mapped_is_an_error(
         checkpoint.load(path, mmap=True)
 
 
+# -- disks that hang --------------------------------------------------------------------------------
+
+
+class HangingTransport:
+    """What is submitted begins when the disk answers, and is not recalled before."""
+
+    def __init__(self) -> None:
+        self.inner = PosixTransport()
+        self.ways = self.inner.ways
+        self.answers = threading.Event()
+
+    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        def begin() -> None:
+            assert self.answers.wait(60)
+            self.inner.submit(requests, on_complete)
+
+        threading.Thread(target=begin, daemon=True).start()
+
+    def cancel(self, requests: Sequence[Request]) -> int:
+        return 0
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until this is set the disk answers nothing."""
+    transport = HangingTransport()
+    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(transfers, "TIMEOUT_S", 0.2, raising=False)
+    yield transport.answers
+    transport.answers.set()
+
+
+def ends(work: Callable[[], Any]) -> BaseException | None:
+    """Call ``work`` on a thread; give the error that it raised. Fails where it does not end."""
+    errors: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert errors, "it waits for ever"
+    return errors[0]
+
+
+def open_files(path: Path) -> int:
+    """How many descriptors of this process lead to ``path``."""
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_to_a_disk_that_hangs_ends(wait: bool, path: Path, hanging: threading.Event) -> None:
+    def save() -> None:
+        if handle := checkpoint.save(STATE, path, wait=wait):
+            handle.wait()
+
+    error = ends(save)
+    assert isinstance(error, CheckpointError) and error.errno == errno.ETIMEDOUT
+    assert "The disk hangs" in str(error) and "unchanged" in str(error)
+    assert same(checkpoint.load(path), OLD)
+    assert os.listdir(path.parent) == ["state"]
+    hanging.set()
+    checkpoint.save(STATE, path)
+    assert same(checkpoint.load(path), STATE)
+
+
+def test_a_load_from_a_disk_that_hangs_ends(path: Path, hanging: threading.Event) -> None:
+    into = {"old": torch.zeros(50)}
+    for load in (
+        lambda: checkpoint.load(path, mmap=False),
+        lambda: checkpoint.load(path, mmap=False, into=into),
+    ):
+        before = open_files(path)
+        error = ends(load)
+        assert isinstance(error, CheckpointError) and error.errno == errno.ETIMEDOUT
+        assert "The disk hangs" in str(error)
+        assert open_files(path) > before, "what the disk still uses must not become another file"
+    hanging.set()
+    assert same(checkpoint.load(path, mmap=False), OLD)
+
+
+def test_a_pipe_under_the_name_of_a_draft_does_not_stop_a_save(path: Path) -> None:
+    """As anybody may make one who may write to the directory."""
+    pipe = path.with_name(f".{path.name}.{'0' * 16}.penstock")
+    os.mkfifo(pipe)
+    assert ends(lambda: checkpoint.save(STATE, path)) is None
+    assert same(checkpoint.load(path), STATE) and pipe.is_fifo()
+
+
 @contextlib.contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -187,7 +284,7 @@ def test_a_limit_on_file_sizes_is_an_error(
     allocates: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not allocates:  # as on a file system that cannot reserve space
-        monkeypatch.setattr("penstock.checkpoint.replace._allocate", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.file.replace._allocate", lambda *_: None)
     with largest_file(128 << 10), pytest.raises(CheckpointError, match="ulimit -f"):
         checkpoint.save(STATE, path)
     assert os.listdir(path.parent) == ["state"]
@@ -230,8 +327,8 @@ def test_a_full_disk_is_an_error(wait: bool, full_disk: Path) -> None:
     [
         ("none/state", r"No such file or directory. Create the directory .*none first"),
         ("directory", "It is a directory"),
-        ("file/state", r"file is no directory"),
-        ("pipe", "no regular file"),
+        ("file/state", r"file is not a directory"),
+        ("pipe", "not a regular file"),
         ("loop/state", "symbolic links"),
         ("n" * 300, "too long"),
     ],

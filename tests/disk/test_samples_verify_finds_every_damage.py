@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,27 @@ def test_a_disk_that_hangs_ends_the_wait(store: Path, monkeypatch: pytest.Monkey
             verify(store)
     finally:
         hanging.set()
+
+
+HANGING = """
+import os, sys, threading
+from penstock.errors import SampleError
+from penstock.samples.upkeep import scanning, verification
+
+scanning.READ_TIMEOUT_S = 0.05
+os.preadv = lambda *_: threading.Event().wait()
+try:
+    verification.verify(sys.argv[1])
+except SampleError as error:
+    print(error)
+"""
+
+
+def test_a_process_ends_though_a_disk_hangs(store: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING, str(store)], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "waited" in ended.stdout
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 
-from penstock.checkpoint.tree import MAX_DEPTH, flatten, unflatten
+from penstock.checkpoint.state.tree import MAX_DEPTH, flatten, unflatten
 from penstock.errors import InvalidArgument
 
 from .states import (

@@ -1,21 +1,26 @@
-"""Saves that go on in the background, in order for each file."""
+"""Saves in the background: in order for each file, with a bound on the memory of their copies."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger("penstock")
 
+# The most bytes that copies of states take together, unless a single one takes more, and the most saves.
+MOST_COPIED_BYTES = 1 << 30
+MOST_SAVES = 64
+
 
 class SaveHandle:
-    """A save that goes on in the background. What went wrong is raised by `wait`, else it is logged.
+    """A save in the background. `wait` raises its error; an error that nobody asked for is logged.
 
     path   of the checkpoint
     """
@@ -23,11 +28,11 @@ class SaveHandle:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._asked: list[bool] = []  # by somebody who has heard how it ended
+        self._asked: list[bool] = []  # not empty once somebody has asked how it ended
         weakref.finalize(self, _log_unheard, path, self._future, self._asked)
 
     def done(self) -> bool:
-        """The save is over, well or badly."""
+        """Whether the save has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -54,20 +59,40 @@ class SaveHandle:
 
 _Future = concurrent.futures.Future[None]
 
-_lock = threading.Lock()
-# The saves that go on, in the order in which they began. Held until they are over: only then is it
-# known whether somebody waits for them.
+_changed = threading.Condition()
+_copies: list[int] = []  # the bytes of each copy that is held
+# The saves in progress, oldest first. Each handle is kept until its save has ended: only then is it known
+# whether somebody asks for the error.
 _going: dict[_Future, SaveHandle] = {}
 
 
-def start(path: Path, work: Callable[[], None]) -> SaveHandle:
-    """Call ``work`` on a thread of its own, after all saves to ``path`` that were started before.
+@contextlib.contextmanager
+def room_for(copy_bytes: int) -> Iterator[None]:
+    """Wait until there is room for a copy of so many bytes, and occupy it."""
+
+    def is_free() -> bool:
+        return len(_copies) < MOST_SAVES and sum(_copies) + copy_bytes <= MOST_COPIED_BYTES
+
+    with _changed:
+        _changed.wait_for(lambda: not _copies or is_free())
+        _copies.append(copy_bytes)
+    try:
+        yield
+    finally:
+        with _changed:
+            _copies.remove(copy_bytes)
+            _changed.notify_all()
+
+
+def start(path: Path, work: Callable[[], None], held: contextlib.ExitStack) -> SaveHandle:
+    """Call ``work`` on a thread of its own, after all saves to ``path`` that were started before, and then
+    close ``held``.
 
     The interpreter does not end before it is over.
     """
     handle = SaveHandle(path)
-    with _lock:
-        arguments = (handle._future, work, _last(path))
+    with _changed:
+        arguments = (handle._future, work, held, _last(path))
         _going[handle._future] = handle
     try:
         threading.Thread(target=_run, args=arguments, name="penstock-save", daemon=False).start()
@@ -77,8 +102,8 @@ def start(path: Path, work: Callable[[], None]) -> SaveHandle:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until no save to ``path`` goes on. Their errors are for those who hold their handles."""
-    with _lock:
+    """Wait until no save to ``path`` is in progress. Their errors are raised by their own handles."""
+    with _changed:
         last = _last(path)
     if last is not None:
         concurrent.futures.wait([last])
@@ -88,19 +113,21 @@ def _last(path: Path) -> _Future | None:
     return next((future for future, handle in reversed(_going.items()) if handle.path == path), None)
 
 
-def _run(future: _Future, work: Callable[[], None], before: _Future | None) -> None:
+def _run(
+    future: _Future, work: Callable[[], None], held: contextlib.ExitStack, before: _Future | None
+) -> None:
     # No local is the handle: the error's traceback keeps this frame.
     if before is not None:
         concurrent.futures.wait([before])
     try:
-        work()
+        with held:
+            work()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the copy of the tensors
         future.set_exception(error)
     else:
         future.set_result(None)
-    del work  # and the copy of the tensors with it: the frame may stay as long as its error
-    with _lock:
+    with _changed:
         del _going[future]
 
 
@@ -110,8 +137,9 @@ def _log_unheard(path: Path, future: _Future, asked: list[bool]) -> None:
 
 
 def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()
+    global _changed
+    _changed = threading.Condition()
+    _copies.clear()
     _going.clear()
 
 

@@ -1,4 +1,4 @@
-"""What to say when the system refuses to write or read a checkpoint."""
+"""The messages of errors in writing and reading checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.checkpoint.file.transfers import TIMEOUT_S
 from penstock.errors import CheckpointError
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 _NAMES_SHOWN = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -16,6 +17,8 @@ _DISK = "Look at the disk's health (dmesg)"
 
 
 def error_of(error_number: int) -> OSError:
+    if error_number == errno.ETIMEDOUT:
+        return OSError(error_number, f"The disk hangs: no answer for {format_seconds(TIMEOUT_S)}")
     return OSError(error_number, os.strerror(error_number))
 
 
@@ -71,7 +74,7 @@ def _remedy(path: Path, error_number: int | None) -> str:
     if error_number == errno.EISDIR:
         return "It is a directory: give the path of a file."
     if error_number == errno.ENOTDIR:
-        return f"{path.parent} is no directory: give a path in one."
+        return f"{path.parent} is not a directory: give a path in one."
     if error_number == errno.EINVAL:
         return "Give the path of a regular file, or one where nothing is yet."
     if error_number in (errno.EACCES, errno.EPERM, errno.EROFS):

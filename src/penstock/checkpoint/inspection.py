@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from penstock.checkpoint import reading, torchfile
-from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.header import Header
-from penstock.checkpoint.source import Source
-from penstock.checkpoint.writing import DEVICES
-from penstock.errors import InvalidFile
+from penstock.checkpoint.file import reading, torchfile
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.file.writing import DEVICES
+from penstock.checkpoint.state.matching import named_tensors
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -63,7 +58,7 @@ class CheckpointInfo:
 def info(path: str | os.PathLike[str]) -> CheckpointInfo:
     """What the checkpoint at ``path`` holds. Its tensors are not read.
 
-    Raises CheckpointError where it cannot be read, InvalidFile where it is no checkpoint or its header
+    Raises CheckpointError where it cannot be read, InvalidFile where it is not a checkpoint or its header
     is damaged.
     """
     with Source(path) as source:
@@ -79,7 +74,7 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     with Source(path) as source:
         found = _info(source)
         if source.is_torch:
-            _verify_zip(source)
+            torchfile.verify(source)
         else:
             reading.fill(source, lambda _: None, mapped=source.is_cached)
         return found
@@ -87,47 +82,19 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
-        tensors = tuple(_named_tensors("", torchfile.load(source, "cpu", mmap=True)))
-        return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, True)
+        tensors = tuple(
+            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in named_tensors(torchfile.load(source, "cpu", mmap=True))
+        )
+        checksummed = torchfile.has_checksums(source)
+        return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, checksummed)
     header = source.header
     entries = tuple(
         TensorInfo(entry.name, entry.dtype, entry.shape, entry.end - entry.begin, entry.crc32c)
         for entry in header.entries
     )
     kind: Format = "penstock" if header.written_by_penstock else "safetensors"
+    metadata = {key: value for key, value in header.metadata.items() if key != DEVICES}  # of the user
     return CheckpointInfo(
-        str(source.path), kind, source.size_bytes, entries, own_metadata(header), header.written_by_penstock
+        str(source.path), kind, source.size_bytes, entries, metadata, header.written_by_penstock
     )
-
-
-def own_metadata(header: Header) -> dict[str, str]:
-    """The metadata as given to `save`, without what penstock added."""
-    return {key: value for key, value in header.metadata.items() if key != DEVICES}
-
-
-def _named_tensors(path: str, value: Any) -> Iterator[TensorInfo]:
-    """The tensors of a state, by their path in it."""
-    if isinstance(value, torch.Tensor):
-        yield TensorInfo(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes)
-    elif isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _named_tensors(f"{path}.{key}" if path else str(key), below)
-    elif isinstance(value, list | tuple):
-        for index, below in enumerate(value):
-            yield from _named_tensors(f"{path}.{index}" if path else str(index), below)
-
-
-def _verify_zip(source: Source) -> None:
-    """Compare the checksums of a zip file's members."""
-    try:
-        with os.fdopen(os.dup(source.file.buffered), "rb") as file, zipfile.ZipFile(file) as members:
-            damaged = members.testzip()
-    except OSError as error:
-        raise cannot_read(source.path, error) from error
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
-        raise InvalidFile(f"{source.path} is damaged: {error}. Load another copy.") from error
-    if damaged is not None:
-        raise InvalidFile(
-            f"{source.path} is damaged: the checksum of its member {damaged} is not the one that was saved. "
-            "Load another copy."
-        )

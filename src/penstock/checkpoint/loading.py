@@ -1,16 +1,20 @@
-"""The user's entry to loading."""
+"""The user's entry to loading: a new state, or into tensors that are there, without a second copy of it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from penstock.checkpoint import filling, reading, torchfile
-from penstock.checkpoint.placing import MapLocation, devices_of, place_by_function
-from penstock.checkpoint.source import PathLike, Source
-from penstock.errors import InvalidArgument
+from penstock.checkpoint.failures import shown
+from penstock.checkpoint.file import reading, torchfile
+from penstock.checkpoint.file.devices import MapLocation, devices_of, place_by_function
+from penstock.checkpoint.file.memory import is_on_host
+from penstock.checkpoint.file.source import PathLike, Source
+from penstock.checkpoint.state.matching import Match, Pair
+from penstock.errors import CheckpointError, InvalidArgument, InvalidFile
 
 logger = logging.getLogger("penstock")
 
@@ -32,8 +36,12 @@ def load(
                    they are changed. Do not change a mapped file in place: `save` never does. False
                    reads into memory of its own, past the page cache. None is True for tensors that
                    stay in the memory of the CPU, and elsewhere whichever is faster
-    into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place
-    verify         compare checksums, which reads everything at once
+    into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place.
+                   Each byte is verified as it is copied: where the file turns out to be damaged, or the
+                   disk fails, what came before is overwritten, and the error names it. To rule that
+                   out, call penstock.checkpoint.verify first, which reads the file once more. Files of
+                   torch.save are always verified first
+    verify         compare checksums, which reads everything at once; those of torch.save too
 
     Gives the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidFile,
     with the tensors' names, where it is damaged or no checkpoint, InvalidArgument where ``into`` does
@@ -43,11 +51,11 @@ def load(
         raise InvalidArgument("the tensors of into stay on their devices: leave map_location out")
     with Source(path) as source:
         if source.is_torch:
-            return _load_torch(source, map_location, mmap, into)
+            return _load_torch(source, map_location, mmap, into, verify)
         if not source.header.written_by_penstock:
             _log_foreign(source)
         if into is not None:
-            return filling.fill(source, into, source.is_cached if mmap is None else mmap, verify)
+            return _fill(source, into, source.is_cached if mmap is None else mmap, verify)
         return reading.state_of(source, _tensors(source, map_location, mmap, verify))
 
 
@@ -66,10 +74,114 @@ def _tensors(
     return reading.read_to(source, devices, source.is_cached if mmap is None else mmap, verify)
 
 
-def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any) -> Any:
+def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
+    if verify:
+        torchfile.verify(source)
     if into is None:
         return torchfile.load(source, map_location, mmap)
-    return filling.fill_from(source, torchfile.load(source, "cpu", mmap=True), into)
+    return _fill_from(source, torchfile.load(source, "cpu", mmap=True), into)
+
+
+def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
+    """Fill the tensors of ``into``, and take over the file's other values. Returns ``into``.
+
+    mapped   read through the page cache, else past it
+
+    Raises InvalidArgument, with nothing changed, where the two do not fit. CheckpointError and
+    InvalidFile say what was overwritten.
+    """
+    entries = reading.read_mapped(source, verify=False)
+    saved = reading.state_of(source, entries, restride=False)
+    match = _matched(source, saved, into)
+    filling = _Filling(match.pairs, entries)
+    with torch.no_grad():
+        try:
+            on_host = all(is_on_host(pair.target) for pair in match.pairs)
+            reading.fill(source, filling.destination, mapped, verify, on_host=on_host)
+        except (CheckpointError, InvalidFile) as error:
+            raise filling.with_overwritten(error) from error
+        filling.copy_rest()
+        return match.take_over(saved, into)
+
+
+def _fill_from(source: Source, saved: Any, into: Any) -> Any:
+    """The same, from a state whose tensors are mapped already."""
+    match = _matched(source, saved, into)
+    with torch.no_grad():
+        for pair in match.pairs:
+            pair.target.copy_(pair.saved)
+        return match.take_over(saved, into)
+
+
+def _matched(source: Source, saved: Any, into: Any) -> Match:
+    match = Match(saved, into)
+    if match.problems:
+        raise InvalidArgument(
+            f"{source.path} does not fit what it is to be loaded into: {'; '.join(match.problems)}. "
+            "Nothing was changed."
+        )
+    return match
+
+
+class _Filling:
+    """Where the bytes of each entry go.
+
+    A tensor that lies in memory as it does in the file is filled as the file is read. The others are
+    copied out of the mapped file afterwards.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], entries: Sequence[torch.Tensor]) -> None:
+        by_address = {entry.untyped_storage().data_ptr(): i for i, entry in enumerate(entries)}
+        self._straight: dict[int, tuple[Pair, torch.Tensor]] = {}
+        self._rest: list[Pair] = []
+        self._overwritten: dict[str, None] = {}
+        for pair in pairs:
+            index = by_address.get(pair.saved.untyped_storage().data_ptr(), -1)
+            data = _bytes_of(pair)
+            if data is None or index < 0 or index in self._straight or data.nbytes != entries[index].nbytes:
+                self._rest.append(pair)
+            else:
+                self._straight[index] = (pair, data)
+
+    def destination(self, entry: int) -> torch.Tensor | None:
+        if entry not in self._straight:
+            return None
+        pair, data = self._straight[entry]
+        if pair.path not in self._overwritten:
+            self._overwritten[pair.path] = None
+            _count_change(pair.target)
+        return data
+
+    def copy_rest(self) -> None:
+        for pair in self._rest:
+            pair.target.copy_(pair.saved)
+
+    def with_overwritten(self, error: CheckpointError | InvalidFile) -> CheckpointError | InvalidFile:
+        """``error``, with the names of the tensors that were overwritten before it."""
+        names = list(self._overwritten)
+        what = f"Overwritten until then: {shown(names)}." if names else "Nothing was overwritten."
+        said = type(error)(f"{error} {what}")
+        if isinstance(error, CheckpointError) and isinstance(said, CheckpointError):
+            said.errno = error.errno
+        return said
+
+
+def _bytes_of(pair: Pair) -> torch.Tensor | None:
+    """The target's bytes, if they lie in memory in the order of those that are saved, without gaps."""
+    target, saved = pair.target.detach(), pair.saved
+    if target.is_conj() or target.is_neg() or not target.numel():
+        return None
+    order = sorted(range(target.dim()), key=lambda dimension: -saved.stride(dimension))
+    in_order = target.permute(order)
+    if not in_order.is_contiguous() or not saved.permute(order).is_contiguous():
+        return None
+    return in_order.view(-1).view(torch.uint8)
+
+
+def _count_change(tensor: torch.Tensor) -> None:
+    """Let autograd know that the tensor was changed in place."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _log_foreign(source: Source) -> None:

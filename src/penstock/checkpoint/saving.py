@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, overload
 
-from penstock.checkpoint import background, writing
+from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.failures import cannot_write
-from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.source import PathLike, path_of
+from penstock.checkpoint.file import writing
+from penstock.checkpoint.file.replace import Replacement
+from penstock.checkpoint.file.source import PathLike, path_of
 
 
 @overload
@@ -35,8 +39,9 @@ def save(
                module or of an optimizer
     path       what is there is replaced when the new file is complete; if the save fails or the process
                is killed, it stays as it was
-    wait       False copies the tensors, so that they can change, and writes in the background. That
-               takes as much memory as the tensors have bytes
+    wait       False copies the tensors, so that they can change, and writes in the background. Copies
+               take at most 1 GiB at once, or the size of one state where that is more: further saves
+               wait here until earlier ones have been written and their copies released
     metadata   texts that any reader of safetensors files can see
 
     Gives a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
@@ -44,27 +49,23 @@ def save(
     """
     path = path_of(path)
     contents = writing.contents_of(state, metadata)
-    size_bytes = contents.size_bytes
-    try:
-        replacement = Replacement(path, size_bytes)
-    except OSError as error:
-        raise cannot_write(path, error, size_bytes) from error
     if wait:
-        with replacement:
+        with _replacement(path, contents.size_bytes) as replacement:
             background.wait_for(replacement.path)
             writing.write(contents, replacement)
         return None
+    with contextlib.ExitStack() as held:
+        held.enter_context(background.room_for(contents.data_bytes))
+        replacement = held.enter_context(_replacement(path, contents.size_bytes))
+        try:
+            snapshot = held.enter_context(writing.Snapshot(contents))
+        except OSError as error:
+            raise cannot_write(path, error, contents.size_bytes) from error
+        return background.start(replacement.path, partial(snapshot.write, replacement), held.pop_all())
+
+
+def _replacement(path: Path, size_bytes: int) -> Replacement:
     try:
-        snapshot = writing.Snapshot(contents)
+        return Replacement(path, size_bytes)
     except OSError as error:
-        replacement.close()
         raise cannot_write(path, error, size_bytes) from error
-    except BaseException:
-        replacement.close()
-        raise
-
-    def work() -> None:
-        with replacement:
-            snapshot.write(replacement)
-
-    return background.start(replacement.path, work)

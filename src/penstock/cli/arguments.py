@@ -226,6 +226,7 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
     convert.add_argument(
         "destination", type=Path, metavar="B", help="penstock's: .safetensors; torch's: .pt, .pth, .bin"
     )
+    convert.add_argument("--overwrite", action="store_true", help="replace B if it is there")
 
 
 def _samples(names: argparse._SubParsersAction[_Parser]) -> None:

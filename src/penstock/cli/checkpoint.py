@@ -40,7 +40,7 @@ def verify(options: Namespace) -> Answer:
 
 
 def convert(options: Namespace) -> Answer:
-    found = checkpoint.convert(options.source, options.destination)
+    found = checkpoint.convert(options.source, options.destination, overwrite=options.overwrite)
     return Answer(values=_values(found), shown=[_summary(found)], written=[options.destination])
 
 

@@ -1,13 +1,19 @@
 """Values to files and back: JSON with a schema name, gzipped where the path ends in ``.gz``.
 
-A file is ``{"schema": "penstock.<type>/<version>", "value": ...}``. Nothing in a file is ever
-executed. A file is written beside its destination and renamed, so that a reader sees all or none.
+A file is ``{"schema": "penstock.<type>/<version>", "value": ...}``. Files are not trusted: nothing in
+them is executed, and how much is read and unpacked has a limit. A file is written beside its
+destination, made durable, and renamed: a reader sees the old file or the new one, and so does a
+machine that lost power.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
+import io
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin
@@ -18,12 +24,15 @@ import numpy as np
 from penstock.errors import InvalidFile
 
 VERSIONS = {"trace": 2, "plan": 2}  # by type; the others are at 1
+MOST_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
 Value = TypeVar("Value")
 
+_PIECE_BYTES = 1 << 20
+_MOST_DRAFTS = 1000  # that killed processes left behind
 
-_ANEW = {
-    "Trace": "make it anew with `penstock trace`",
-    "Plan": "make its trace anew with `penstock trace`, and the plan with `penstock plan`",
+_REMEDY = {
+    "Trace": "record it again with `penstock trace`",
+    "Plan": "record its trace again with `penstock trace`, and make the plan with `penstock plan`",
 }
 
 
@@ -66,17 +75,53 @@ def _decode(kind: Any, value: Any) -> Any:
 
 
 def save(value: Any, path: str | Path) -> None:
-    """Write ``value`` to ``path``; the folder must exist."""
+    """Write ``value`` to ``path``, durably; the folder must exist. Raises OSError, with ``path``."""
     path = Path(path)
     data = msgspec.json.encode({"schema": _schema(type(value)), "value": value}, enc_hook=_encode)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_bytes(data)
-        draft.replace(path)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "It is not a regular file")
+        with _new_file_beside(path) as file:
+            draft = Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def _new_file_beside(path: Path) -> io.BufferedWriter:
+    """Never a file, or a link to one, that somebody else put there."""
+    for number in range(_MOST_DRAFTS):
+        with contextlib.suppress(FileExistsError):
+            return path.with_name(f".{path.name[:50]}.{os.getpid()}.{number}").open("xb")
+    raise FileExistsError(errno.EEXIST, "There are too many drafts of this file, remove them")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable, where it can be opened and its file system supports that.
+
+    Raises OSError where the disk fails.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY):
+            raise
     finally:
-        draft.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 class Source(NamedTuple):
@@ -87,14 +132,45 @@ class Source(NamedTuple):
 
 
 def read(path: str | Path) -> Source:
-    """The text of ``path`` and its schema. Raises InvalidFile where it is cut or names no schema."""
-    data = Path(path).read_bytes()
-    try:
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return Source(msgspec.json.decode(data, type=_Named).schema, data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
-        raise InvalidFile(f"{path} is not a whole JSON file that names its schema: {error}") from error
+    """The text of ``path`` and its schema.
+
+    Raises InvalidFile where it is cut, is larger than `MOST_BYTES`, is not a regular file or names no
+    schema, and OSError where it cannot be opened.
+    """
+    with open(path, "rb", opener=_open) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InvalidFile(f"{path} is not a regular file: give the file that penstock wrote")
+        try:
+            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
+            data = _read(gzip.GzipFile(fileobj=file) if is_packed else file)
+            if len(data) > MOST_BYTES:
+                raise InvalidFile(
+                    f"{path} holds more than {MOST_BYTES >> 20} MiB of text{' once unpacked' * is_packed}: "
+                    "no file of penstock is so large. Give another one"
+                )
+            return Source(msgspec.json.decode(data, type=_Named).schema, data)
+        except (
+            msgspec.MsgspecError,
+            RecursionError,
+            UnicodeDecodeError,
+            EOFError,
+            OSError,
+            zlib.error,
+        ) as error:
+            raise InvalidFile(f"{path} is not a whole JSON file that names its schema: {error}") from error
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
+
+def _read(file: io.BufferedIOBase) -> bytes:
+    """All of ``file``, or the first piece beyond `MOST_BYTES` too."""
+    pieces, size = [], 0
+    while size <= MOST_BYTES and (piece := file.read(_PIECE_BYTES)):
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
 
 
 def load(kind: type[Value], path: str | Path) -> Value:
@@ -107,7 +183,7 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     if _is_earlier(source.schema, _schema(kind)):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
-            f"{_ANEW[kind.__name__]}"
+            f"{_REMEDY[kind.__name__]}"
         )
     if source.schema != _schema(kind):
         raise InvalidFile(

@@ -53,6 +53,10 @@ class OpenFile:
             if file.buffered >= 0:
                 os.close(file.buffered)
 
+    def abandon(self) -> None:
+        """Leave the descriptors open until the process ends: a transport whose disk hangs uses them."""
+        self.file = self.file._replace(buffered=-1, direct=-1)
+
     def __enter__(self) -> OpenFile:
         return self
 

@@ -14,12 +14,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.checkpoint.crew import in_parallel
 from penstock.errors import InvalidFile
 from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.mounted.failures import AGAIN, cannot_open
 from penstock.storage.checksum import crc32c_at, crc32c_combine
+from penstock.storage.threads import in_parallel
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,21 +106,24 @@ class _Bytes(NamedTuple):
 
 
 class _Reader:
-    """Reads stretches of a file one ahead, in a thread."""
+    """Reads stretches of a file one ahead, each in a thread that the process does not wait for at its end."""
 
     def __init__(self, file: File, spans: list[tuple[int, int]]) -> None:
         room_bytes = max(end - begin for begin, end in spans)
         self._file = file
         self._spans = iter(spans)
         self._buffers = [AlignedBuffer(room_bytes) for _ in range(2)]
-        self._thread = ThreadPoolExecutor(1, "penstock-verify")
-        self._wait = True
         self._coming = self._begin()
 
     def _begin(self) -> Future[str | None] | None:
         span = next(self._spans, None)
         self._buffers.reverse()
-        return self._thread.submit(_read, self._file, self._buffers[0], *span) if span else None
+        if span is None:
+            return None
+        coming: Future[str | None] = Future()
+        arguments = (coming, self._file, self._buffers[0], *span)
+        threading.Thread(target=_finish, args=arguments, name="penstock-verify", daemon=True).start()
+        return coming
 
     def next(self, span: tuple[int, int], path: Path) -> _Bytes:
         """The next stretch. Its memory is used again for the one after the next."""
@@ -127,7 +131,7 @@ class _Reader:
         try:
             error = self._coming.result(READ_TIMEOUT_S)
         except WaitedTooLong:
-            self._wait = False
+            self._coming = None
             raise SampleError(
                 f"waited {READ_TIMEOUT_S:.0f} s for {path}, bytes {span[0]} to {span[1]}. Look at its disk"
             ) from None
@@ -136,7 +140,16 @@ class _Reader:
         return _Bytes(*span, address, error)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=self._wait, cancel_futures=True)
+        if self._coming is not None:
+            with contextlib.suppress(WaitedTooLong):
+                self._coming.exception(READ_TIMEOUT_S)
+
+
+def _finish(coming: Future[str | None], *arguments: Any) -> None:
+    try:
+        coming.set_result(_read(*arguments))
+    except BaseException as error:
+        coming.set_exception(error)
 
 
 def _read(file: File, buffer: AlignedBuffer, begin: int, end: int) -> str | None:

@@ -1,12 +1,12 @@
-"""A checkpoint's tensors, cut where its file is cut into pieces."""
+"""The pieces in which a file is read and written, and checksums of tensors from those of their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.checkpoint.header import Entry
-from penstock.checkpoint.pump import PIECE_BYTES
+from penstock.checkpoint.file.header import Entry
+from penstock.checkpoint.file.transfers import PIECE_BYTES
 from penstock.storage.aligned import align_down
 from penstock.storage.checksum import crc32c_combine
 
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """The bytes [offset, end) of the file, moved by one request.
 
-    parts   what of the tensors lies in it, in order
+    parts   the parts of tensors that lie in it, in order
     """
 
     offset: int
@@ -61,7 +61,7 @@ def cut(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096)
 
 
 class Checksums:
-    """Makes checksums of tensors out of those of their parts, which may come in any order.
+    """Combines the checksums of parts, added in any order, into those of whole tensors.
 
     Every method may be called from any thread.
     """
@@ -82,7 +82,7 @@ class Checksums:
         return total
 
     def damaged(self) -> list[str]:
-        """Names of the tensors that are not what their entries say."""
+        """Names of the tensors whose checksum differs from that of their entry."""
         return [
             entry.name
             for index, entry in enumerate(self._entries)

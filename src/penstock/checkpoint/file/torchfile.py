@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
+import zipfile
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.source import Source
+from penstock.checkpoint.file.source import Source
 from penstock.errors import DeviceUnavailable, InvalidFile
+from penstock.storage.threads import in_parallel
 
+_PIECE_BYTES = 1 << 20
+_NOT_A_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, zlib.error)
 _REFUSED = re.compile(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)")
 
 
@@ -36,6 +44,49 @@ def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> 
                 f"map_location='cpu' ({_first_sentence(text)})"
             ) from error
         raise InvalidFile(f"{source.path} cannot be loaded: {_why(text, type(error))}") from error
+
+
+def has_checksums(source: Source) -> bool:
+    """False where torch was told to compute none (torch.serialization.set_crc32_options)."""
+    with _members(source) as members:
+        return any(member.CRC for member in members.infolist())
+
+
+def verify(source: Source) -> None:
+    """Read the file whole and compare the checksums that the zip format has, if there are any.
+
+    Raises CheckpointError, or InvalidFile with the name of a damaged member.
+    """
+    if not has_checksums(source):
+        return
+    with _members(source) as members:
+        in_parallel(lambda member: _read_member(source, members, member), members.infolist())
+
+
+@contextlib.contextmanager
+def _members(source: Source) -> Iterator[zipfile.ZipFile]:
+    """The file as a zip file. Raises CheckpointError or InvalidFile, also where the caller's reads fail."""
+    try:
+        with os.fdopen(os.dup(source.file.buffered), "rb") as file, zipfile.ZipFile(file) as members:
+            yield members
+    except InvalidFile:
+        raise
+    except OSError as error:
+        raise cannot_read(source.path, error) from error
+    except _NOT_A_ZIP as error:
+        raise InvalidFile(f"{source.path} is damaged: {error}. Load another copy.") from error
+
+
+def _read_member(source: Source, members: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    try:
+        with members.open(member) as data:
+            while data.read(_PIECE_BYTES):
+                pass
+    except _NOT_A_ZIP as error:
+        raise InvalidFile(
+            f"{source.path} is damaged: the checksum of its member {member.filename} is not the one that was "
+            f"saved ({error}). Load another copy; verify=False loads the bytes as they are."
+        ) from error
 
 
 def _why(text: str, kind: type[Exception]) -> str:

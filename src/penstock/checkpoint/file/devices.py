@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from penstock.checkpoint.source import Source
-from penstock.checkpoint.writing import DEVICES
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.file.writing import DEVICES
 from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidFile
 
 MapLocation: TypeAlias = (
@@ -74,8 +74,8 @@ def _chosen(location: str, map_location: Any) -> torch.device:
         return torch.device(location if map_location is None else map_location)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(
-            f"map_location {map_location!r} is no device ({error}): give 'cpu', 'cuda:0', a torch.device, a "
-            "dict from saved to wanted devices, or a function as for torch.load"
+            f"map_location {map_location!r} is not a device ({error}): give 'cpu', 'cuda:0', a torch.device, "
+            "a dict from saved to wanted devices, or a function as for torch.load"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""From a state to a file: tensors are laid out, gathered into pieces, written, and put in place at once."""
+"""From a state to a file: lays tensors out, gathers them into pieces, writes these, and replaces the file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import ctypes
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from penstock.checkpoint.crew import in_order, in_parallel
 from penstock.checkpoint.failures import cannot_write, error_of
-from penstock.checkpoint.header import Entry, encode
-from penstock.checkpoint.memory import SpareMemory, host_bytes, is_on_host
-from penstock.checkpoint.parts import Checksums, Part, Piece, cut
-from penstock.checkpoint.pump import DEPTH, PinnedBuffer, Pump, Ring
-from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.tree import Stored, flatten
+from penstock.checkpoint.file.header import Entry, encode
+from penstock.checkpoint.file.memory import host_bytes, is_on_host
+from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
+from penstock.checkpoint.file.replace import Replacement
+from penstock.checkpoint.file.transfers import BufferPool, PinnedBuffer, transfer
+from penstock.checkpoint.state.tree import Stored, flatten
 from penstock.errors import InvalidArgument
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import copy_crc32c, crc32c_at
-from penstock.storage.transports.contract import Request
+from penstock.storage.threads import in_order, in_parallel
+from penstock.storage.transports.contract import Completion, Request
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
@@ -34,7 +33,7 @@ DEVICES = "penstock.devices"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold.
+    """The contents of a checkpoint to be written.
 
     tensors    whose bytes are written, in the order of the file
     entries    where each of them lies, without checksums
@@ -96,26 +95,23 @@ def _place(stored: Stored) -> tuple[bool, int]:
 def write(contents: Contents, replacement: Replacement) -> None:
     """Write straight from the tensors, through a few buffers. Raises CheckpointError."""
     checksums = Checksums(contents.entries)
-    ring = Ring(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
+    pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
 
     def gathered() -> Iterator[_Gathered]:
         for piece in cut(contents.entries, contents.header_bytes):
-            buffer = ring.take()
+            buffer = pool.take()
             _gather(contents, piece, buffer.address, checksums)
             yield _Gathered(piece, buffer.address, buffer)
 
-    _write(contents, checksums, gathered(), replacement, ring.give)
-
-
-_spare = SpareMemory()
+    _write(contents, checksums, gathered(), replacement, pool.give)
 
 
 class Snapshot:
-    """A copy of the tensors as they are now, as they will lie in the file."""
+    """A copy of the tensors as they are now, as they will lie in the file. A context manager."""
 
     def __init__(self, contents: Contents) -> None:
         """Raises OSError where there is not enough memory."""
-        buffer = _spare.take(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+        buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
         begin = contents.header_bytes
         self._checksums = Checksums(contents.entries)
         self._contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
@@ -126,12 +122,17 @@ class Snapshot:
         # From a device in order, so that copies come after what the caller's streams have been told to do.
         run = in_parallel if contents.on_host else in_order
         run(lambda each: _gather(contents, each.piece, each.address, self._checksums), self._gathered)
-        self._buffer = buffer
 
     def write(self, replacement: Replacement) -> None:
         """Write the copy. Raises CheckpointError."""
-        _write(self._contents, self._checksums, self._gathered, replacement, _kept)
-        _spare.give(self._buffer)
+        _write(self._contents, self._checksums, self._gathered, replacement)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the copy: others may hold this object as long as the error of its save."""
+        self._gathered.clear()
 
 
 class _Gathered(NamedTuple):
@@ -147,47 +148,42 @@ def _write(
     checksums: Checksums,
     pieces: Iterable[_Gathered],
     replacement: Replacement,
-    release: Callable[[Any], None],
+    release: Callable[[Any], None] = lambda buffer: None,
 ) -> None:
     """Write ``pieces``, then the header with the checksums; then take the old file's place.
 
     release   called with the buffer of each piece that is written
     """
     file, size_bytes = replacement.file, contents.size_bytes
-    with Pump() as pump:
 
-        def submit(offset: int, address: int, end: int, done: Callable[[], None]) -> None:
-            size = end - offset
-            if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
-                # Whole pages go past the page cache. `commit` cuts the file where its contents end.
-                size = align_up(size, PAGE_BYTES)
-                ctypes.memset(address + end - offset, 0, size - (end - offset))
-            pump.submit(Request("write", file, offset, address, size, keep=done))
+    def request(offset: int, address: int, end: int, buffer: object) -> Request:
+        size = end - offset
+        if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
+            # Whole pages go past the page cache. `commit` cuts the file where its contents end.
+            size = align_up(size, PAGE_BYTES)
+            ctypes.memset(address + end - offset, 0, size - (end - offset))
+        return Request("write", file, offset, address, size, keep=buffer)
 
-        def settle(most: int) -> None:
-            while pump.in_flight > most:
-                completion = pump.wait()
-                if completion.error_number:
-                    error = error_of(completion.error_number)
-                    raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
-                cast("Callable[[], None]", completion.request.keep)()
-
+    def requests() -> Iterator[Request]:
         for piece, address, buffer in pieces:
-            submit(piece.offset, address, piece.end, partial(release, buffer))
-            settle(DEPTH - 1)
+            yield request(piece.offset, address, piece.end, buffer)
         header = contents.header(checksums)
         buffer = AlignedBuffer(len(header))
         buffer.view()[:] = header
-        submit(0, buffer.address, len(header), partial(_kept, buffer))
-        settle(0)
+        yield request(0, buffer.address, len(header), buffer)
+
+    def done(completion: Completion) -> None:
+        if completion.error_number:
+            error = error_of(completion.error_number)
+            raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
+        if completion.request.offset:  # not the header
+            release(completion.request.keep)
+
+    transfer(replacement.opened, requests(), done)
     try:
         replacement.commit(size_bytes)
     except OSError as error:
         raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
-
-
-def _kept(_: AlignedBuffer) -> None:
-    """The buffer is used again, or by nobody."""
 
 
 def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:

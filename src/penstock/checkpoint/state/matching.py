@@ -1,4 +1,4 @@
-"""What of a saved state goes into which tensor that is there already."""
+"""Matches the tensors of a saved state with those of the modules, optimizers and dicts to be filled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Pair(NamedTuple):
-    """A tensor to be filled, and what with. `path` says where it is in the state."""
+    """A tensor to be filled, and the saved tensor for it. `path` is its place in the state."""
 
     path: str
     target: torch.Tensor
@@ -23,10 +23,10 @@ class Pair(NamedTuple):
 
 
 class Match:
-    """A saved state held against tensors, dicts, lists, modules and optimizers that are to take it.
+    """A saved state compared with the tensors, dicts, lists, modules and optimizers that will be filled.
 
     pairs      tensors to be filled
-    problems   why the two do not fit, a text for each kind; empty where they do
+    problems   differences between the two, a text for each kind; empty where they fit
     """
 
     def __init__(self, saved: Any, into: Any) -> None:
@@ -50,7 +50,7 @@ class Match:
         return [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
 
     def take_over(self, saved: Any, into: Any) -> Any:
-        """``into`` with all that the file holds and is no tensor: in place where it can be."""
+        """``into`` with all that the file holds and is not a tensor: in place where it can be."""
         if saved is _NOTHING or isinstance(into, torch.Tensor):
             return into
         if isinstance(into, torch.nn.Module):
@@ -87,8 +87,8 @@ class Match:
             for index in range(max(len(saved), len(into))):
                 self._compare(_below(path, index), _item(saved, index), _item(into, index))
         else:
-            self._missing.extend(_tensor_paths(path, into))
-            self._unexpected.extend(_tensor_paths(path, saved))
+            self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
+            self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
 
     def _state_of(self, path: str, saved: Any, into: torch.nn.Module | torch.optim.Optimizer) -> Any:
         """The state dict of ``into``, which is remembered."""
@@ -140,17 +140,15 @@ def _allocated(saved: Any) -> Any:
     return saved
 
 
-def _tensor_paths(path: str, value: Any) -> Iterator[str]:
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state with their places in it, dotted; of one that is a tensor, the path is empty."""
     if isinstance(value, torch.Tensor):
-        yield path or "the tensor"
-    elif isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _tensor_paths(_below(path, key), below)
-    elif isinstance(value, list | tuple):
-        for index, below in enumerate(value):
-            yield from _tensor_paths(_below(path, index), below)
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named_tensors(below, _below(path, key))
     elif isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-        yield from _tensor_paths(path, value.state_dict())
+        yield from named_tensors(value.state_dict(), path)
 
 
 def _kind(value: Any) -> str:

@@ -15,7 +15,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element to the last, both counted."""
+    """How many elements of memory the tensor spans, from its first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,4 +1,4 @@
-"""An open checkpoint."""
+"""A checkpoint file that is open for reading."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.checkpoint.failures import cannot_read, error_of
-from penstock.checkpoint.header import Header, decode, header_bytes
-from penstock.checkpoint.pagecache import cached_share
+from penstock.checkpoint.file.header import Header, decode, header_bytes
+from penstock.checkpoint.file.pagecache import cached_share
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage import files
 
@@ -29,18 +29,30 @@ def path_of(path: PathLike) -> Path:
     """Raises InvalidArgument where ``path`` is none."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise InvalidArgument(
-            f"{path!r} is no path: give the name of a file, as text or pathlib.Path. Open files and buffers "
-            "cannot be written past the page cache, nor replaced at once."
+            f"{path!r} is not a path: give the name of a file, as text or pathlib.Path. Open files and "
+            "buffers cannot be written past the page cache, nor replaced at once."
         )
     return Path(path)
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor of the file at ``path``. Raises OSError where it is something else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        os.set_blocking(descriptor, True)
+        return descriptor
+    os.close(descriptor)
+    raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
 
 
 class Source:
     """A checkpoint, open for reading. A context manager.
 
-    Opened once: what takes its place meanwhile is not seen.
+    The file is opened once: one that replaces it meanwhile is not seen.
 
     path        as given
+    opened      the open file
     file        to be given to transports
     size_bytes  of the whole file
     """
@@ -49,13 +61,10 @@ class Source:
         """Raises CheckpointError where there is no such file, or it cannot be read."""
         self.path = path_of(path)
         try:
-            mode = os.stat(self.path).st_mode  # before it is opened: a pipe would wait for its writer
-            if not stat.S_ISREG(mode):
-                raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
-            self._open = files.open_file(self.path, "r")
+            self.opened = files.from_descriptor(_open_regular(self.path), os.fspath(self.path))
         except OSError as error:
             raise cannot_read(self.path, error) from error
-        self.file = self._open.file
+        self.file = self.opened.file
         try:
             self.size_bytes = os.fstat(self.file.buffered).st_size
             self._beginning = self._read(0, min(_BEGINNING_BYTES, self.size_bytes))
@@ -70,7 +79,7 @@ class Source:
 
     @cached_property
     def header(self) -> Header:
-        """What the file holds. Raises InvalidFile where it is no checkpoint, or its header is damaged."""
+        """What the file holds. Raises InvalidFile where it is not a checkpoint, or its header is damaged."""
         self._refuse_other_formats()
         length = header_bytes(self._beginning[:8], self.size_bytes, self.path)
         data = self._beginning[:length]
@@ -80,7 +89,7 @@ class Source:
 
     @property
     def is_cached(self) -> bool:
-        """The page cache holds about all of the file."""
+        """The page cache holds nearly all of the file."""
         return cached_share(self.file.buffered) >= _CACHED_SHARE
 
     def read_ahead(self) -> None:
@@ -94,7 +103,7 @@ class Source:
         return self.header.written_by_penstock
 
     def close(self) -> None:
-        self._open.close()
+        self.opened.close()
 
     def __enter__(self) -> Source:
         return self

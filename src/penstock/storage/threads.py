@@ -1,4 +1,4 @@
-"""Several threads for one task."""
+"""A thread pool for one task, usable while the interpreter ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_THREADS = 4
 Item = TypeVar("Item")
 
 
-class Crew:
-    """Threads that begin at once to call ``work`` with each of ``items``, in order.
+class ThreadPool:
+    """Starts threads that call ``work`` with each of ``items``, in order.
 
-    An executor would do, if it could be used while the interpreter ends.
+    Python's executors cannot be used while the interpreter ends, and saves in the background go on then.
     """
 
     def __init__(self, work: Callable[[Any], None], items: Iterable[Any]) -> None:
@@ -26,7 +26,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         for _ in range(min(_MOST_THREADS, processors or 1, len(self._waiting))):
-            thread = threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True)
+            thread = threading.Thread(target=self._run, name="penstock-pool", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # there are too many, or the interpreter ends: `finish` does the rest
@@ -67,7 +67,7 @@ def in_parallel(work: Callable[[Item], None], items: Iterable[Item]) -> None:
     if len(items) < 2:
         in_order(work, items)
     else:
-        Crew(work, items).finish()
+        ThreadPool(work, items).finish()
 
 
 def in_order(work: Callable[[Item], None], items: Iterable[Item]) -> None:

@@ -7,13 +7,12 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import weakref
 
 import numpy as np
 import torch
 
-from penstock.storage.aligned import HUGE_PAGE_BYTES, AlignedBuffer, align_down, align_up, view_at
+from penstock.storage.aligned import HUGE_PAGE_BYTES, align_down, align_up, view_at
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _library = ctypes.CDLL(None, use_errno=True)
@@ -53,35 +52,6 @@ class OwnMemory:
             give_back = weakref.finalize(part, self._mapping.madvise, mmap.MADV_DONTNEED, low, high - low)
             give_back.atexit = False
         return part
-
-
-class SpareMemory:
-    """Keeps memory that was given back, for whoever needs about as much again: fresh memory costs time.
-
-    Meanwhile the kernel may take its pages for anything else.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spare: AlignedBuffer | None = None
-
-    def take(self, size_bytes: int) -> AlignedBuffer:
-        """At least ``size_bytes``, with anything in it. Raises OSError."""
-        with self._lock:
-            spare = self._spare
-            if spare is not None and size_bytes <= spare.size_bytes <= 2 * size_bytes:
-                self._spare = None
-                return spare
-        return AlignedBuffer(size_bytes)
-
-    def give(self, buffer: AlignedBuffer) -> None:
-        """``buffer`` is not used any more. The larger of two is kept."""
-        address, size = ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.size_bytes)
-        if not hasattr(mmap, "MADV_FREE") or _library.madvise(address, size, mmap.MADV_FREE):
-            return
-        with self._lock:
-            if self._spare is None or self._spare.size_bytes < buffer.size_bytes:
-                self._spare = buffer
 
 
 class MappedFile:

@@ -2,7 +2,7 @@
 
 A checkpoint is a safetensors file: 8 bytes with the length of a JSON text, the text, and the data, which
 the tensors cover without holes or overlap. What safetensors cannot express stands in the text's
-``__metadata__``: how the tensors make up a state (`penstock.checkpoint.tree`), and checksums. The text
+``__metadata__``: how the tensors make up a state (`penstock.checkpoint.state.tree`), and checksums. The text
 begins with the checksum of the whole header, so that a damaged header is refused before anything in it
 is believed. Headers of other writers have no checksums and are believed as far as they make sense.
 
@@ -153,18 +153,18 @@ def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
     """The size of the header, from the file's first 8 bytes. Raises InvalidFile where it cannot be one."""
     if file_bytes < LENGTH_BYTES or len(first8) < LENGTH_BYTES:
         raise InvalidFile(
-            f"{path} has {min(file_bytes, len(first8))} bytes and is no checkpoint: a header alone takes "
+            f"{path} has {min(file_bytes, len(first8))} bytes and is not a checkpoint: a header alone takes "
             f"more. The file is empty or was cut short. {_AGAIN}"
         )
     length = int.from_bytes(first8[:LENGTH_BYTES], "little")
     if length > MAX_TEXT_BYTES:
         raise InvalidFile(
-            f"{path} is no checkpoint: its first 8 bytes would be the length of a header of {length} bytes, "
-            f"and the format allows {MAX_TEXT_BYTES}. Give a file of penstock.save or of safetensors."
+            f"{path} is not a checkpoint: its first 8 bytes would be the length of a header of {length} "
+            f"bytes, and the format allows {MAX_TEXT_BYTES}. Give a file of penstock.save or of safetensors."
         )
     if LENGTH_BYTES + length > file_bytes:
         raise InvalidFile(
-            f"{path} was cut short, or is no checkpoint: its header would end at byte "
+            f"{path} was cut short, or is not a checkpoint: its header would end at byte "
             f"{LENGTH_BYTES + length}, and the file has {file_bytes}. {_AGAIN}"
         )
     return LENGTH_BYTES + length
@@ -191,7 +191,7 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
         text = data[LENGTH_BYTES:].decode()
     except UnicodeDecodeError as error:
         raise InvalidFile(
-            f"{path} is no checkpoint, or its header is damaged: byte "
+            f"{path} is not a checkpoint, or its header is damaged: byte "
             f"{LENGTH_BYTES + error.start} is not UTF-8. {_AGAIN}"
         ) from None
     entries, metadata = _Text(text, path).read()
@@ -293,7 +293,7 @@ class _Text:
         return match
 
     def _fail(self, problem: str) -> NoReturn:
-        raise InvalidFile(f"{self._path} is no checkpoint, or its header is damaged: {problem}. {_AGAIN}")
+        raise InvalidFile(f"{self._path} is not a checkpoint, or its header is damaged: {problem}. {_AGAIN}")
 
 
 def _checked(entry: Entry, path: str | Path) -> Entry:

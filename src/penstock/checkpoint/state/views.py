@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.checkpoint.geometry import is_dense, reach
+from penstock.checkpoint.state.strides import is_dense, reach
 from penstock.errors import InvalidFile
 
 # What the tree says of one tensor.

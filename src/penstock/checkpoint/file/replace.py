@@ -1,4 +1,4 @@
-"""A file that takes another's place in one moment, or leaves no trace."""
+"""Atomic replacement of a file: the new one takes its place complete and durable, or leaves no trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import stat
 import threading
 from pathlib import Path
 
+from penstock.core.files import sync_folder
 from penstock.storage import files
+from penstock.storage.transports.contract import File
 
 # A system or file system that cannot do a thing says one of these.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)
@@ -23,7 +25,7 @@ _NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left
 
 
 class Replacement:
-    """A new file at ``path``, seen by nobody until it is committed. A context manager.
+    """A new file at ``path``, invisible until it is committed. A context manager.
 
     A symbolic link stays, and the file that it leads to is replaced. Mode, and where allowed the owner,
     of a file that is there are kept; a new one gets what the umask leaves. The file has no name until
@@ -32,31 +34,32 @@ class Replacement:
 
     path         of the file that is replaced
     size_bytes   how many are allocated now, so that a full disk shows at once
+    opened       the open file
     file         to be given to transports
-    committed    it is the file that is found at `path`
+    committed    the new file is at `path`
 
-    Raises OSError where there can be no such file.
+    Raises OSError where no file can be written at ``path``.
     """
 
     def __init__(self, path: str | os.PathLike[str], size_bytes: int) -> None:
         self.path = Path(os.path.realpath(path))
         self.committed = False
         self._hidden: Path | None = None
-        self._open: files.OpenFile | None = None
+        self.opened = files.OpenFile(File(-1))  # none yet
         there = _existing(self.path)
         _remove_stale(self.path)
         try:
-            self._open = files.from_descriptor(self._create(there), os.fspath(self.path))
-            self.file = self._open.file
+            self.opened = files.from_descriptor(self._create(there), os.fspath(self.path))
+            self.file = self.opened.file
             if there is not None:
-                _take_after(self.file.buffered, there)
+                _copy_owner_and_mode(self.file.buffered, there)
             _allocate(self.file.buffered, size_bytes)
         except BaseException:
             self.close()
             raise
 
     def commit(self, size_bytes: int) -> None:
-        """Make the first ``size_bytes`` durable, and then the file that is found at `path`."""
+        """Cut the file to ``size_bytes``, make it durable, and rename it to `path`."""
         descriptor = self.file.buffered
         os.ftruncate(descriptor, size_bytes)
         os.fsync(descriptor)
@@ -64,13 +67,13 @@ class Replacement:
             self._hidden = _hidden(self.path)
             # The descriptor in place of a directory makes Python follow the link; it is not looked at.
             os.link(_by_descriptor(descriptor), self._hidden, src_dir_fd=descriptor, follow_symlinks=True)
-        replaced = _hold(self.path)
+        replaced = _keep_allocated(self.path)
         try:
             os.replace(self._hidden, self.path)
             self.committed, self._hidden = True, None
-            _sync_directory(self.path.parent)
+            sync_folder(self.path.parent)
         finally:
-            _let_go(replaced)
+            _free_in_background(replaced)
 
     def close(self) -> None:
         """Remove the file unless it was committed. Idempotent."""
@@ -78,8 +81,7 @@ class Replacement:
             with contextlib.suppress(OSError):
                 os.unlink(self._hidden)
             self._hidden = None
-        if self._open is not None:
-            self._open.close()
+        self.opened.close()
 
     def __enter__(self) -> Replacement:
         return self
@@ -111,7 +113,7 @@ def _existing(path: Path) -> os.stat_result | None:
     if stat.S_ISDIR(there.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(there.st_mode):
-        raise OSError(errno.EINVAL, "It is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "It is not a regular file", os.fspath(path))
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     return there
@@ -132,8 +134,8 @@ def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
     return None
 
 
-def _take_after(descriptor: int, there: os.stat_result) -> None:
-    """Give the new file the owner and the mode of the one that it is to replace."""
+def _copy_owner_and_mode(descriptor: int, there: os.stat_result) -> None:
+    """Give the new file the owner and the mode of the file that it will replace."""
     mode = stat.S_IMODE(there.st_mode)
     own = os.fstat(descriptor)
     if (own.st_uid, own.st_gid) != (there.st_uid, there.st_gid):
@@ -157,7 +159,7 @@ def _hidden_start(path: Path) -> str:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what killed processes left beside ``path``: a living writer holds a lock on its file."""
+    """Remove the files that killed processes left beside ``path``. A live writer holds a lock on its own."""
     start = _hidden_start(path)
     length = len(start) + 2 * _TOKEN_BYTES + len(_SUFFIX)
     with contextlib.suppress(OSError), os.scandir(path.parent) as found:
@@ -168,10 +170,12 @@ def _remove_stale(path: Path) -> None:
 
 def _remove_unlocked(path: Path) -> None:
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without waiting: it could be a pipe that somebody else put there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
         finally:
             os.close(descriptor)
 
@@ -206,10 +210,10 @@ def _fallocate(descriptor: int, size_bytes: int) -> int:
 _freeing: set[threading.Thread] = set()  # give back the space of replaced files
 
 
-def _hold(path: Path) -> int:
-    """A descriptor that keeps the space of the file at ``path`` from being freed; -1 where there is none.
+def _keep_allocated(path: Path) -> int:
+    """A descriptor that keeps the space of the file at ``path`` allocated; -1 where there is no file.
 
-    To free a gigabyte takes about a tenth of a second, which nobody has to wait for.
+    Freeing a gigabyte takes about a tenth of a second, which would delay the caller.
     """
     try:
         return os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -217,7 +221,7 @@ def _hold(path: Path) -> int:
         return -1
 
 
-def _let_go(descriptor: int) -> None:
+def _free_in_background(descriptor: int) -> None:
     """Close ``descriptor``, and so free its file's space, in the background."""
     if descriptor < 0:
         return
@@ -233,18 +237,3 @@ def _let_go(descriptor: int) -> None:
     except RuntimeError:  # the interpreter is ending, or there are too many threads
         close()
         _freeing.discard(thread)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make names in ``directory`` durable, where it can be opened and its file system knows how."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-    finally:
-        os.close(descriptor)

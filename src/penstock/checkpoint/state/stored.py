@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.checkpoint.geometry import dense, is_dense, is_spread, reach, row_major
-from penstock.checkpoint.views import DTYPES, MAX_DIMENSIONS, Node
+from penstock.checkpoint.state.strides import dense, is_dense, is_spread, reach, row_major
+from penstock.checkpoint.state.views import DTYPES, MAX_DIMENSIONS, Node
 from penstock.errors import InvalidArgument
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}

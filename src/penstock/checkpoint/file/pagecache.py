@@ -1,4 +1,4 @@
-"""How much of a file is in memory already."""
+"""How much of a file the page cache holds."""
 
 from __future__ import annotations
 

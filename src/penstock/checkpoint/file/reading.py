@@ -7,24 +7,24 @@ that what is read goes straight there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, cast
 
 import torch
 
-from penstock.checkpoint.crew import Crew, in_order, in_parallel
 from penstock.checkpoint.failures import cannot_read, error_of, shown
-from penstock.checkpoint.header import Entry
-from penstock.checkpoint.memory import MappedFile, OwnMemory, host_bytes, is_on_host, tensor_of
-from penstock.checkpoint.parts import Checksums, Part, Piece, cut
-from penstock.checkpoint.pump import DEPTH, Pump, Ring
-from penstock.checkpoint.source import Source
-from penstock.checkpoint.tree import DTYPES, unflatten
+from penstock.checkpoint.file.header import Entry
+from penstock.checkpoint.file.memory import MappedFile, OwnMemory, host_bytes, is_on_host, tensor_of
+from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.file.transfers import DEPTH, BufferPool, transfer
+from penstock.checkpoint.state.tree import DTYPES, unflatten
 from penstock.errors import InvalidFile
 from penstock.storage.aligned import align_down
 from penstock.storage.checksum import copy_crc32c, crc32c_at
-from penstock.storage.transports.contract import Request
+from penstock.storage.threads import ThreadPool, in_order, in_parallel
+from penstock.storage.transports.contract import Completion, Request
 
 # Takes a piece, and the address at which its bytes are.
 Use = Callable[[Piece, int], None]
@@ -61,20 +61,18 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     checksums = Checksums(source.header.entries)
     verify = verify and source.has_checksums
     pieces = tuple(cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
+
+    def take(piece: Piece) -> tuple[int, OwnMemory]:
+        return memory.address + piece.offset - begin, memory
+
+    def use(piece: Piece, address: int) -> None:
+        if verify:
+            _check(piece, address, checksums)
+
     # Fresh memory costs the kernel about as much time as the disk needs: threads bring it in beforehand.
-    touching = Crew(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])
-    with closing(touching), Pump() as pump:
-
-        def settle(most: int) -> None:
-            while pump.in_flight > most:
-                piece, _ = _finished(pump, source)
-                if verify:
-                    _check(piece, memory.address + piece.offset - begin, checksums)
-
-        for piece in pieces:
-            _submit(pump, source, piece, memory.address + piece.offset - begin, memory)
-            settle(2 * DEPTH - 1)
-        settle(0)
+    pool = ThreadPool(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])
+    with closing(pool):
+        _use_read(source, pieces, take, use, depth=2 * DEPTH)
     if verify:
         _raise_damaged(source, checksums.damaged())
     return _tensors(source, memory, begin)
@@ -135,7 +133,14 @@ def fill(
     if mapped:
         _use_mapped(source, _map(source), copy, in_parallel if on_host else in_order)
     else:
-        _use_staged(source, copy, Ring(pinned=not on_host))
+        pool = BufferPool(pinned=not on_host)
+
+        def take(_: Piece) -> tuple[int, object]:
+            buffer = pool.take()
+            return buffer.address, buffer
+
+        pieces = cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes)
+        _use_read(source, pieces, take, copy, pool.give)
     if verify:
         _raise_damaged(source, checksums.damaged())
 
@@ -171,39 +176,36 @@ def _use_mapped(source: Source, mapped: MappedFile, use: Use, run: Callable[...,
     run(bring_in, tuple(cut(source.header.entries, source.header.data_offset)))
 
 
-def _use_staged(source: Source, use: Use, ring: Ring) -> None:
-    """Call ``use`` with every piece while others are read, through the buffers of ``ring``."""
-    with Pump() as pump:
+def _use_read(
+    source: Source,
+    pieces: Iterable[Piece],
+    take: Callable[[Piece], tuple[int, Any]],
+    use: Use,
+    give: Callable[[Any], None] = lambda memory: None,
+    depth: int = DEPTH,
+) -> None:
+    """Read every piece past the page cache, and call ``use`` with it while others are read.
 
-        def settle(most: int) -> None:
-            while pump.in_flight > most:
-                piece, buffer = _finished(pump, source)
-                use(piece, buffer.address)
-                ring.give(buffer)
+    take    gives the address for a piece, and the memory that is there
+    give    called with that memory after it was used
 
-        for piece in cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes):
-            buffer = ring.take()
-            _submit(pump, source, piece, buffer.address, buffer)
-            settle(DEPTH - 1)
-        settle(0)
+    Raises CheckpointError.
+    """
 
+    def request(piece: Piece) -> Request:
+        address, memory = take(piece)
+        size_bytes = piece.end - piece.offset
+        return Request("read", source.file, piece.offset, address, size_bytes, keep=(piece, memory))
 
-def _submit(pump: Pump, source: Source, piece: Piece, address: int, memory: object) -> None:
-    """Begin to read ``piece`` to ``address``. ``memory`` is kept until that is done."""
-    size_bytes = piece.end - piece.offset
-    pump.submit(
-        Request("read", source.file, piece.offset, address, size_bytes, "direct", keep=(piece, memory))
-    )
+    def done(completion: Completion) -> None:
+        piece, memory = cast("tuple[Piece, Any]", completion.request.keep)
+        if completion.error_number:
+            error = error_of(completion.error_number)
+            raise cannot_read(source.path, error, piece.offset, _names(source, piece))
+        use(piece, completion.request.address)
+        give(memory)
 
-
-def _finished(pump: Pump, source: Source) -> tuple[Piece, Any]:
-    """The next piece that was read, and its memory. Raises CheckpointError."""
-    completion = pump.wait()
-    piece, memory = cast("tuple[Piece, Any]", completion.request.keep)
-    if completion.error_number:
-        error = error_of(completion.error_number)
-        raise cannot_read(source.path, error, piece.offset, _names(source, piece))
-    return piece, memory
+    transfer(source.opened, map(request, pieces), done, depth)
 
 
 def _check(piece: Piece, address: int, checksums: Checksums) -> None:

@@ -38,9 +38,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.checkpoint.geometry import row_major
-from penstock.checkpoint.stored import Collected, Stored, shown
-from penstock.checkpoint.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
+from penstock.checkpoint.state.stored import Collected, Stored, shown
+from penstock.checkpoint.state.strides import row_major
+from penstock.checkpoint.state.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
 from penstock.errors import InvalidArgument, InvalidFile
 
 __all__ = ["DTYPES", "Stored", "flatten", "unflatten"]
@@ -220,7 +220,7 @@ class _Unflattening:
     def _tensors_by_name(self, node: Node) -> dict[str, torch.Tensor]:
         names, prefix = self._fields(node, "$tensors", prefix="")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in [prefix, *names]):
-            self._fail(f"{node!r:.100} is no list of tensors")
+            self._fail(f"{node!r:.100} is not a list of tensors")
         if len(set(names)) != len(names):
             self._fail(f"{node!r:.100} has a key twice")
         return {key: self._tensors.entry(prefix + key) for key in names}
@@ -234,7 +234,7 @@ class _Unflattening:
         value: dict[Any, Any] = {}
         for item in self._list(items):
             if not isinstance(item, list) or len(item) != 2:
-                self._fail(f"{item!r:.100} is no key with a value")
+                self._fail(f"{item!r:.100} is not a key with a value")
             key = self._key(item[0])
             if key in value:
                 self._fail(f"the key {key!r:.100} is there twice")
@@ -249,14 +249,14 @@ class _Unflattening:
             return tuple(self._key(item, depth + 1) for item in self._list(items))
         key = self._value(node)
         if key is not None and type(key) not in (bool, str, int, float):
-            self._fail(f"{node!r:.100} is no key")
+            self._fail(f"{node!r:.100} is not a key")
         return key
 
     def _ordered(self, node: Node) -> OrderedDict[Any, Any]:
         items, attribute = self._fields(node, "$OrderedDict", _metadata=_ABSENT)
         items = self._value(items)
         if type(items) is not dict:
-            self._fail(f"{node!r:.100} is no OrderedDict")
+            self._fail(f"{node!r:.100} is not an OrderedDict")
         value = OrderedDict(items)
         if attribute is not _ABSENT:
             value._metadata = self._value(attribute)  # type: ignore[attr-defined]
@@ -269,26 +269,26 @@ class _Unflattening:
     def _size(self, node: Node) -> torch.Size:
         (items,) = self._fields(node, "$size")
         if not all(type(item) is int and abs(item) < _INT_LIMIT for item in self._list(items)):
-            self._fail(f"{node!r:.100} is no size")
+            self._fail(f"{node!r:.100} is not a size")
         return torch.Size(items)
 
     def _float(self, node: Node) -> float:
         (bits,) = self._fields(node, "$float")
         if not isinstance(bits, str) or not re.fullmatch("[0-9a-f]{16}", bits):
-            self._fail(f"{node!r:.100} is no float")
+            self._fail(f"{node!r:.100} is not a float")
         return float(struct.unpack(">d", bytes.fromhex(bits))[0])
 
     def _int(self, node: Node) -> int:
         (digits,) = self._fields(node, "$int")
         if not isinstance(digits, str) or not re.fullmatch("-?[0-9a-f]+", digits):
-            self._fail(f"{node!r:.100} is no int")
+            self._fail(f"{node!r:.100} is not an int")
         return int(digits, 16)
 
     def _complex(self, node: Node) -> complex:
         (parts,) = self._fields(node, "$complex")
         parts = [self._value(part) for part in self._list(parts)]
         if len(parts) != 2 or not all(type(part) is float for part in parts):
-            self._fail(f"{node!r:.100} is no complex number")
+            self._fail(f"{node!r:.100} is not a complex number")
         return complex(*parts)
 
     def _bytes(self, node: Node) -> bytes:
@@ -296,19 +296,19 @@ class _Unflattening:
         try:
             return base64.b64decode(text, validate=True)
         except (ValueError, TypeError):
-            self._fail(f"{node!r:.100} is no bytes")
+            self._fail(f"{node!r:.100} is not bytes")
 
     def _scalar(self, node: Node) -> Any:
         name, bits = self._fields(node, "$numpy", "bits")
         dtype = self._numpy_type(name)
         if not isinstance(bits, str) or not re.fullmatch(f"[0-9a-f]{{{2 * dtype.itemsize}}}", bits):
-            self._fail(f"{node!r:.100} is no number of numpy")
+            self._fail(f"{node!r:.100} is not a number of numpy")
         return np.frombuffer(bytes.fromhex(bits), dtype)[0]
 
     def _dtype(self, node: Node) -> torch.dtype:
         (name,) = self._fields(node, "$dtype")
         if not isinstance(name, str) or name not in TORCH_DTYPES:
-            self._fail(f"{node!r:.100} is no type of this torch")
+            self._fail(f"{node!r:.100} is not a type of this torch")
         return TORCH_DTYPES[name]
 
     def _device(self, node: Node) -> torch.device:
@@ -316,16 +316,16 @@ class _Unflattening:
         try:
             return torch.device(name if isinstance(name, str) else "")
         except (RuntimeError, ValueError):
-            self._fail(f"{node!r:.100} is no device of this torch")
+            self._fail(f"{node!r:.100} is not a device of this torch")
 
     def _numpy_type(self, name: object) -> np.dtype[Any]:
         if not isinstance(name, str) or not _NUMPY_TYPE.fullmatch(name):
-            self._fail(f"{name!r:.100} is no type of numpy")
+            self._fail(f"{name!r:.100} is not a type of numpy")
         return np.dtype(name)
 
     def _list(self, items: Any) -> list[Any]:
         if not isinstance(items, list):
-            self._fail(f"{items!r:.100} is no list")
+            self._fail(f"{items!r:.100} is not a list")
         return items
 
     def _fields(self, node: Node, *required: str, **optional: Any) -> list[Any]:

@@ -1,0 +1,119 @@
+"""The I/O queue of a checkpoint, with a bounded number of requests in flight, and its buffer pool."""
+
+from __future__ import annotations
+
+import errno
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.engine import shared_transport
+from penstock.storage.files import OpenFile
+from penstock.storage.transports.contract import Completion, Request
+
+PIECE_BYTES = 4 << 20
+DEPTH = 8
+TIMEOUT_S = 120.0  # the longest wait for the next completion: then the disk hangs
+_CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
+
+
+def transfer(
+    opened: OpenFile,
+    requests: Iterable[Request],
+    on_done: Callable[[Completion], None],
+    depth: int = DEPTH,
+) -> None:
+    """Carry out ``requests`` on ``opened``, with at most ``depth`` in flight.
+
+    requests   taken one by one, each while the previous ones are in flight
+    on_done    called on this thread with each completion, in the order in which they come. Where none
+               comes for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
+
+    When this returns or raises, nothing is in flight: files can be closed and memory be used, whatever
+    happened. Only what a disk that hangs does not give back stays in use until the process ends: its
+    request keeps the memory, and the file stays open.
+    """
+    transport = shared_transport()
+    completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+    incomplete: dict[int, Request] = {}
+    hangs = False
+
+    def complete(completion: Completion) -> None:
+        del incomplete[id(completion.request)]
+        completions.put(completion)
+
+    def settle() -> None:
+        nonlocal hangs
+        try:
+            completion = completions.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            hangs = True
+            completion = Completion(next(iter(incomplete.values())), errno.ETIMEDOUT, 0.0, 0.0)
+        on_done(completion)
+
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        in_flight = 0
+        for request in requests:
+            incomplete[id(request)] = request
+            try:
+                transport.submit([request], complete)
+            except ValueError:  # nothing has begun
+                del incomplete[id(request)]
+                raise
+            in_flight += 1
+            while in_flight >= depth:
+                settle()
+                in_flight -= 1
+        for _ in range(in_flight):
+            settle()
+    finally:
+        while incomplete:
+            try:
+                transport.cancel(list(incomplete.values()))
+                completions.get(timeout=_CANCEL_TIMEOUT_S if hangs else TIMEOUT_S)
+            except queue.Empty:
+                opened.abandon()
+                break
+            except KeyboardInterrupt as error:  # the memory is in use all the same
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+class BufferPool:
+    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH stay for the next pool.
+
+    most_bytes   of one piece, where that is less: then the buffers are smaller, and are not kept
+    pinned       for tensors of a device: page-locked where CUDA is available, so that copies run at the
+                 link's speed. torch keeps such memory for reuse, so the pool does not
+    """
+
+    def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
+        self._size_bytes = min(most_bytes, PIECE_BYTES)
+        self._make = PinnedBuffer if pinned and torch.cuda.is_available() else AlignedBuffer
+        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES
+        self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
+
+    def take(self) -> AlignedBuffer | PinnedBuffer:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make(self._size_bytes)
+
+    def give(self, buffer: AlignedBuffer | PinnedBuffer) -> None:
+        self._free.append(buffer)
+
+
+_spare: deque[AlignedBuffer | PinnedBuffer] = deque(maxlen=DEPTH)
+
+
+class PinnedBuffer:
+    """Page-locked memory, which begins at a page."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._data = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        self.address = self._data.data_ptr()
