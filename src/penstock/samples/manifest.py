@@ -13,7 +13,11 @@ import msgspec
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.samples.layout import MANIFEST
+from penstock.samples.mounted.failures import AGAIN, open_regular
 from penstock.storage.checksum import crc32c
+
+_SCHEMA = "penstock.storemanifest/1"
+_LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,11 @@ class StoreManifest:
         return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
 
 
+class _Document(msgspec.Struct):
+    schema: str
+    value: msgspec.Raw
+
+
 def write(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
     """Make the folder a store: all other files must be there, and durable. Seals the manifest."""
     files.save(manifest.sealed(), Path(folder) / MANIFEST)
@@ -114,7 +123,20 @@ def read(folder: str | os.PathLike[str]) -> StoreManifest:
     Raises FileNotFoundError where there is none, InvalidFile where it is damaged.
     """
     path = Path(folder) / MANIFEST
-    manifest = files.load(StoreManifest, path)
-    if manifest.sealed().crc32c != manifest.crc32c:
-        raise InvalidFile(f"{path} is damaged: its checksum is wrong. Copy or pack the store again")
+    with open(open_regular(path), "rb") as file:
+        text = file.read(_LARGEST_BYTES + 1)
+    if len(text) > _LARGEST_BYTES:
+        raise InvalidFile(f"{path} has more than {_LARGEST_BYTES} bytes: it is not a manifest. {AGAIN}")
+    try:
+        document = msgspec.json.decode(text, type=_Document)
+        if document.schema != _SCHEMA:
+            raise InvalidFile(
+                f"{path} holds {document.schema!r}, not {_SCHEMA!r}: use the penstock that wrote it"
+            )
+        manifest = msgspec.json.decode(document.value, type=StoreManifest)
+        sound = manifest.sealed().crc32c == manifest.crc32c
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError) as error:
+        raise InvalidFile(f"{path} is not the manifest of a store: {error}. {AGAIN}") from error
+    if not sound:
+        raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
     return manifest

@@ -49,6 +49,7 @@ PathLike: TypeAlias = "str | os.PathLike[str]"
 
 PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 
+_FILES = {DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS}
 _NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked for
 
 
@@ -258,6 +259,8 @@ def _check_manifest(manifest: StoreManifest, path: Path) -> None:
     )
     if not sound:
         raise InvalidFile(f"{path} contradicts itself: no packer wrote it. {AGAIN}")
+    for name in manifest.files.keys() - _FILES:
+        raise InvalidFile(f"{path} names {name!r}, which is no file of a store. {AGAIN}")
     for name, size_bytes in _sizes(manifest).items():
         if name not in manifest.files:
             raise InvalidFile(f"{path} does not name {name}, which every store has. {AGAIN}")

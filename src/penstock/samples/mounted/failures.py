@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import SampleError
+from penstock.errors import InvalidFile, SampleError
 from penstock.samples.layout import DIRECTORY
 
 AGAIN = "Copy or pack the store again"
@@ -50,6 +51,19 @@ def cannot_open(path: Path, error: OSError) -> SampleError:
     """The store, or its file, at ``path`` could not be opened."""
     remedy = _REMEDIES.get(error.errno or 0, _DISK)
     return _numbered(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of the regular file at ``path``, for reading. Pipes and devices are refused.
+
+    Raises OSError as os.open does, InvalidFile for what is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, timeout_s: float) -> SampleError:

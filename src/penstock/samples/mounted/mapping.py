@@ -18,7 +18,7 @@ from penstock.checkpoint.crew import in_parallel
 from penstock.errors import InvalidFile
 from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.mounted.failures import AGAIN, cannot_open
+from penstock.samples.mounted.failures import AGAIN, cannot_open, open_regular
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ class MappedFiles(Mapping[str, Bytes]):
     def _map(self, name: str) -> Bytes:
         path, wanted_bytes = self._folder / name, self._manifest.files[name].size_bytes
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path)
             try:
                 size_bytes = os.fstat(descriptor).st_size
                 if size_bytes == wanted_bytes:

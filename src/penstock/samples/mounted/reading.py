@@ -16,8 +16,8 @@ from penstock import _native
 from penstock.errors import InvalidFile, SampleError
 from penstock.samples.layout import data_file
 from penstock.samples.mounted.directory import Directory
-from penstock.samples.mounted.failures import AGAIN, cannot_open, closed
-from penstock.storage.files import OpenFile, open_file
+from penstock.samples.mounted.failures import AGAIN, cannot_open, closed, open_regular
+from penstock.storage.files import OpenFile, from_descriptor
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -175,7 +175,7 @@ def _open_data(directory: Directory, node: int) -> OpenFile:
     path = directory.folder / data_file(node)
     wanted_bytes = directory.manifest.nodes[node].chunks * directory.manifest.chunk_bytes
     try:
-        opened = open_file(path, "r")
+        opened = from_descriptor(open_regular(path), str(path))
     except FileNotFoundError as error:
         raise InvalidFile(f"{path} is missing: samples are in it. {AGAIN}") from error
     except OSError as error:

@@ -17,10 +17,11 @@ from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout
 from penstock.samples.manifest import NodeFile
+from penstock.samples.mounted.failures import open_regular
 from penstock.samples.upkeep.structure import Extents, Numbers
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
-from penstock.storage.files import open_file
+from penstock.storage.files import from_descriptor
 from penstock.storage.transports.contract import File
 
 PIECE_BYTES = 8 << 20
@@ -86,7 +87,7 @@ def scan(file: DataFile) -> Iterator[Piece]:
 
 def _opened(path: Path) -> Any:
     try:
-        return open_file(path, "r")
+        return from_descriptor(open_regular(path), str(path))
     except OSError as error:
         raise SampleError(f"{path} cannot be opened: {error.strerror}") from error
 
