@@ -29,7 +29,7 @@ from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
 
-_PART = re.compile(r"part-(\d{5})-of-(\d{5})")
+_PART = re.compile(r"\.?part-(\d{5})-of-(\d{5})(\.packing)?")
 _PROGRESS_S = 0.1
 
 Progress = Callable[[int, int], None]
@@ -75,7 +75,9 @@ def pack(
     metadata        texts of your own, kept in the manifest
     resume          go on where packing the same source into ``dest`` was interrupted. The source must give
                     the same samples in the same order; that is checked
-    overwrite       replace the store that is at ``dest``
+    overwrite       replace the store that is at ``dest``. It stays until the new one, which is packed to a
+                    hidden folder beside it, is whole; then they are exchanged in one step. The disk needs
+                    room for both. Of a store in parts each part is replaced by itself
     progress        is called now and then with the samples and bytes so far
 
     Gives the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
@@ -125,12 +127,14 @@ def pack_source(
 ) -> StoreManifest:
     """`pack`, after its arguments were checked."""
     with (
-        claim(folder, recipe, resume=resume, overwrite=overwrite) as done,
-        StoreWriter(folder, done) as writer,
+        claim(folder, recipe, resume=resume, overwrite=overwrite) as claimed,
+        StoreWriter(claimed.folder, claimed.done) as writer,
     ):
         _look_for_room(writer)
         nodes = _Packer(source, writer, rhythm or Rhythm(), report).run()
-        return writer.finish(nodes, source=source.description, metadata=metadata)
+        manifest = writer.finish(nodes, source=source.description, metadata=metadata)
+        claimed.publish()
+        return manifest
 
 
 class _Packer:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +28,7 @@ logger = logging.getLogger("penstock")
 
 PROGRESS = "packing.json"
 _NEXT = "packing.next"  # the one that takes its place, until it is durable
+_NEXT_DRAFT = f".{_NEXT}."
 # A file system without locks, or one that locks only what is open for writing.
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -38,6 +42,7 @@ METADATA = (
     layout.LABELS,
 )
 _NAMES = {*METADATA, layout.LOOKUP, layout.MANIFEST, PROGRESS, _NEXT}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _DATA = re.compile(r"data-\d{5}\.bin")
 _DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+|packing\.next")  # left by a killed process
 
@@ -117,13 +122,95 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+class Claim(NamedTuple):
+    """A folder that belongs to this process.
+
+    folder     to write into
+    done       what is already in it, durable
+    replaces   the store whose place the folder takes once it is whole
+    """
+
+    folder: Path
+    done: Packing
+    replaces: Path | None = None
+
+    def publish(self) -> None:
+        """Put the whole store in its place, in one step. Raises SampleError; the old store then stays."""
+        if self.replaces is None:
+            return
+        try:
+            shutil.copymode(self.replaces, self.folder)
+            _exchange(self.folder, self.replaces)
+            sync(self.replaces.parent)
+        except OSError as error:
+            raise SampleError(
+                f"cannot put {self.folder} in the place of {self.replaces}: {error.strerror}. Both are whole "
+                "stores: exchange them yourself, or pack to a new folder"
+            ) from error
+        try:
+            # The manifest last: what is left by a killed process is then known to be ours.
+            for name in sorted(filter(_ours, os.listdir(self.folder)), key=layout.MANIFEST.__eq__):
+                os.unlink(self.folder / name)
+            self.folder.rmdir()
+        except OSError as error:
+            logger.warning(
+                "%s, a store that was replaced, cannot be removed: %s", self.folder, error.strerror
+            )
+
+
 @contextlib.contextmanager
-def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Packing]:
-    """The folder for this process alone, ready to be written into from where the given packing ends.
+def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Claim]:
+    """The folder for this process alone, or a hidden one beside it where it has a store to be replaced.
 
     Raises InvalidArgument where the folder is not one to write into, SampleError where another process
     packs into it, or it cannot be written, or what it has was packed in another way.
     """
+    with _locked(folder):
+        if not overwrite or not (folder / layout.MANIFEST).exists():
+            yield Claim(folder, _prepare(folder, recipe, resume, overwrite))
+            return
+        folder = Path(os.path.realpath(folder))
+        _check_names(folder, sorted(os.listdir(folder)), overwrite)
+        beside = folder.with_name(f".{folder.name}.packing")
+        with _locked(beside):
+            _check_exchange(beside, folder)
+            (folder / PROGRESS).unlink(missing_ok=True)  # of a packing that ended: the store is whole
+            yield Claim(beside, _prepare(beside, recipe, resume, overwrite), folder)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange two files or folders in one step. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = errno.ENOSYS
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+def _check_exchange(beside: Path, folder: Path) -> None:
+    """Raises SampleError where a store cannot be replaced in one step: before the work, not after it."""
+    probes = [beside / f"{_NEXT_DRAFT}{number}" for number in (0, 1)]
+    try:
+        for probe in probes:
+            probe.touch()
+        _exchange(*probes)
+        if os.path.ismount(folder):
+            raise OSError(errno.EBUSY, "a file system is mounted there")
+    except OSError as error:
+        raise SampleError(
+            f"the store at {folder} cannot be replaced in one step: {error.strerror}. Pack to a new "
+            "folder, and remove the old store then"
+        ) from error
+    finally:
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made where there is none, for this process alone."""
     try:
         created = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +223,7 @@ def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Ite
         raise SampleError(f"cannot make a store at {folder}: {error.strerror}") from error
     try:
         _lock(descriptor, folder)
-        yield _prepare(folder, recipe, resume, overwrite)
+        yield
     finally:
         os.close(descriptor)
 
