@@ -37,7 +37,7 @@ METADATA = ["directory.bin", "sums.bin", "chunks.bin", "names.bin", "anchors.bin
 DATA = ["data-00000.bin", "data-00001.bin"]
 MOST_MORE_BYTES = 2 << 30  # of address space
 quick = settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -210,6 +210,29 @@ def test_any_bytes_with_right_checksums_give_an_error_or_samples(
     with copied(sound) as folder:
         rewrite(folder, name, bytes(data))
         every_use(folder, order=order, on_damage=on_damage, cache_bytes="64KiB")
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_samples_that_share_their_bytes_do_not_fill_the_memory_or_the_disk(tmp_path: Path) -> None:
+    large = bytes(2 << 20)
+    folder = tmp_path / "store"
+    write_store(
+        folder, [("large", large), *[(str(index), b"x") for index in range(4000)]], chunk_bytes=1 << 20
+    )
+    entries = np.frombuffer((folder / "directory.bin").read_bytes(), "<u8").reshape(-1, 2).copy()
+    entries[:, 1] = len(large) << 1
+    rewrite(folder, "directory.bin", entries.tobytes())
+    rewrite(folder, "sums.bin", np.full(len(entries), crc32c(large), "<u4").tobytes())
+    for order in ("full", "chunk"):
+        with mount(folder, order) as store:
+            assert store.read(3000) == large
+            assert store.read_many([3000] * 3).data.nbytes == 3 * len(large)
+            with pytest.raises(PenstockError, match="a place that cannot be"):
+                store.read_many(range(4001))
+            with pytest.raises(PenstockError, match="a place that cannot be"):
+                store.bread(4001)
+    with pytest.raises(InvalidFile, match="more bytes than the store has"):
+        unpack(folder, tmp_path / "out")
 
 
 HOSTILE: st.SearchStrategy[Any] = st.sampled_from(

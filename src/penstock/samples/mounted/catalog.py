@@ -151,10 +151,13 @@ class Catalog:
             raise InvalidArgument(
                 f"indices of shape {indices.shape} and dtype {indices.dtype}: give [n] integers"
             )
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < self._samples:
-            worst = int(indices.min()) if indices.min() < 0 else int(indices.max())
-            raise InvalidArgument(f"there is no sample {worst}: there are {self._samples}, from 0 on")
-        return np.ascontiguousarray(indices, np.int64)
+        checked = np.array(indices)  # a copy: the caller may change its array while samples are read
+        least, most = (int(checked.min()), int(checked.max())) if checked.size else (0, -1)
+        if least < 0 or most >= self._samples:
+            raise InvalidArgument(
+                f"there is no sample {least if least < 0 else most}: there are {self._samples}, from 0 on"
+            )
+        return checked.astype(np.int64, copy=False)
 
     def _same(self, field: str) -> Any:
         """What all members say of themselves. Raises InvalidArgument where they differ."""

@@ -18,7 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import SampleError
+from penstock.errors import InvalidFile, SampleError
+from penstock.samples.layout import DIRECTORY
+from penstock.samples.mounted.failures import AGAIN
 from penstock.samples.mounted.store import Store, mount
 
 Progress = Callable[[int, int], None]
@@ -85,10 +87,15 @@ def unpack(
 def _batches(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[np.int64]]:
     """All indices in order, in batches that fit in memory: one sample at least."""
     total = len(store) if indices is None else len(indices)
+    left_bytes = sum(manifest.size_bytes for manifest in store.manifests)
     for begin in range(0, total, BATCH_SAMPLES):
         end = min(begin + BATCH_SAMPLES, total)
         block = np.arange(begin, end, dtype=np.int64) if indices is None else indices[begin:end]
-        cuts = np.cumsum(store.sizes(block)) // BATCH_BYTES
+        sizes = store.sizes(block)
+        left_bytes -= int(sizes.sum()) if indices is None else 0
+        if left_bytes < 0:
+            raise InvalidFile(f"{DIRECTORY} gives samples more bytes than the store has. {AGAIN}")
+        cuts = np.cumsum(sizes) // BATCH_BYTES
         yield from np.split(block, np.flatnonzero(np.diff(cuts)) + 1)
 
 
