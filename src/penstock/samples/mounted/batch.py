@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import InvalidFile
 from penstock.samples.encoding import Decoder
 from penstock.samples.manifest import Field
 
@@ -70,9 +71,17 @@ class Batch:
         """The samples' fields, as the store's encoding says.
 
         "record": a dict of arrays [n, ...], without a copy. Otherwise a list: of bytes for "raw", of dicts
-        for "msgpack".
+        for "msgpack". Raises InvalidFile, which names the sample, where one cannot be decoded.
         """
-        return self._origin.decoder.batch(self.data, self.offsets)
+        try:
+            return self._origin.decoder.batch(self.data, self.offsets)
+        except InvalidFile:
+            for index, name, data in zip(self.indices.tolist(), self.names(), self, strict=True):
+                try:
+                    self._origin.decoder.sample(data)
+                except InvalidFile as error:
+                    raise InvalidFile(f"sample {index} ({name!r}) cannot be decoded: {error}") from None
+            raise
 
     def __repr__(self) -> str:
         return f"Batch({len(self)} samples, {self.data.nbytes} bytes)"

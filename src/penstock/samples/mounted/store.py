@@ -159,8 +159,12 @@ class Store(Catalog):
         return io.BytesIO(self.read(key))
 
     def sample(self, key: Key) -> bytes | dict[str, Any]:
-        """The sample, decoded: bytes for "raw", else its fields."""
-        return self.decoder.sample(self.read(key))
+        """The sample, decoded: bytes for "raw", else its fields. Raises InvalidFile where it cannot be."""
+        index = self.index(key)
+        try:
+            return self.decoder.sample(self.read(index))
+        except InvalidFile as error:
+            raise InvalidFile(f"sample {index} ({self.name(index)!r}) cannot be decoded: {error}") from None
 
     # Reading all, in a random order
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from penstock.errors import InvalidArgument, SampleError
+from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.mounted.batch import Batch
 from penstock.units import format_bytes, format_seconds
 
@@ -93,7 +93,23 @@ def converter(
     if decode is None and collate is None:
         return functools.partial(to_tensors, encoding)
     each, join = decode or (lambda sample: sample.fields), collate or default_collate
-    return lambda batch: join([each(sample) for sample in samples_of(batch)])
+    return lambda batch: join(decoded(each, batch))
+
+
+def decoded(decode: Callable[[Sample], Any], batch: Batch) -> list[Any]:
+    """What the function makes of each sample. Raises SampleError, which names the sample, where it raises."""
+    values = []
+    for sample in samples_of(batch):
+        try:
+            values.append(decode(sample))
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise SampleError(
+                f"sample {sample.index} ({sample.name!r}) could not be decoded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return values
 
 
 def to_tensors(encoding: str, batch: Batch) -> dict[str, Any]:

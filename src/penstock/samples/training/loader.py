@@ -19,7 +19,7 @@ from penstock.errors import InvalidArgument
 from penstock.samples.mounted.batch import Batch
 from penstock.samples.mounted.store import Store
 from penstock.samples.training.claims import Claim, Claims
-from penstock.samples.training.delivery import Convert, Crew, Sample, converter, pinned, samples_of
+from penstock.samples.training.delivery import Convert, Crew, Sample, converter, decoded, pinned
 from penstock.samples.training.resume import Epoch, Position, from_state
 from penstock.units import parse_bytes
 
@@ -141,7 +141,8 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         position, self._told = self._loaded, False
         assert position is not None
         streams, batch_size = self.store.world * workers, self.batch_size
-        if (position.streams, position.slots, position.batch_size) != (streams, self._slots, batch_size):
+        found = position.streams, position.slots, position.batch_size
+        if found != (streams, self._slots, batch_size) or not position.taken:
             raise InvalidArgument(
                 f"the StatefulDataLoader's state is of {position.streams} streams, {position.slots} slots, "
                 f"batches of {position.batch_size}; now there are {streams}, {self._slots} and {batch_size}: "
@@ -240,7 +241,7 @@ class _Iteration(Iterator[Any]):
     """One epoch of one stream."""
 
     def __init__(self, loader: Loader, begin: Position, stream: int, convert: Convert) -> None:
-        self.progress = _Progress(begin, stream, begin.taken_by(stream), stream in begin.finished)
+        self.progress = _Progress(begin, stream, begin.taken_by([stream])[stream], stream in begin.finished)
         self._store, self._convert, self._batch_size = loader.store, convert, loader.batch_size
         self._least = loader.batch_size if loader.drop_last else 1
         self._taken, self._end = self.progress.taken, begin.end(stream)  # taken of the store
@@ -333,8 +334,8 @@ class SampleDataset(Dataset[Any]):  # type: ignore[misc]
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        samples = samples_of(self.store.read_many([int(index) for index in indices]))
-        return [sample.fields if self.decode is None else self.decode(sample) for sample in samples]
+        decode = self.decode or (lambda sample: sample.fields)
+        return decoded(decode, self.store.read_many([int(index) for index in indices]))
 
 
 def _pinning(convert: Convert) -> Convert:

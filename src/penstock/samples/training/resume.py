@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from penstock.errors import InvalidArgument
 from penstock.samples.order import Segment
 
 VERSION = 1
+MOST_STREAMS = 1 << 20  # as in C++
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +77,41 @@ class Position:
             return self.size(stream)
         return self.left // self.streams // self.batch_size * self.batch_size
 
-    def taken_by(self, stream: int) -> int:
-        """Samples that the stream has taken, known or assumed.
+    def taken_by(self, streams: Iterable[int]) -> dict[int, int]:
+        """Samples that each of the streams has taken, known or assumed.
 
         Raises InvalidArgument where the state does not say.
         """
-        if stream in self.taken:
-            return self.taken[stream]
-        alike = [known for known in self.taken if known % self.workers == stream % self.workers]
-        if not alike:
-            raise InvalidArgument(
-                f"the state knows {len(self.taken)} of {self.streams} streams, and of worker "
-                f"{stream % self.workers} nothing: give loader.load_state_dict the whole state of the "
-                "DataLoader, or penstock.samples.merge_states of all processes' states"
-            )
-        if any(known in self.finished for known in alike):
-            return self.end(stream)
-        batches = {self._batches(self.taken[known]) for known in alike}
-        if len(batches) > 1:
-            raise InvalidArgument(
-                f"the state knows {len(self.taken)} of {self.streams} streams, which have given different "
-                f"numbers of batches ({min(batches)} to {max(batches)}): give penstock.samples.merge_states "
-                "the states of all processes"
-            )
-        return min(batches.pop() * self.batch_size, self.size(stream))
+        batches: dict[int, set[int]] = {}  # that the known streams of a worker have given
+        for stream, taken in self.taken.items():
+            batches.setdefault(stream % self.workers, set()).add(self._batches(taken))
+        finished = {stream % self.workers for stream in self.finished}
+
+        def assumed(stream: int) -> int:
+            worker = stream % self.workers
+            if worker not in batches:
+                raise InvalidArgument(
+                    f"the state knows {len(self.taken)} of {self.streams} streams, and of worker {worker} "
+                    "nothing: give loader.load_state_dict the whole state of the DataLoader, or "
+                    "penstock.samples.merge_states of all processes' states"
+                )
+            if worker in finished:
+                return self.end(stream)
+            if len(batches[worker]) > 1:
+                raise InvalidArgument(
+                    f"the state knows {len(self.taken)} of {self.streams} streams, which have given "
+                    f"different numbers of batches ({min(batches[worker])} to {max(batches[worker])}): give "
+                    "penstock.samples.merge_states the states of all processes"
+                )
+            return min(next(iter(batches[worker])) * self.batch_size, self.size(stream))
+
+        return {stream: self.taken[stream] if stream in self.taken else assumed(stream) for stream in streams}
 
     def divided(self, streams: int, slots: int, workers: int) -> Position:
         """The same epoch in so many streams: as it was divided, or what is left of it divided anew."""
         same = self
         if streams == self.streams and workers != self.workers:
-            taken = {stream: self.taken_by(stream) for stream in range(streams)}
-            same = dataclasses.replace(self, workers=workers, taken=taken)
+            same = dataclasses.replace(self, workers=workers, taken=self.taken_by(range(streams)))
         if (streams, slots) == (same.streams, same.slots) and same._even():
             return same
         taken = dict.fromkeys(range(streams), 0)
@@ -123,7 +130,7 @@ class Position:
 
     def _closed(self) -> Position:
         """The same, with the division in force over."""
-        counts = tuple(self.taken_by(stream) for stream in range(self.streams))
+        counts = tuple(self.taken_by(range(self.streams)).values())
         after = (*self.after, Segment(self.streams, self.slots, counts)) if any(counts) else self.after
         return dataclasses.replace(self, after=after, streams=0, taken={}, finished=frozenset())
 
@@ -140,14 +147,15 @@ class Position:
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The streams of a process in the order in which its batches come: the one that is due first."""
         own = range(rank * self.workers, (rank + 1) * self.workers)
-        open_ = [stream for stream in own if self.taken_by(stream) < self.end(stream)]
-        due = min(open_, key=lambda stream: self.taken_by(stream) // self.batch_size, default=own[0])
+        taken = self.taken_by(own)
+        open_ = [stream for stream in own if taken[stream] < self.end(stream)]
+        due = min(open_, key=lambda stream: taken[stream] // self.batch_size, default=own[0])
         return (*own[due - own[0] :], *own[: due - own[0]])
 
     def advanced(self, rank: int, batches: int) -> Position:
         """The position after so many more batches of this process, taken from its workers in turn."""
         turns = self.of_rank(rank)
-        taken = {stream: self.taken_by(stream) for stream in turns}
+        taken = self.taken_by(turns)
         while batches > 0:
             open_ = [stream for stream in turns if taken[stream] < self.end(stream)]
             if not open_:
@@ -192,11 +200,14 @@ def from_state(state: Mapping[str, Any]) -> Position:
 
     Raises InvalidArgument where it is neither.
     """
-    if "_snapshot" in state:
-        return _from_workers(state)
-    if "dataset_state" in state:
-        return _from_state_of_loader(state["dataset_state"])
-    return _from_state_of_loader(state)
+    try:
+        if "_snapshot" in state:
+            return _from_workers(state)
+        return _from_state_of_loader(state.get("dataset_state", state))
+    except InvalidArgument:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"{_NO_STATE} ({error!r}): {_REMEDY}") from None
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -249,27 +260,57 @@ def _from_workers(state: Mapping[str, Any]) -> Position:
 
 
 def _from_state_of_loader(state: Any) -> Position:
-    try:
-        if state["version"] != VERSION:
-            raise InvalidArgument(
-                f"the Loader's state is of version {state['version']}, and this penstock reads version "
-                f"{VERSION}: use the version of penstock that saved it"
-            )
-        return Position(
-            of=Epoch(state["store"], state["samples"], state["order"], state["seed"], state["epoch"]),
-            batch_size=state["batch_size"],
-            drop_last=state["drop_last"],
-            after=tuple(Segment(streams, slots, tuple(taken)) for streams, slots, taken in state["after"]),
-            streams=state["streams"],
-            slots=state["slots"],
-            workers=state["workers"],
-            taken={int(stream): int(taken) for stream, taken in state["taken"]},
-            finished=frozenset(state["finished"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidArgument):
-            raise
+    if state["version"] != VERSION:
         raise InvalidArgument(
-            f"this is no state of a penstock Loader ({error!r}): give what Loader.state_dict returned, or "
-            "the state_dict of a StatefulDataLoader around a Loader"
-        ) from None
+            f"the Loader's state is of version {state['version']}, and this penstock reads version "
+            f"{VERSION}: use the version of penstock that saved it"
+        )
+    found = msgspec.convert(state, _State)
+    after = tuple(Segment(*segment) for segment in found.after)
+    position = Position(
+        of=Epoch(found.store, found.samples, found.order, found.seed, found.epoch),
+        batch_size=found.batch_size,
+        drop_last=found.drop_last,
+        after=after,
+        streams=found.streams,
+        slots=found.slots,
+        workers=found.workers,
+        taken=dict(found.taken),
+        finished=frozenset(found.finished),
+    )
+    if (
+        any(len(segment.taken) != segment.streams for segment in after)
+        or position.left < 0
+        or found.streams % found.workers
+        or any(stream >= found.streams or taken > position.size(stream) for stream, taken in found.taken)
+        or not position.finished <= position.taken.keys()
+    ):
+        raise InvalidArgument(f"{_NO_STATE} (it contradicts itself): {_REMEDY}")
+    return position
+
+
+_NO_STATE = "this is no state of a penstock Loader"
+_REMEDY = "give what Loader.state_dict returned, or the state_dict of a StatefulDataLoader around a Loader"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+_Streams = Annotated[int, msgspec.Meta(ge=0, le=MOST_STREAMS)]
+_Workers = Annotated[int, msgspec.Meta(ge=1, le=MOST_STREAMS)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62))]
+_Slots = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32))]
+
+
+class _State(msgspec.Struct):
+    """What Position.state gives, as anybody may have changed it since."""
+
+    store: str
+    samples: _Count
+    order: str
+    seed: int
+    epoch: _Count
+    batch_size: _Positive
+    drop_last: bool
+    after: Annotated[list[tuple[_Workers, _Slots, tuple[_Count, ...]]], msgspec.Meta(max_length=1024)]
+    streams: _Streams
+    slots: _Slots
+    workers: _Workers
+    taken: list[tuple[_Count, _Count]]
+    finished: list[_Count]
