@@ -49,6 +49,10 @@ def test_names_come_in_the_order_of_their_bytes(
         except (NotADirectoryError, FileExistsError, IsADirectoryError):
             continue  # a file where another needs a folder
         expected[name] = name
+    if not expected:
+        with pytest.raises(SampleError, match="nothing to pack"):
+            open_source(os.fsdecode(root), format="folder")
+        return
     source = open_source(os.fsdecode(root), format="folder")
     found = [(os.fsencode(name), data) for name, data in pairs(source)]
     assert found == sorted(expected.items())
@@ -194,5 +198,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_source(tmp_path / "nothing", format="folder")
     with pytest.raises(InvalidArgument, match="no option 'speed', only follow_links"):
         open_source(tmp_path, speed=1)
+    (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="rank=2"):
         open_source(tmp_path).share(2, 2)

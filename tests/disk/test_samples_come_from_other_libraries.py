@@ -16,6 +16,7 @@ from PIL import Image
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import decode
 from penstock.samples.formats import RawSample, Source, open_source
+from penstock.samples.formats.mds import Mds
 from penstock.samples.formats.tfrecord import example
 
 pytest.importorskip("pyarrow")
@@ -102,6 +103,13 @@ def edit(folder: Path, **shard: Any) -> None:
     index = json.loads((folder / "index.json").read_text())
     index["shards"][0] |= shard
     (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_mds_of_very_many_shards_is_not_taken_for_files(mds: Path) -> None:
+    index = json.loads((mds / "index.json").read_text())
+    index["notes"] = " " * (65 << 20)  # as long as the entries of a few hundred thousand shards
+    (mds / "index.json").write_text(json.dumps(index))
+    assert isinstance(open_source(mds), Mds)
 
 
 def test_mds_that_is_damaged_is_refused(mds: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.samples.formats.source import Block, RawSample, Source
 from penstock.samples.formats.tfrecord import open_tfrecord
 from penstock.samples.formats.webdataset import open_webdataset
 
+_OF_ONE_PATH = ("folder", "mds", "arrays")
 _OPTION = Parameter.KEYWORD_ONLY
 
 __all__ = ["FORMATS", "Block", "RawSample", "Source", "open_source"]
@@ -61,4 +62,15 @@ def open_source(source: Any, *, format: str | None = None, **options: Any) -> So
             raise InvalidArgument(
                 f"format {format!r} has no option {name!r}, only {', '.join(known) or 'none'}"
             )
+    if format in _OF_ONE_PATH and isinstance(source, list) and all(map(_is_path, source)):
+        if len(source) == 1:
+            return FORMATS[format](source[0], **options)
+        raise InvalidArgument(
+            f"format {format!r} takes one path, not {len(source)}: pack each to a store of its own and mount "
+            "them together, or, of folders, give the one that they lie in"
+        )
     return FORMATS[format](source, **options)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)

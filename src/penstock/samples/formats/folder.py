@@ -91,6 +91,8 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
         in_folders = in_folders and bool(slash)
         if in_folders:
             tops[top] = None
+    if not whole:
+        raise SampleError(f"{text_of(root)} has no files: nothing to pack")
     if skipped:
         _log.warning(
             "%s: %d entries are no regular files and are left out (follow_links=True follows links): %s",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
-import json
+import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
+
+import msgspec
 
 from penstock.errors import InvalidArgument, SampleError
 
@@ -165,10 +167,19 @@ def _format_of_folder(path: str) -> str:
     return shards or "folder"
 
 
+class _Shard(msgspec.Struct):
+    format: str
+
+
+class _Index(msgspec.Struct):
+    shards: list[_Shard]
+
+
 def _is_mds(index: str) -> bool:
+    """Whether it is an index of MDS shards, however many: what else it says is stepped over."""
     try:
-        with open(index, "rb") as file:
-            text = file.read(1 << 26)
-        return bool(json.loads(text)["shards"][0]["format"] == "mds")
-    except (OSError, ValueError, LookupError, TypeError):
+        with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            shards = msgspec.json.decode(text, type=_Index).shards
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return False
+    return bool(shards) and shards[0].format == "mds"
