@@ -1,9 +1,8 @@
 """Processes of torch.distributed that pack and mount one store together.
 
-What is small goes through the group's key-value store, in which a process that is missing can be named; the
-directories go by broadcast, in pieces, and are compared with the manifests' checksums. The data files stay
-where they are: a process opens them by the path that their owner gave, which it must be able to see. That is
-``_place``, the one function that another transport replaces.
+They exchange what each of them holds through the group's key-value store, in which a process that is missing
+can be named. The files stay where they are: every process maps them by the path that their owner gave, so the
+processes of a machine share the pages.
 """
 
 from __future__ import annotations
@@ -15,24 +14,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples import manifest as manifests
+from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.mounted.directory import Directory, PathLike, members
-from penstock.samples.mounted.mapping import Bytes
-from penstock.storage.checksum import crc32c_at
 from penstock.units import format_seconds
 
-_PIECE_BYTES = 64 << 20  # of a file, that is broadcast at a time
 _LONGEST_POLL_S = 0.05
 _PULSE_S = 0.5  # between signs of life
 _PEERS_GRACE_S = 2.0  # to learn who is still there, once something has failed
@@ -85,22 +76,11 @@ def gather(
     said = meeting.exchange("say what they hold", Said(holds, error))
     own = {directory.manifest.identity: directory for directory in mine}
     stores = _each_once(meeting, said)
-    common = set.intersection(*map(_identities, said))
-    sent = [(owner, held) for owner, held in stores if held.manifest.identity not in common]
-
-    def read() -> None:  # now, as it may be damaged
-        for owner, held in sent:
-            if owner == meeting.rank:
-                dict(own[held.manifest.identity].files)
-
-    meeting.exchange("read what the others need", Said(error=_error_of(read)))
-    received = {held.manifest.identity: _sent(meeting, owner, held, own) for owner, held in sent}
 
     def open_() -> None:
-        for owner, held in sent:
-            identity = held.manifest.identity
-            if identity not in own:
-                own[identity] = _received(owner, held, received[identity])
+        for owner, held in stores:
+            if held.manifest.identity not in own:
+                own[held.manifest.identity] = _opened(owner, held, verify)
 
     meeting.exchange("open what the others hold", Said(error=_error_of(open_)))
     return Gathered([own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world)
@@ -169,45 +149,20 @@ def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]
     return list(found.values())
 
 
-def _identities(said: Said) -> set[str]:
-    return {held.manifest.identity for held in said.held}
-
-
-def _sent(meeting: Meeting, owner: int, held: Held, own: dict[str, Directory]) -> dict[str, Bytes]:
-    """The files of a store that not every process has, from one that has. All processes do this together."""
-    mapped = own.get(held.manifest.identity)
-    files = {}
-    for name, sum_ in sorted(held.manifest.files.items()):
-        data = mapped.files[name] if mapped is not None and meeting.rank == owner else None
-        files[name] = meeting.broadcast(owner, f"{name} of {held.folder}", sum_.size_bytes, data)
-    return files
-
-
-def _received(owner: int, held: Held, files: dict[str, Bytes]) -> Directory:
-    """A directory from another process. Raises SampleError, InvalidFile."""
-    for name, data in files.items():
-        if crc32c_at(data.ctypes.data, data.size) != held.manifest.files[name].crc32c:
-            raise InvalidFile(
-                f"{name} of {held.folder} has a wrong checksum, as process {owner} sent it: run "
-                "penstock samples verify there"
-            )
-    return Directory(_place(owner, held), held.manifest, files)
-
-
-def _place(owner: int, held: Held) -> Path:
-    """Where this process can open the data files of a store that another one holds."""
-    folder = Path(held.folder)
+def _opened(owner: int, held: Held, verify: bool) -> Directory:
+    """The directory of a store that another process holds. Raises SampleError, InvalidFile."""
     advice = "put it where all processes can see it, or mount it in each from a place of its own"
     try:
-        seen = manifests.read(folder)
-    except OSError as error:
-        blind = f"cannot see {folder}, which process {owner} holds"
-        raise SampleError(f"{blind}: {error.strerror}; {advice}") from error
-    if seen.identity != held.manifest.identity:
+        directory = Directory.load(held.folder, verify)
+    except SampleError as error:
         raise SampleError(
-            f"at {folder}, which process {owner} holds, this process sees another store; {advice}"
+            f"cannot see {held.folder}, which process {owner} holds: {error}; {advice}"
+        ) from error
+    if directory.manifest.identity != held.manifest.identity:
+        raise SampleError(
+            f"at {held.folder}, which process {owner} holds, this process sees another store; {advice}"
         )
-    return folder
+    return directory
 
 
 @dataclass
@@ -289,35 +244,6 @@ class Meeting:
             self.say("leave", Said())
             there = [rank for rank in range(self.world) if rank not in missing]
             self._wait_for("leave", there, time.monotonic() + _PEERS_GRACE_S)
-
-    def broadcast(self, owner: int, what: str, size_bytes: int, data: Bytes | None) -> Bytes:
-        """Bytes from the process ``owner``, which alone gives ``data``.
-
-        Raises SampleError where they do not come in time.
-        """
-        received = np.empty(size_bytes, np.uint8) if data is None else data
-        deadline = time.monotonic() + self.timeout_s
-        for begin in range(0, size_bytes, _PIECE_BYTES):
-            piece = received[begin : begin + _PIECE_BYTES]
-            # Of a file that is mapped read-only, torch cannot make a tensor.
-            tensor = torch.from_numpy(piece if data is None else np.array(piece))
-            try:
-                work = dist.broadcast(tensor, self.ranks[owner], group=self.group, async_op=True)
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError as error:
-                raise self._broken(f"{what} from process {owner}", deadline, error) from error
-        return received
-
-    def _broken(self, what: str, deadline: float, error: RuntimeError) -> SampleError:
-        """A broadcast failed: who is still there, once all that wait for it have stopped waiting?"""
-        self.say("answer", Said())
-        missing = self._wait_for("answer", range(self.world), deadline + _PEERS_GRACE_S)
-        self.leave(missing)
-        who = f"{_named(missing)} stopped" if missing else "no process has stopped"
-        return SampleError(
-            f"waited up to {format_seconds(self.timeout_s)} for {what}, in vain: {who}. Look at the "
-            f"messages there, or give a longer timeout_s ({str(error).splitlines()[0]})"
-        )
 
     def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:
         """The ranks that have not said it at the deadline."""

@@ -43,7 +43,7 @@ from penstock.samples.layout import (
 )
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.mounted.failures import AGAIN, cannot_open
-from penstock.samples.mounted.mapping import Bytes, MappedFiles, check_sums
+from penstock.samples.mounted.mapping import Bytes, MappedFiles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -84,28 +84,6 @@ class Directory:
         mapped = MappedFiles(folder, manifest, verify, together=_NAME_FILES)
         directory = cls(folder, manifest, mapped)
         mapped.load([name for name in manifest.files if name not in _NAME_FILES])
-        return directory
-
-    @classmethod
-    def of(
-        cls, folder: PathLike, manifest: StoreManifest, files: Mapping[str, Bytes], verify: bool = True
-    ) -> Directory:
-        """The same from files in memory.
-
-        folder   where the store's data files can be opened
-        files    all that the manifest names, uint8
-
-        Raises InvalidFile where their sizes are wrong, or their checksums if ``verify``.
-        """
-        folder = Path(folder)
-        directory = cls(folder, manifest, files)
-        for name, wanted in manifest.files.items():
-            if files[name].nbytes != wanted.size_bytes:
-                raise InvalidFile(
-                    f"{folder / name} has {files[name].nbytes} bytes, not {wanted.size_bytes}. {AGAIN}"
-                )
-        if verify:
-            check_sums(folder, manifest, files)
         return directory
 
     @cached_property

@@ -72,7 +72,12 @@ class Means:
 
 
 class Reading:
-    """Owns the open data files, and the reader of this process."""
+    """Owns the open data files, the reader of this process, and the epoch in progress.
+
+    epochs               how many have begun
+    epoch_size           samples of the last one; None: none has begun
+    epoch_is_in_parent   this process was forked during an epoch, and has begun none since
+    """
 
     def __init__(self, directories: Sequence[Directory], io: str, means: Means) -> None:
         """Raises SampleError where a data file cannot be opened, InvalidFile for one of another size."""
@@ -82,8 +87,11 @@ class Reading:
         self._files: list[list[OpenFile]] = []
         self._lock = threading.Lock()
         self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
-        self.feed: _native.SampleFeed | None = None  # of the epoch under way
-        self.is_closed = self.looked_at_ring = False
+        self._feed: _native.SampleFeed | None = None  # of the epoch in progress
+        self.epochs = 0
+        self.epoch_size: int | None = None
+        self.epoch_is_in_parent = False  # this process was forked during it
+        self.is_closed = self._looked_at_ring = False
         try:
             for directory in directories:
                 self._files.append([])
@@ -112,10 +120,27 @@ class Reading:
                 )
             return self.current
 
+    def begin(self, order: _native.SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> None:
+        """Begin an epoch; the one before ends. Raises SampleError or SampleFailure once closed."""
+        reader, size = self.reader(), order.size
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+        self._feed = reader.feed(order, ahead, prefetch_bytes, skip_damaged)
+        self.epoch_size, self.epoch_is_in_parent = size, False
+        self.epochs += 1
+
+    @property
+    def feed(self) -> _native.SampleFeed | None:
+        """The batches of the epoch in progress."""
+        return self._feed
+
     def look_at_ring(self) -> None:
-        """After a read: say once if it had to do without io_uring."""
+        """After a read: log once if it had to do without io_uring."""
         global _said_no_ring
-        self.looked_at_ring = True
+        if self._looked_at_ring:
+            return
+        self._looked_at_ring = True
         reader = self.current
         if reader is not None and not _said_no_ring and reader.counters()["io_uring"] == 0:
             _said_no_ring = True
@@ -127,15 +152,16 @@ class Reading:
     def after_fork(self) -> None:
         """In a forked child: the files are shared; the parent's reader, and its feed, are its own."""
         self._lock = threading.Lock()
-        _inherited.append((self.current, self.feed))
-        self.current = self.feed = None
+        _inherited.append((self.current, self._feed))
+        self.epoch_is_in_parent = self.epoch_is_in_parent or self._feed is not None
+        self.current = self._feed = None
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
         with self._lock:
             self.is_closed = True
-            reader, feed = self.current, self.feed
-            self.current = self.feed = None
+            reader, feed = self.current, self._feed
+            self.current = self._feed = None
             if feed is not None:
                 feed.close()
             if reader is not None and not reader.close(_CLOSE_TIMEOUT_S):

@@ -98,7 +98,6 @@ class Store(Catalog):
     rank, world  whose share `bread` gives
     io           "buffered" or "direct"; io_reason says why
     shape        how the cache is used
-    sequences    how many have begun: who has begun one can see whether it still goes on
     """
 
     def __init__(self, directories: Sequence[Directory], options: Options) -> None:
@@ -113,10 +112,7 @@ class Store(Catalog):
             self.shape = cache_shape(options.cache_bytes, self.chunk_bytes, chunks)
             buffers = self.shape.slots + self.shape.ahead
         self._damaged: set[int] = set()
-        self._stream_size: int | None = None
-        self.sequences = 0
         self._turn = threading.RLock()  # of sequence and bread
-        self._left_in_parent = False  # an epoch, by a fork
         means = Means(buffers=buffers, verify=options.verify, copy_threads=options.copy_threads)
         self._reading = Reading(self._directories, options.io, means)
         self.io, self.io_reason = self._reading.way
@@ -209,21 +205,14 @@ class Store(Catalog):
         except (ValueError, TypeError, OverflowError) as error:
             asked = f"{seed=}, {epoch=}, {stream=} of {streams=}, {skip=}"
             raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
-        size = order.size
-        reader = self._reader()
+        options = self._options
         with self._turn:
-            feed, self._reading.feed = self._reading.feed, None
-            if feed is not None:
-                feed.close()
             try:
-                self._reading.feed = reader.feed(
-                    order, self.shape.ahead, self._options.prefetch_bytes, self._options.on_damage == "skip"
+                self._reading.begin(
+                    order, self.shape.ahead, options.prefetch_bytes, options.on_damage == "skip"
                 )
-            except _native.SampleFailure as failure:  # closed meanwhile
+            except _native.SampleFailure as failure:  # closed meanwhile, or no thread
                 raise self._error(failure) from None
-            self._stream_size = size
-            self._left_in_parent = False
-            self.sequences += 1
 
     def bread(self, n: int) -> Batch | None:
         """The next ``n`` samples of this process's share, fewer at its end, then None.
@@ -240,8 +229,7 @@ class Store(Catalog):
             batch = self._bread(feed, n)
             while batch is not None and not len(batch[0]):  # all of it was damaged
                 batch = self._bread(feed, n)
-            if batch is None or not self._reading.looked_at_ring:
-                self._reading.look_at_ring()
+            self._reading.look_at_ring()
         return None if batch is None else Batch(*batch, self)
 
     @property
@@ -253,9 +241,14 @@ class Store(Catalog):
     @property
     def stream_size(self) -> int:
         """Samples of the sequence in all."""
-        if self._stream_size is None:
+        if self._reading.epoch_size is None:
             raise InvalidArgument("no epoch was begun, whose size could be told: call sequence() first")
-        return self._stream_size
+        return self._reading.epoch_size
+
+    @property
+    def sequences(self) -> int:
+        """How many have begun: who has begun one can see whether it still goes on."""
+        return self._reading.epochs
 
     # Its end, and its like in other processes
 
@@ -293,7 +286,7 @@ class Store(Catalog):
 
     def _begin(self) -> _native.SampleFeed:
         self._reader()  # SampleError where it was closed
-        if self._left_in_parent:
+        if self._reading.epoch_is_in_parent:
             raise InvalidArgument(
                 "this process was forked during an epoch, which goes on in its parent: call sequence()"
             )
@@ -327,7 +320,6 @@ class Store(Catalog):
 
     def _after_fork(self) -> None:
         self._turn = threading.RLock()
-        self._left_in_parent = self._left_in_parent or self._reading.feed is not None
         self._reading.after_fork()
 
 
