@@ -195,6 +195,17 @@ def test_an_error_of_decoding_a_sample_names_the_sample(folder: Path, tmp_path: 
                 read()
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_iteration_that_another_one_replaced_says_so(folder: Path, threads: int) -> None:
+    loader = loader_of(folder, threads=threads)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    with pytest.raises(InvalidArgument, match="another iteration has begun"):
+        list(first)
+    assert sorted(flat(second)) == ALL
+
+
 def test_a_decode_function_that_hangs_is_not_waited_for_without_end(folder: Path) -> None:
     free = threading.Event()
     with pytest.raises(SampleError, match="to be decoded by 1 threads"):

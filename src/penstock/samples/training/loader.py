@@ -7,7 +7,6 @@ in those of a DataLoader. It stops and goes on exactly, with any number of proce
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,11 +81,10 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         self._loaded: Position | None = None
         self._told = False  # _loaded came in a worker, and is that of its own stream
         self._progress: _Progress | None = None
-        self._current: weakref.ref[_Iteration] | None = None  # ends with its consumer
         self._ordinals: dict[int, int] = {}  # iterations in this worker, by base seed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_progress": None, "_current": None, "_ordinals": {}}
+        return {**self.__dict__, "_progress": None, "_ordinals": {}}
 
     @property
     def epoch(self) -> int:
@@ -114,14 +112,12 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
             position, stream = self._as_told(worker, workers)
         else:
             position, stream = self._agreed(info)
-        if self._current is not None and (current := self._current()) is not None:
-            current.close()
         if self.pin_memory and info is not None:
             _say_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
         pins = self.pin_memory and info is None and _can_pin()
         convert = converter(self.store.encoding, *self._functions)
         iteration = _Iteration(self, position, stream, _pinning(convert) if pins else convert)
-        self._progress, self._current = iteration.progress, weakref.ref(iteration)
+        self._progress = iteration.progress
         return iteration
 
     def _agreed(self, info: Any) -> tuple[Position, int]:
