@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, PenstockError
 from penstock.samples import encode
-from penstock.samples.mounted.store import Store, mount
-from penstock.samples.upkeep.inspection import info
-from penstock.samples.upkeep.unpacking import unpack
-from penstock.samples.upkeep.verification import verify
+from penstock.samples.maintenance.inspection import info
+from penstock.samples.maintenance.unpacking import unpack
+from penstock.samples.maintenance.verification import verify
+from penstock.samples.reader.store import Store, mount
 from penstock.storage.checksum import crc32c
 from tests.disk.sample_stores import some_samples
 from tests.stores import write_store
@@ -150,7 +150,7 @@ def test_a_manifest_names_no_other_file(name: str, sound: Path, tmp_path: Path) 
     value["files"][name] = {"size_bytes": len(secret), "crc32c": crc32c(secret)}
     seal(tmp_path / "store", value)
     for use in (mount, verify, info):
-        with pytest.raises(InvalidFile, match="no file of a store"):
+        with pytest.raises(InvalidFile, match="not a file of a store"):
             use(tmp_path / "store")
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.formats import open_source
-from penstock.samples.mounted.store import mount
-from penstock.samples.packing.pack import pack
-from penstock.samples.packing.progress import claim
+from penstock.samples.reader.store import mount
+from penstock.samples.sources import open_source
+from penstock.samples.writer.pack import pack
+from penstock.samples.writer.progress import claim
 from tests import stores
 from tests.disk.packing import (
     Listed,
@@ -199,7 +199,7 @@ def test_the_source_is_not_changed(tmp_path: Path) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for dest in (tmp_path / "file", tmp_path / "file" / "store"):
-        with pytest.raises(InvalidArgument, match="no folder"):
+        with pytest.raises(InvalidArgument, match="not a folder"):
             pack(Listed(ITEMS), dest)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_parts_of_another_number_are_not_mixed_in(tmp_path: Path) -> None:
     pack(Listed(ITEMS), tmp_path / "store", rank=0, world=2)
     with pytest.raises(
-        InvalidArgument, match="holds 'part-00000-of-00002', which is no part of a store of 3"
+        InvalidArgument, match="holds 'part-00000-of-00002', which is not a part of a store of 3"
     ):
         pack(Listed(ITEMS), tmp_path / "store", rank=0, world=3)
     with pytest.raises(InvalidArgument, match="holds 'part-00000-of-00002'"):

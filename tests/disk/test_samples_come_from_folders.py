@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.formats import RawSample, Source, open_source
+from penstock.samples.sources import RawSample, Source, open_source
 
 NAME = st.binary(min_size=1, max_size=3).filter(
     lambda name: not set(name) & set(b"/\0") and name not in (b".", b"..")
@@ -107,7 +107,7 @@ def test_links_and_pipes_are_left_out_and_counted(tmp_path: Path, caplog: pytest
         listening.bind(str(tmp_path / "s"))
         source = open_source(tmp_path)
     assert pairs(source) == [("a/1", b"1")]
-    assert "4 entries are no regular files" in caplog.text and len(caplog.records) == 1
+    assert "4 entries are not regular files" in caplog.text and len(caplog.records) == 1
 
 
 def test_links_are_followed_inside_only(tmp_path: Path) -> None:

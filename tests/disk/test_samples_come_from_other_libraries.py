@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.encoding import decode
-from penstock.samples.formats import RawSample, Source, open_source
-from penstock.samples.formats.mds import Mds
-from penstock.samples.formats.tfrecord import example
+from penstock.samples.format.encoding import decode
+from penstock.samples.sources import RawSample, Source, open_source
+from penstock.samples.sources.mds import Mds
+from penstock.samples.sources.tfrecord import example
 
 pytest.importorskip("pyarrow")
 DATA = Path(__file__).parent.parent / "data" / "samples"
@@ -156,7 +156,7 @@ def test_mds_that_leads_elsewhere_is_refused(mds: Path, name: str) -> None:
         ({"column_names": ["a"]}, "do not go together"),
         ({"samples": -1}, "-1 samples"),
         ({"version": 3}, "version 3"),
-        ({"raw_data": None}, "no valid index"),
+        ({"raw_data": None}, "not a valid index"),
         ({"raw_data": {"basename": "x", "bytes": 1 << 40}}, "said to have"),
     ],
 )

@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.mounted import collective
-from penstock.samples.mounted.collective import pack_together
-from penstock.samples.mounted.directory import Directory
-from penstock.samples.mounted.store import Store, mount
+from penstock.samples.reader import collective
+from penstock.samples.reader.collective import pack_together
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.store import Store, mount
 from tests.stores import write_store
 
 pytestmark = pytest.mark.disk

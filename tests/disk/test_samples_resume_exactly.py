@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.samples import mount
-from penstock.samples.training.loader import Loader
-from penstock.samples.training.resume import from_state, merge_states
+from penstock.samples.dataloader.loader import Loader
+from penstock.samples.dataloader.resume import from_state, merge_states
 from tests.stores import write_store
 
 pytestmark = pytest.mark.disk
@@ -214,7 +214,7 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
             loader.load_state_dict(state | changed)
     with pytest.raises(InvalidArgument, match="version 2"):
         loader.load_state_dict(state | {"version": 2})
-    with pytest.raises(InvalidArgument, match="no state of a penstock Loader"):
+    with pytest.raises(InvalidArgument, match="not a state of a penstock Loader"):
         loader.load_state_dict({"model": 1})
     with pytest.raises(InvalidArgument, match="epoch 0 of seed 1"):
         merge_states([state, state | {"seed": 1}])
@@ -272,7 +272,7 @@ def test_a_state_of_very_many_streams_takes_no_memory_and_no_time(folder: Path) 
     loader.load_state_dict(state)
     assert sorted(flat(received(loader))) == list(range(SAMPLES))
     loader.load_state_dict({**loader.state_dict(), "finished": []})
-    with pytest.raises(InvalidArgument, match="no state"):
+    with pytest.raises(InvalidArgument, match="not a state"):
         loader.load_state_dict(state | {"streams": 1 << 32, "workers": 1, "taken": [[0, 1]]})
     with pytest.raises(InvalidArgument, match="streams"):
         loader.store.sequence(streams=1 << 32)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.upkeep import scanning, structure
-from penstock.samples.upkeep.inspection import info
-from penstock.samples.upkeep.verification import DamagedSample, verify
+from penstock.samples.maintenance import scanning, structure
+from penstock.samples.maintenance.inspection import info
+from penstock.samples.maintenance.verification import DamagedSample, verify
 from tests.stores import crc32c, write_store
 
 CLASSES = ["blue", "green", "grey"]
@@ -263,7 +263,7 @@ def test_a_disk_that_hangs_ends_the_wait(store: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match="is no sample store"):
+    with pytest.raises(SampleError, match="is not a sample store"):
         verify(tmp_path)
     with pytest.raises(SampleError):
         verify(tmp_path / "missing")

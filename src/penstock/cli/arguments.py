@@ -15,9 +15,9 @@ from penstock.cli.output import Answer
 from penstock.cli.typed import count, counts, rate, samples_count, seconds, size, sizes
 from penstock.cli.ways import ways as compare_ways
 from penstock.planners import POLICIES
-from penstock.samples.formats import FORMATS
-from penstock.samples.layout import CHUNK_BYTES
-from penstock.samples.upkeep.inspection import CACHES
+from penstock.samples.format.layout import CHUNK_BYTES
+from penstock.samples.maintenance.inspection import CACHES
+from penstock.samples.sources import FORMATS
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:

@@ -54,7 +54,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.errors import InvalidArgument
-from penstock.samples.layout import buffer_bytes
+from penstock.samples.format.layout import buffer_bytes
 from penstock.units import format_bytes_up
 
 ORDERS = ("full", "chunk")
