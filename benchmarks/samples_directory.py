@@ -39,7 +39,7 @@ from rich.table import Table
 from step_time import commit
 
 from penstock import _native
-from penstock.samples import layout, manifest
+from penstock.samples.format import layout, manifest
 from penstock.storage.checksum import crc32c
 
 ROOT = Path(__file__).resolve().parents[1]

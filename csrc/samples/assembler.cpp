@@ -85,7 +85,9 @@ bool Assembler::plan(std::size_t samples) {
     const auto& pick = picks_[i];
     if (i + kFoundAhead < picks_.size()) catalog.prefetch(picks_[i + kFoundAhead].sample);
     Planned planned{{}, nullptr, pick.last};
-    const bool found = catalog.find(pick.sample, planned.extent);
+    // Samples of an epoch are different ones: together they are no larger than the store.
+    const bool found = catalog.find(pick.sample, planned.extent) &&
+                       planned.extent.size_bytes <= catalog.size_bytes() - planned_bytes_;
     if (!found || planned.extent.size_bytes == 0) check_empty(i, found, planned.extent);
     if (from_ == From::items) {
       planned.source = &sources_[pick.item];

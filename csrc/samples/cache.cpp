@@ -1,6 +1,8 @@
 #include "cache.hpp"
 
 #include <algorithm>
+#include <cerrno>
+#include <new>
 #include <utility>
 
 #include "checksum.hpp"
@@ -17,7 +19,11 @@ std::uint64_t block_end(std::uint64_t offset) { return block_begin(offset + kBlo
 // -- a chunk -------------------------------------------------------------------------------------
 
 void Chunk::arrived(std::uint64_t, int error) {
-  verify(error);
+  try {
+    verify(error);
+  } catch (const std::bad_alloc&) {
+    error_ = ENOMEM;
+  }
   const std::lock_guard lock(cache_.mutex_);
   state_.store(State::held, std::memory_order_release);
   if (users_ == 0) cache_.make_idle(this);
@@ -136,9 +142,15 @@ Chunk* ChunkCache::use(std::uint64_t number, const Body& body, const std::atomic
   auto extent = body.extent;
   extent.size_bytes = block_end(extent.offset + extent.size_bytes) - chunk->read_begin_;
   extent.offset = chunk->read_begin_;
-  std::vector<Read> reads;
-  reads.push_back({extent, chunk->memory_, chunk->shared_from_this(), 0});
-  reads_.submit(Traffic::chunks, std::move(reads));
+  try {
+    std::vector<Read> reads;
+    reads.push_back({extent, chunk->memory_, chunk->shared_from_this(), 0});
+    reads_.submit(Traffic::chunks, std::move(reads));
+  } catch (...) {  // no memory, no thread: it will not arrive, and others may wait for it
+    chunk->arrived(0, ENOMEM);
+    let_go(chunk);
+    throw;
+  }
   return chunk;
 }
 

@@ -50,6 +50,7 @@ Catalog::Catalog(std::vector<Member> members) : members_(std::move(members)) {
     for (const auto& node : member.nodes) {
       firsts.push_back(first);
       first += node.chunks;
+      size_bytes_ += node.size_bytes;
     }
   }
 }

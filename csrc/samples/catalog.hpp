@@ -63,6 +63,7 @@ class Catalog {
 
   std::uint64_t samples() const { return samples_; }
   std::uint64_t chunks() const { return chunks_; }
+  std::uint64_t size_bytes() const { return size_bytes_; }  // of all samples
   std::uint64_t largest_chunk_bytes() const { return largest_chunk_bytes_; }
   const DataFile& node(const Extent& extent) const { return members_[extent.member].nodes[extent.node]; }
 
@@ -94,7 +95,7 @@ class Catalog {
   std::vector<Member> members_;
   std::vector<std::uint64_t> first_samples_, first_chunks_;       // of each member
   std::vector<std::vector<std::uint64_t>> first_chunks_of_nodes_;  // of each member's nodes, in the member
-  std::uint64_t samples_ = 0, chunks_ = 0, largest_chunk_bytes_ = kBlockBytes;
+  std::uint64_t samples_ = 0, chunks_ = 0, size_bytes_ = 0, largest_chunk_bytes_ = kBlockBytes;
 };
 
 }  // namespace penstock::samples

@@ -16,18 +16,16 @@ namespace penstock::samples {
 class Copiers {
  public:
   explicit Copiers(unsigned threads) {
-    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) {  // no more threads: those that run must end before they are destroyed
+      stop();
+      throw;
+    }
   }
   Copiers(const Copiers&) = delete;
   Copiers& operator=(const Copiers&) = delete;
-  ~Copiers() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-      begun_.notify_all();
-    }
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Copiers() { stop(); }
   std::size_t size() const { return threads_.size(); }
 
   // Calls `part` with 0 to parts - 1, each once, here and on the threads; returns when all have. It must not
@@ -43,6 +41,14 @@ class Copiers {
   }
 
  private:
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+      begun_.notify_all();
+    }
+    for (auto& thread : threads_) thread.join();
+  }
   void work(std::unique_lock<std::mutex>& lock) {
     while (next_ < parts_) {
       const auto number = next_++;

@@ -18,6 +18,7 @@ enum Purpose : std::uint64_t { kFull = 1, kItems = 2, kPicks = 3, kRest = 4, kIn
 
 constexpr std::uint64_t kLargestStride = std::uint64_t{1} << 20;  // so that position times stride fits
 constexpr std::size_t kBlock = 256;
+constexpr std::uint64_t kMostStreams = std::uint64_t{1} << 20;  // memory is taken for each
 
 [[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
 
@@ -32,7 +33,7 @@ std::uint64_t share_size(std::uint64_t total, std::uint64_t streams, std::uint64
 void check(const Epoch& epoch, std::uint64_t least_slots) {
   const auto divided = [&](std::uint64_t streams, std::uint64_t slots) {
     if (streams == 0) refuse("an epoch is divided into at least one stream");
-    if (streams >> 32 || slots >> 32) refuse("2^32 streams or slots are too many");
+    if (streams > kMostStreams || slots >> 32) refuse("more than 2^20 streams, or 2^32 slots, are too many");
     if (slots < least_slots) refuse("chunk order needs at least one slot");
   };
   divided(epoch.streams, epoch.slots);

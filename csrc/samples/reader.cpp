@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_set>
 #include <utility>
 
 #include "feed.hpp"
@@ -46,6 +47,17 @@ Extent Reader::find(std::uint64_t sample) const {
   return extent;
 }
 
+// Different samples are together no larger than the store: nothing larger is allocated for a damaged directory.
+void Reader::check_total(std::span<const std::int64_t> indices, std::span<const Extent> extents) const {
+  std::unordered_set<std::int64_t> seen;
+  std::uint64_t left_bytes = catalog_.size_bytes();
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    if (!seen.insert(indices[i]).second) continue;
+    if (extents[i].size_bytes > left_bytes) throw Failed({Fault::directory, extents[i], indices[i], 0});
+    left_bytes -= extents[i].size_bytes;
+  }
+}
+
 bool Reader::read_now(const Extent& extent, std::byte* to) {
   if (copy_held(extent, to)) return true;
   return extent.size_bytes <= kReadHereBytes && reads_.read_cached(extent, to);
@@ -67,6 +79,7 @@ std::shared_ptr<SampleBatch> Reader::begin(std::span<const std::int64_t> indices
     extents[i] = find(static_cast<std::uint64_t>(indices[i]));
     data_bytes += extents[i].size_bytes;
   }
+  if (data_bytes > catalog_.size_bytes()) check_total(indices, extents);
   auto batch = make_batch(indices.size(), data_bytes, std::move(signal));
   std::ranges::copy(indices, batch->indices());
   std::int64_t at = 0;

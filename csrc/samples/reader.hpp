@@ -60,6 +60,7 @@ class Reader : public std::enable_shared_from_this<Reader> {
   std::atomic<std::uint64_t> delivered = 0, waits = 0;  // samples; times that something was not there yet
 
  private:
+  void check_total(std::span<const std::int64_t> indices, std::span<const Extent> extents) const;
   bool copy_held(const Extent& extent, std::byte* to);
 
   const Catalog catalog_;

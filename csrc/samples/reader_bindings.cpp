@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -207,7 +208,8 @@ nb::object read(PyReader& self, std::int64_t index, double timeout_s) {
 
 nb::tuple gather(PyReader& self, const Array<std::int64_t, 1>& indices, double timeout_s) {
   auto& reader = self.get();
-  const std::span wanted(indices.data(), indices.shape(0));
+  // A copy: another thread may write to the array once the GIL is released.
+  const std::vector<std::int64_t> wanted(indices.data(), indices.data() + indices.shape(0));
   for (const auto index : wanted) check_index(reader, index);
   const auto batch = gather_batch(reader, wanted, timeout_s);
   const auto owner = owner_of(batch);
@@ -260,10 +262,12 @@ nb::object make_feed(PyReader& self, SampleOrder& order, std::size_t ahead, std:
   auto reader = self.share();
   std::shared_ptr<Order> handed(order.hand_over());
   std::shared_ptr<Feed> feed;
-  {
+  try {
     const nb::gil_scoped_release release;
     feed = std::make_shared<Feed>(reader, std::move(handed), FeedOptions{ahead, prefetch_bytes, skip_damaged});
     reader->add(feed);
+  } catch (const std::system_error& error) {  // no thread
+    raise({Fault::read, {}, -1, error.code().value()});
   }
   return nb::cast(new PyFeed(std::move(feed), self.process()), nb::rv_policy::take_ownership);
 }

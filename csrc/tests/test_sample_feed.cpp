@@ -1,6 +1,7 @@
 // Batches of samples are right and come in order, whatever the device does and whoever stops when.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -8,14 +9,17 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
 #include "checksum.hpp"
+#include "samples/copiers.hpp"
 #include "samples/feed.hpp"
 #include "samples/plain_io.hpp"
 #include "samples/reader.hpp"
@@ -251,6 +255,52 @@ TEST(a_stuck_read_is_left_behind_and_harms_nobody) {
   }
   gate->set(true);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
+TEST(a_chunk_whose_read_cannot_begin_is_an_error_and_is_read_when_it_can) {
+  const Store store(std::vector<std::uint64_t>(300, 100));
+  const auto refusals = std::make_shared<std::atomic<int>>(1);
+  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 8},
+                                               [refusals](unsigned) -> std::unique_ptr<Io> {
+                                                 if ((*refusals)-- > 0)
+                                                   throw std::system_error(EAGAIN, std::generic_category());
+                                                 return std::make_unique<PlainIo>();
+                                               });
+  const std::atomic<bool> stop = false;
+  Body body;
+  CHECK(reader->catalog().body(0, body));
+  reader->cache().reserve(2);
+  bool refused = false;
+  try {
+    reader->cache().use(0, body, stop);
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  CHECK(refused);
+  auto* chunk = reader->cache().use(0, body, stop);
+  reader->cache().wait(chunk, stop);
+  CHECK(!chunk->damaged());
+  CHECK(std::memcmp(chunk->at(0), store.data.data(), body.extent.size_bytes) == 0);
+  reader->cache().let_go(chunk);
+  CHECK(reader->close(Clock::now() + kLong));
+}
+
+TEST(threads_that_cannot_all_begin_are_an_error) {
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  rlimit little = before;
+  long pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  little.rlim_cur = static_cast<rlim_t>(pages) * 4096 + (64U << 20);  // a stack has 8 MiB
+  setrlimit(RLIMIT_AS, &little);
+  bool refused = false;
+  try {
+    const Copiers copiers(1000);
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  setrlimit(RLIMIT_AS, &before);
+  CHECK(refused);
 }
 
 TEST(memory_of_batches_is_used_again) {

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.samples.formats import Block, RawSample, Source
-from penstock.samples.manifest import Field, StoreManifest
-from penstock.samples.packing.pack import Rhythm, pack_source
-from penstock.samples.packing.progress import Recipe
+from penstock.samples.format.manifest import Field, StoreManifest
+from penstock.samples.sources import Block, RawSample, Source
+from penstock.samples.writer.pack import Rhythm, pack_source
+from penstock.samples.writer.progress import Recipe
 from tests import stores
 
 OFTEN = Rhythm(flush_bytes=1, checkpoint_bytes=1, checkpoint_s=0.0)  # whenever it can

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.samples.mounted import store as stores
+from penstock.samples.reader import store as stores
 from tests.stores import write_store
 
 Sample = tuple[str, bytes]

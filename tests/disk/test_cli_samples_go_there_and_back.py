@@ -36,6 +36,7 @@ def tree(folder: Path) -> Path:
         path = folder / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    (folder / "empty").mkdir()
     return folder / "tree"
 
 
@@ -212,11 +213,14 @@ def test_bench_compares_the_ways_of_reading(store: str, capsys: pytest.CaptureFi
         (("pack", "tree", "new", "--chunk-bytes", "1000"), "4096"),
         (("pack", "tree", "new", "--rank", "2", "--world", "2"), "rank"),
         (("pack", "tree", "new", "--name-column", "x"), "name_column"),
+        (("pack", "tree/cat", "tree/dog", "new"), "takes one path"),
+        (("pack", "tree", "tree", "new", "--format", "arrays"), "takes one path"),
+        (("pack", "empty", "new"), "nothing to pack"),
         (("ls", "missing"), "missing"),
-        (("ls", "tree"), "is no sample store"),
-        (("info", "tree"), "is no sample store"),
+        (("ls", "tree"), "is not a sample store"),
+        (("info", "tree"), "is not a sample store"),
         (("info", "store", "--cache", "1KiB,2KiB"), ""),
-        (("verify", "tree"), "is no sample store"),
+        (("verify", "tree"), "is not a sample store"),
         (("unpack", "store", "out", "cow"), "cow"),
         (("unpack", "store", "tree", "cat/1.txt"), "--overwrite"),
         (("bench", "store", "--seconds", "0"), "more than 0"),

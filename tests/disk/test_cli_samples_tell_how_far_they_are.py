@@ -13,7 +13,7 @@ from penstock import cli
 from penstock.cli import progress as shown_progress
 from penstock.cli import samples as commands
 from penstock.cli.progress import samples_progress
-from penstock.samples.manifest import StoreManifest
+from penstock.samples.format.manifest import StoreManifest
 from tests.stores import write_store
 
 

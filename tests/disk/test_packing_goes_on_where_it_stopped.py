@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import manifest
-from penstock.samples.formats import open_source
-from penstock.samples.packing import progress
-from penstock.samples.packing.pack import Rhythm, pack, pack_source
+from penstock.samples.format import manifest
+from penstock.samples.sources import open_source
+from penstock.samples.writer import progress
+from penstock.samples.writer.pack import Rhythm, pack, pack_source
 from tests.disk.packing import (
     Listed,
     Seekable,

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.formats import open_source
-from penstock.samples.packing.pack import pack
-from penstock.samples.packing.progress import claim
+from penstock.samples.reader.store import mount
+from penstock.samples.sources import open_source
+from penstock.samples.writer.pack import pack
+from penstock.samples.writer.progress import claim
 from tests import stores
-from tests.disk.packing import Listed, Stopped, contents, expected, pack_often, recipe_of, samples_of
+from tests.disk.packing import (
+    Listed,
+    Seekable,
+    Stopped,
+    contents,
+    expected,
+    pack_often,
+    recipe_of,
+    samples_of,
+)
 
 pytestmark = pytest.mark.disk
 
@@ -63,14 +75,91 @@ def test_a_store_that_is_replaced_stays_as_it_is_for_those_who_read_it(tmp_path:
         assert len(file.read()) == 16 * len(ITEMS)
 
 
-def test_an_interrupted_replacement_leaves_no_store(tmp_path: Path) -> None:
+def test_an_interrupted_replacement_leaves_the_old_store_and_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     pack(Listed(ITEMS), folder, 4096)
+    before = contents(folder)
     with pytest.raises(Stopped):
         pack_often(Listed(samples_of(40), stop=30), folder, overwrite=True)
-    assert not (folder / "store.json").exists()
-    pack_often(Listed(samples_of(40)), folder)
+    assert contents(folder) == before
+    with pytest.raises(InvalidArgument, match="is already a store"):
+        pack_often(Listed(samples_of(40)), folder)
+    begun = Seekable(samples_of(40))
+    assert pack_often(begun, folder, overwrite=True).samples == 40
+    assert os.listdir(tmp_path) == ["store"]
     assert contents(folder) == expected(tmp_path / "wanted", samples_of(40))
+
+
+def test_a_link_to_a_store_leads_to_the_new_one(tmp_path: Path) -> None:
+    pack(Listed(ITEMS), tmp_path / "store")
+    (tmp_path / "link").symlink_to("store")
+    (tmp_path / "store").chmod(0o750)
+    pack(Listed(samples_of(2)), tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert stores.read_store(tmp_path / "store") == samples_of(2)
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_part_of_a_store_is_replaced(tmp_path: Path) -> None:
+    items = samples_of(6)
+    for rank in (0, 1):
+        pack(Listed(items), tmp_path / "store", rank=rank, world=2)
+    with pytest.raises(Stopped):
+        pack(Listed(ITEMS, stop=1), tmp_path / "store", rank=1, world=2, overwrite=True)
+    with mount(tmp_path / "store") as store:
+        assert [store.read(name) for name, _ in items] == [data for _, data in items]
+    for rank in (0, 1):
+        pack(Listed(ITEMS), tmp_path / "store", rank=rank, world=2, overwrite=True, resume=False)
+    with mount(tmp_path / "store") as store:
+        assert {name: store.read(name) for name in store.names()} == dict(ITEMS)
+    assert len(os.listdir(tmp_path / "store")) == 2
+
+
+def kill_before(event: int) -> None:
+    """Have the process killed where it is about to touch the file system for so many-th time."""
+    left = event
+
+    def count(name: str, _: object) -> None:
+        nonlocal left
+        if name in (
+            "open",
+            "os.mkdir",
+            "os.remove",
+            "os.rename",
+            "os.rmdir",
+            "os.truncate",
+            "os.chmod",
+            "os.listdir",
+        ):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def test_a_process_killed_anywhere_leaves_the_old_store_or_the_new_one(tmp_path: Path) -> None:
+    folder, new = tmp_path / "store", samples_of(7)
+    pack(Listed(ITEMS), folder, 4096)
+    wanted = {False: contents(folder), True: expected(tmp_path / "wanted", new)}
+    seen, event, code = [], 0, -signal.SIGKILL
+    while code:
+        event += 1
+        process = os.fork()
+        if process == 0:
+            kill_before(event)
+            pack_often(Listed(new), folder, overwrite=True)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        found = contents(folder)
+        seen.append(found == wanted[True])
+        assert found == wanted[seen[-1]]
+        pack_often(Listed(new), folder, overwrite=True)
+        assert contents(folder) == wanted[True]
+        assert sorted(os.listdir(tmp_path)) == ["store", "wanted"]
+        pack(Listed(ITEMS), folder, 4096, overwrite=True)
+    assert seen == sorted(seen) and event > 40 and seen.count(True) > 3  # also while the old one is removed
 
 
 def test_two_packers_do_not_write_one_folder(tmp_path: Path) -> None:
@@ -110,7 +199,7 @@ def test_the_source_is_not_changed(tmp_path: Path) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for dest in (tmp_path / "file", tmp_path / "file" / "store"):
-        with pytest.raises(InvalidArgument, match="no folder"):
+        with pytest.raises(InvalidArgument, match="not a folder"):
             pack(Listed(ITEMS), dest)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -130,7 +219,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_parts_of_another_number_are_not_mixed_in(tmp_path: Path) -> None:
     pack(Listed(ITEMS), tmp_path / "store", rank=0, world=2)
     with pytest.raises(
-        InvalidArgument, match="holds 'part-00000-of-00002', which is no part of a store of 3"
+        InvalidArgument, match="holds 'part-00000-of-00002', which is not a part of a store of 3"
     ):
         pack(Listed(ITEMS), tmp_path / "store", rank=0, world=3)
     with pytest.raises(InvalidArgument, match="holds 'part-00000-of-00002'"):

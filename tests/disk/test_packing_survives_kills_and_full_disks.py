@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import SampleError
-from penstock.samples.packing.background import Background
+from penstock.samples.writer.background import Background
 
 pytestmark = pytest.mark.disk
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.samples import manifest
-from penstock.samples.packing.pack import pack
+from penstock.samples.format import manifest
+from penstock.samples.writer.pack import pack
 from tests import stores
 from tests.disk.packing import Listed, contents, expected, pack_often, samples_of
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -110,7 +112,7 @@ def test_several_feeds_share_a_reader(tmp_path: Path) -> None:
     with mounted(tmp_path, buffers=4) as store:
         feeds = [store.feed(kind) for kind in KINDS * 2]
         found: list[list[tuple[int, bytes]]] = [[] for _ in feeds]
-        for _ in range(50):
+        for _ in range(20):
             for feed, got in zip(feeds, found, strict=True):
                 batch = feed.bread(8, WAIT_S)
                 assert batch is not None
@@ -229,6 +231,38 @@ def test_files_that_contradict_themselves_do_no_harm(
             found = breads(feed, [9])
             assert sorted([index for index, _ in found] + feed.skipped()) == list(range(len(data)))
             assert all(one == data[index] for index, one in found)
+
+
+WRITE_WHILE_READING = """
+import sys, threading
+from pathlib import Path
+import numpy as np
+from tests.disk.native_reader import WAIT_S, mounted
+sys.setswitchinterval(1e-4)
+indices, done = np.arange(200).repeat(100), threading.Event()
+def write():
+    while not done.is_set():
+        indices[-1] = 1 << 40
+        indices[-1] = 0
+expected = np.arange(200, dtype="u1").repeat(100)[:-1].tobytes() + bytes(1)
+with mounted(Path(sys.argv[1])) as store:
+    thread = threading.Thread(target=write)
+    thread.start()
+    for _ in range(20):
+        try:
+            data, _ = store.reader.gather(indices, WAIT_S)
+            assert data.tobytes() == expected
+        except IndexError:
+            pass
+    done.set()
+    thread.join()
+"""
+
+
+def test_indices_may_be_written_while_their_samples_are_read(tmp_path: Path) -> None:
+    write_store(tmp_path, [(str(index), bytes([index])) for index in range(200)])
+    command = [sys.executable, "-c", WRITE_WHILE_READING, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 # -- ends ----------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import pytest
 from PIL import Image
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.encoding import decode
-from penstock.samples.formats import RawSample, Source, open_source
-from penstock.samples.formats.tfrecord import example
+from penstock.samples.format.encoding import decode
+from penstock.samples.sources import RawSample, Source, open_source
+from penstock.samples.sources.mds import Mds
+from penstock.samples.sources.tfrecord import example
 
 pytest.importorskip("pyarrow")
 DATA = Path(__file__).parent.parent / "data" / "samples"
@@ -104,6 +105,13 @@ def edit(folder: Path, **shard: Any) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
+def test_mds_of_very_many_shards_is_not_taken_for_files(mds: Path) -> None:
+    index = json.loads((mds / "index.json").read_text())
+    index["notes"] = " " * (65 << 20)  # as long as the entries of a few hundred thousand shards
+    (mds / "index.json").write_text(json.dumps(index))
+    assert isinstance(open_source(mds), Mds)
+
+
 def test_mds_that_is_damaged_is_refused(mds: Path) -> None:
     shard = mds / "shard.00000.mds"
     whole = shard.read_bytes()
@@ -148,7 +156,7 @@ def test_mds_that_leads_elsewhere_is_refused(mds: Path, name: str) -> None:
         ({"column_names": ["a"]}, "do not go together"),
         ({"samples": -1}, "-1 samples"),
         ({"version": 3}, "version 3"),
-        ({"raw_data": None}, "no valid index"),
+        ({"raw_data": None}, "not a valid index"),
         ({"raw_data": {"basename": "x", "bytes": 1 << 40}}, "said to have"),
     ],
 )

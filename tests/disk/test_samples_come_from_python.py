@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.encoding import DTYPES, Decoder, decode
-from penstock.samples.formats import Block, RawSample, Source, open_source
+from penstock.samples.format.encoding import DTYPES, Decoder, decode
+from penstock.samples.sources import Block, RawSample, Source, open_source
 
 
 def decoded(source: Source) -> tuple[list[str], dict[str, np.ndarray[Any, Any]]]:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.formats import RawSample, Source, open_source
-from penstock.samples.formats.tfrecord import example
+from penstock.samples.sources import RawSample, Source, open_source
+from penstock.samples.sources.tfrecord import example
 from tests.stores import crc32c
 
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import Loader, SampleDataset, mount, pack
-from penstock.samples.mounted.batch import Batch
-from penstock.samples.training.delivery import Sample
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples import Loader, SampleDataset, encode, mount, pack
+from penstock.samples.dataloader.decoding import Sample
+from penstock.samples.reader.batch import Batch
 from tests.stores import write_store
 
 pytestmark = [
@@ -174,6 +174,38 @@ def test_an_error_of_a_decode_function_comes_out_as_it_is(folder: Path) -> None:
             list(loader_of(folder, decode_batch=fails, threads=threads))
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_error_of_decoding_a_sample_names_the_sample(folder: Path, tmp_path: Path, threads: int) -> None:
+    def fails(sample: Sample) -> int:
+        return 1 // (sample.index - 7)
+
+    with pytest.raises(SampleError, match=r"sample 7 \('sample 7'\) .*ZeroDivisionError") as caught:
+        list(loader_of(folder, decode_batch=None, decode=fails, threads=threads))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(SampleError, match=r"sample 7 \('sample 7'\)"):
+        SampleDataset(mount(folder), decode=fails).__getitems__([3, 7])
+    write_store(tmp_path, [("right", encode({"x": 1})), ("wrong", b"\xff")], encoding="msgpack")
+    with mount(tmp_path) as store:
+        for read in (
+            lambda: list(Loader(store, 2, threads=threads)),
+            lambda: list(Loader(store, 2, decode=lambda sample: sample.fields, threads=threads)),
+            lambda: store.sample("wrong"),
+        ):
+            with pytest.raises(InvalidFile, match=r"sample 1 \('wrong'\) cannot be decoded"):
+                read()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_iteration_that_another_one_replaced_says_so(folder: Path, threads: int) -> None:
+    loader = loader_of(folder, threads=threads)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    with pytest.raises(InvalidArgument, match="another iteration has begun"):
+        list(first)
+    assert sorted(flat(second)) == ALL
+
+
 def test_a_decode_function_that_hangs_is_not_waited_for_without_end(folder: Path) -> None:
     free = threading.Event()
     with pytest.raises(SampleError, match="to be decoded by 1 threads"):
@@ -214,7 +246,7 @@ def test_pinned_memory_without_a_device_is_said_to_have_no_effect(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("penstock.samples.training.loader._said", set())
+    monkeypatch.setattr("penstock.samples.dataloader.loader._said", set())
     list(loader_of(folder, decode_batch=None, pin_memory=True))
     assert ["no CUDA device" in record.message for record in caplog.records] == [True]
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.upkeep import inspection
-from penstock.samples.upkeep.inspection import info
+from penstock.samples.maintenance import inspection
+from penstock.samples.maintenance.inspection import info
 from tests.stores import write_store
 
 CHUNK_BYTES = 4096
@@ -96,5 +96,5 @@ def test_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [("a", b"x")])
     with pytest.raises(InvalidArgument, match="give 1 or more"):
         info(tmp_path / "store", batch=0)
-    with pytest.raises(SampleError, match="is no sample store"):
+    with pytest.raises(SampleError, match="is not a sample store"):
         info(tmp_path)

@@ -12,15 +12,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.mounted import collective
-from penstock.samples.mounted.collective import pack_together
-from penstock.samples.mounted.store import Store, mount
+from penstock.samples.reader import collective
+from penstock.samples.reader.collective import pack_together
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.store import Store, mount
 from tests.stores import write_store
 
 pytestmark = pytest.mark.disk
@@ -157,14 +159,6 @@ def test_what_one_process_cannot_read_all_are_told(tmp_path: Path) -> None:
         assert str(tmp_path / "x") in said["error"]
 
 
-def test_names_that_are_damaged_at_their_owner_are_not_sent(tmp_path: Path) -> None:
-    write_parts(tmp_path)
-    names = part(tmp_path, 1) / "names.bin"
-    names.write_bytes(bytes(names.stat().st_size))
-    for _, said in run(lambda rank: refusal(part(tmp_path, rank)), tmp_path):
-        assert f"process 1 could not read what the others need: {names} is damaged" in said["error"]
-
-
 def test_a_part_that_nobody_holds_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path)
     for _, said in run(lambda rank: refusal(part(tmp_path, min(rank, 2))), tmp_path):
@@ -175,14 +169,12 @@ def test_a_part_that_others_cannot_see_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path)
 
     def body(rank: int) -> Said:
-        real = collective.manifests.read
+        def load(folder: Any, verify: bool) -> Directory:
+            if rank == 1 and folder == str(part(tmp_path, 3)):  # as on another machine
+                raise SampleError("No such file or directory")
+            return Directory.load(folder, verify)
 
-        def read(folder: Path) -> Any:
-            if rank == 1 and folder.name == part(tmp_path, 3).name:  # as on another machine
-                raise FileNotFoundError(2, "No such file or directory")
-            return real(folder)
-
-        collective.manifests = type("manifests", (), {"read": staticmethod(read)})  # type: ignore[assignment]
+        collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
         return refusal(part(tmp_path, rank))
 
     for _, said in run(body, tmp_path):
@@ -208,14 +200,12 @@ def test_a_process_that_is_killed_leaves_no_one_waiting(tmp_path: Path, victim: 
     write_parts(tmp_path)
 
     def body(rank: int) -> Said:
-        real = collective.Meeting.broadcast
-
-        def broadcast(self: Any, owner: int, what: str, size_bytes: int, data: Any) -> Any:
-            if rank == victim and what.startswith("lookup"):
+        def load(folder: Any, verify: bool) -> Directory:
+            if rank == victim and folder == str(part(tmp_path, 3)):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, owner, what, size_bytes, data)
+            return Directory.load(folder, verify)
 
-        collective.Meeting.broadcast = broadcast  # type: ignore[method-assign]
+        collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
         return refusal(part(tmp_path, rank), timeout_s=1)
 
     for rank, (code, said) in enumerate(run(body, tmp_path)):
@@ -224,8 +214,7 @@ def test_a_process_that_is_killed_leaves_no_one_waiting(tmp_path: Path, victim: 
         elif victim == 0:  # it kept the key-value store
             assert "the process that keeps it, most often rank 0, has stopped" in said["error"]
         else:
-            assert "from process 0, in vain" in said["error"]
-            assert "process 2 stopped" in said["error"]
+            assert "to open what the others hold: of 4, process 2 did not" in said["error"]
 
 
 def test_processes_pack_their_shares_and_mount_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import pack
-from penstock.samples.mounted.store import Store, mount
+from penstock.samples.reader.store import Store, mount
 from tests.disk.sample_stores import epoch, mounted, some_samples
 from tests.stores import write_store
 
@@ -225,7 +225,7 @@ def test_a_forked_child_reads_for_itself(tmp_path: Path) -> None:
 EXITS = """
 import sys
 from penstock.samples import mount
-from penstock.samples.mounted import store as module
+from penstock.samples.reader import store as module
 
 stores = []
 for order in ("full", "chunk"):

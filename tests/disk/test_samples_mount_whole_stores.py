@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples.mounted import directory
-from penstock.samples.mounted.reading import choose_io
-from penstock.samples.mounted.store import mount
+from penstock.samples.reader import directory
+from penstock.samples.reader.reading import choose_io
+from penstock.samples.reader.store import mount
 from tests.disk.sample_stores import some_samples
 from tests.stores import crc32c, write_store
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.samples import mount
-from penstock.samples.training.loader import Loader
-from penstock.samples.training.resume import from_state, merge_states
+from penstock.samples.dataloader.loader import Loader
+from penstock.samples.dataloader.resume import from_state, merge_states
 from tests.stores import write_store
 
 pytestmark = pytest.mark.disk
@@ -54,6 +54,10 @@ def flat(batches: Sequence[Sequence[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
+STATE_FIELDS = [
+    *("version", "store", "samples", "order", "seed", "epoch", "batch_size", "drop_last", "after", "streams"),
+    *("slots", "workers", "taken", "finished"),
+]
 stops = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=3)
 
 
@@ -210,7 +214,7 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
             loader.load_state_dict(state | changed)
     with pytest.raises(InvalidArgument, match="version 2"):
         loader.load_state_dict(state | {"version": 2})
-    with pytest.raises(InvalidArgument, match="no state of a penstock Loader"):
+    with pytest.raises(InvalidArgument, match="not a state of a penstock Loader"):
         loader.load_state_dict({"model": 1})
     with pytest.raises(InvalidArgument, match="epoch 0 of seed 1"):
         merge_states([state, state | {"seed": 1}])
@@ -218,3 +222,57 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
         merge_states([])
     with pytest.raises(InvalidArgument, match="different things of one stream"):
         merge_states([state, state | {"taken": [[0, 1]]}])
+
+
+# States that anybody may have changed
+
+
+NUMBERS: st.SearchStrategy[Any] = st.sampled_from(
+    [-1, 0, 1, 2, 3, 1 << 20, 1 << 32, 1 << 62, 1 << 70, 1.5, None, True, "", "chunk", [], {}]
+    + [[[1 << 32, 4, [1]]], [[1 << 20, 4, [0]]], [[2, 3, [5, 5]]] * 3, [[0, 1 << 40]], [[1 << 40, 0]]]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    order=st.sampled_from(["chunk", "full"]),
+    stateful=st.booleans(),
+    changes=st.lists(st.tuples(st.sampled_from([*STATE_FIELDS, "more"]), NUMBERS), min_size=1, max_size=3),
+)
+def test_a_changed_state_is_refused_or_gives_no_sample_twice(
+    folder: Path, order: str, stateful: bool, changes: list[tuple[str, Any]]
+) -> None:
+    (first,) = loaders(folder, order, 1, 7)
+    received(first, 3)
+    state = {**first.state_dict(), **dict(changes)}
+    (second,) = loaders(folder, order, 1, 7)
+    try:
+        second.load_state_dict({"dataset_state": state} if stateful else state)
+        seen = flat(received(second))
+    except InvalidArgument:
+        return
+    assert len(seen) == len(set(seen)) and set(seen) <= set(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"version": 1}, {"_snapshot": None}, {"_snapshot": {"_worker_snapshots": {"a": {}}}}]
+    + [{"dataset_state": None}, {"_snapshot": {"_worker_snapshots": {}}}],
+)
+def test_what_is_no_state_is_refused(folder: Path, state: Any) -> None:
+    (loader,) = loaders(folder, "full", 1, 7)
+    with pytest.raises(InvalidArgument):
+        loader.load_state_dict(state)
+
+
+def test_a_state_of_very_many_streams_takes_no_memory_and_no_time(folder: Path) -> None:
+    (loader,) = loaders(folder, "full", 1, 7)
+    state = loader.state_dict() | {"streams": 1 << 18, "workers": 1 << 17, "slots": 0}
+    state["taken"] = [[stream, 0] for stream in range(1 << 17)]
+    loader.load_state_dict(state)
+    assert sorted(flat(received(loader))) == list(range(SAMPLES))
+    loader.load_state_dict({**loader.state_dict(), "finished": []})
+    with pytest.raises(InvalidArgument, match="not a state"):
+        loader.load_state_dict(state | {"streams": 1 << 32, "workers": 1, "taken": [[0, 1]]})
+    with pytest.raises(InvalidArgument, match="streams"):
+        loader.store.sequence(streams=1 << 32)

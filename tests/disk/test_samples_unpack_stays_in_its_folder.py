@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.encoding import encode
-from penstock.samples.upkeep import unpacking
-from penstock.samples.upkeep.unpacking import unpack
+from penstock.samples.format.encoding import encode
+from penstock.samples.maintenance import unpacking
+from penstock.samples.maintenance.unpacking import unpack
 from tests.stores import write_store
 
 SAMPLES = [
@@ -190,6 +190,6 @@ def test_fields_become_files_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["../x", "/x", "", ".", "..", "fields.json", "a\0"])
 def test_fields_that_are_no_files_names_are_refused(field: str, tmp_path: Path) -> None:
     write_store(tmp_path / "store", [("1", encode({field: b"x"}))], encoding="msgpack")
-    with pytest.raises(SampleError, match="can be no file's name"):
+    with pytest.raises(SampleError, match="cannot be a file name"):
         unpack(tmp_path / "store", tmp_path / "out")
     assert not [name for name in files(tmp_path) if name.endswith("x") and "store" not in name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.samples import Loader, mount
-from penstock.samples.training.delivery import Sample
+from penstock.samples.dataloader.decoding import Sample
 from tests.stores import write_store
 
 pytestmark = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SampleError
-from penstock.samples.mounted.failures import Failure, cannot_open, cannot_read
+from penstock.samples.reader.failures import Failure, cannot_open, cannot_read
 
 PATH = Path("store") / "data-00001.bin"
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import InvalidArgument
-from penstock.samples.order import ORDERS, Segment, draw_order, stream_size
+from penstock.samples.order import ORDERS, Segment
 from tests.pure.orders import divisions, firsts_of, layouts, native, seeds, whole
+from tests.support.sample_order import draw_order, stream_size
 
 
 def interrupt(kind, firsts, seed, epoch, divided, data):

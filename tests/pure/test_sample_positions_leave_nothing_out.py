@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import InvalidArgument
-from penstock.samples.training.resume import Epoch, Position, from_state, merge_states
+from penstock.samples.dataloader.resume import Epoch, Position, from_state, merge_states
 
 FIRSTS = np.array([0, 5, 5, 30, 31, 60, 77], np.uint64)
 SAMPLES = int(FIRSTS[-1])
@@ -63,7 +63,7 @@ def test_any_process_speaks_for_all_that_took_as_many_batches(
         ends = [now.advanced(rank, batches) for rank in range(world)]
         for end in ends:
             for stream, taken in end.taken.items():
-                seen += drawn(now, stream, now.taken_by(stream), taken)
+                seen += drawn(now, stream, now.taken_by([stream])[stream], taken)
         together = not any(end.finished for end in ends)
         states = [end.state() for end in ends]
         position = from_state(through_json(states[speaker % world] if together else merge_states(states)))

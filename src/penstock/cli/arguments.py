@@ -15,9 +15,9 @@ from penstock.cli.output import Answer
 from penstock.cli.typed import count, counts, rate, samples_count, seconds, size, sizes
 from penstock.cli.ways import ways as compare_ways
 from penstock.planners import POLICIES
-from penstock.samples.formats import FORMATS
-from penstock.samples.layout import CHUNK_BYTES
-from penstock.samples.upkeep.inspection import CACHES
+from penstock.samples.format.layout import CHUNK_BYTES
+from penstock.samples.maintenance.inspection import CACHES
+from penstock.samples.sources import FORMATS
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:
@@ -50,7 +50,8 @@ than 5 % of the step.
 PACK_HELP = """\
 SOURCE is a folder tree of files (where all lie in subfolders, these are their classes), tar shards of
 WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datasets or MosaicML streaming
-saved, .npy or .npz. Shards also as "train-{000..127}.tar", or several of them. It is not changed.
+saved, .npy or .npz. Shards also as "train-{000..127}.tar", or as several SOURCEs; of folders one. It is not
+changed.
 
 Interrupted, the same command goes on where it stopped. With --world, several processes pack a part each,
 all with the same DEST, which is then mounted whole.

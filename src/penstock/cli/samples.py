@@ -12,17 +12,17 @@ from pathlib import Path
 
 from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
 from penstock.cli.progress import samples_progress
-from penstock.samples.formats import open_source
-from penstock.samples.layout import unpack_entries
-from penstock.samples.manifest import StoreManifest
-from penstock.samples.manifest import read as read_manifest
-from penstock.samples.mounted.directory import Directory, members
-from penstock.samples.mounted.names import Names
-from penstock.samples.packing.pack import pack as pack_source
-from penstock.samples.upkeep import inspection, throughput, unpacking, verification
-from penstock.samples.upkeep.inspection import StoreInfo
-from penstock.samples.upkeep.structure import true_lengths
-from penstock.samples.upkeep.throughput import Throughput
+from penstock.samples.format.layout import unpack_entries
+from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.format.manifest import read as read_manifest
+from penstock.samples.maintenance import inspection, throughput, unpacking, verification
+from penstock.samples.maintenance.inspection import StoreInfo
+from penstock.samples.maintenance.structure import true_lengths
+from penstock.samples.maintenance.throughput import Throughput
+from penstock.samples.reader.directory import Directory, members
+from penstock.samples.reader.names import Names
+from penstock.samples.sources import open_source
+from penstock.samples.writer.pack import pack as pack_source
 from penstock.units import format_bytes, format_rate, format_seconds
 
 LISTED_AT_ONCE = 4096

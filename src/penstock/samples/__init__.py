@@ -5,19 +5,19 @@ index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info
 `bench` look after a store.
 """
 
-from penstock.samples.encoding import encode
+from penstock.samples.dataloader.loader import Loader, SampleDataset
+from penstock.samples.dataloader.resume import merge_states
+from penstock.samples.format.encoding import encode
+from penstock.samples.maintenance.inspection import StoreInfo, info
+from penstock.samples.maintenance.throughput import Bench, bench
+from penstock.samples.maintenance.unpacking import unpack
+from penstock.samples.maintenance.verification import Verification, verify
 from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
-from penstock.samples.mounted.batch import Batch
-from penstock.samples.mounted.collective import pack_together
-from penstock.samples.mounted.store import Store, mount
 from penstock.samples.order import Segment
-from penstock.samples.packing.pack import pack
-from penstock.samples.training.loader import Loader, SampleDataset
-from penstock.samples.training.resume import merge_states
-from penstock.samples.upkeep.inspection import StoreInfo, info
-from penstock.samples.upkeep.throughput import Bench, bench
-from penstock.samples.upkeep.unpacking import unpack
-from penstock.samples.upkeep.verification import Verification, verify
+from penstock.samples.reader.batch import Batch
+from penstock.samples.reader.collective import pack_together
+from penstock.samples.reader.store import Store, mount
+from penstock.samples.writer.pack import pack
 
 __all__ = [
     "Batch",

@@ -1,0 +1,316 @@
+"""The position in an epoch, as a value: Loaders resume exactly, with the same number of workers or another.
+
+A *stream* is the shard of an epoch that one worker of one process reads: ``rank * workers + worker``. A state
+holds what its own streams have taken. For the others it assumes that worker w of every process has taken what
+worker w of this one has, which is so in data-parallel training; merge_states joins states that differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from penstock.errors import InvalidArgument
+from penstock.samples.order import Segment
+
+VERSION = 1
+MOST_STREAMS = 1 << 20  # as in C++
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What an epoch is an epoch of: all of it must be the same to go on.
+
+    identity  of the store, and its number of samples
+    """
+
+    identity: str
+    samples: int
+    order: str
+    seed: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """An epoch, and what has been taken of it.
+
+    after     the divisions that are over
+    streams   of the division in force; 0: nothing has been divided yet
+    slots     chunks that each stream mixes
+    workers   streams of one process
+    taken     samples, by stream, of the streams that are known
+    finished  by stream, of those known: it has given all that it will
+    """
+
+    of: Epoch
+    batch_size: int
+    drop_last: bool
+    after: tuple[Segment, ...] = ()
+    streams: int = 0
+    slots: int = 0
+    workers: int = 1
+    taken: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
+
+    @property
+    def over(self) -> bool:
+        """Whether every known stream has finished."""
+        return bool(self.taken) and self.finished >= self.taken.keys()
+
+    @property
+    def left(self) -> int:
+        """Samples that the division in force divides."""
+        return self.of.samples - sum(sum(segment.taken) for segment in self.after)
+
+    def size(self, stream: int) -> int:
+        """Samples of a stream: they differ by one at most."""
+        return self.left // self.streams + (stream < self.left % self.streams)
+
+    def end(self, stream: int) -> int:
+        """How many samples of the stream are given: with drop_last whole batches, equally many of each."""
+        if not self.drop_last:
+            return self.size(stream)
+        return self.left // self.streams // self.batch_size * self.batch_size
+
+    def taken_by(self, streams: Iterable[int]) -> dict[int, int]:
+        """Samples that each of the streams has taken, known or assumed.
+
+        Raises InvalidArgument where the state does not say.
+        """
+        batches: dict[int, set[int]] = {}  # that the known streams of a worker have given
+        for stream, taken in self.taken.items():
+            batches.setdefault(stream % self.workers, set()).add(self._batches(taken))
+        finished = {stream % self.workers for stream in self.finished}
+
+        def assumed(stream: int) -> int:
+            worker = stream % self.workers
+            if worker not in batches:
+                raise InvalidArgument(
+                    f"the state knows {len(self.taken)} of {self.streams} streams, and of worker {worker} "
+                    "nothing: give loader.load_state_dict the whole state of the DataLoader, or "
+                    "penstock.samples.merge_states of all processes' states"
+                )
+            if worker in finished:
+                return self.end(stream)
+            if len(batches[worker]) > 1:
+                raise InvalidArgument(
+                    f"the state knows {len(self.taken)} of {self.streams} streams, which have given "
+                    f"different numbers of batches ({min(batches[worker])} to {max(batches[worker])}): give "
+                    "penstock.samples.merge_states the states of all processes"
+                )
+            return min(next(iter(batches[worker])) * self.batch_size, self.size(stream))
+
+        return {stream: self.taken[stream] if stream in self.taken else assumed(stream) for stream in streams}
+
+    def divided(self, streams: int, slots: int, workers: int) -> Position:
+        """The same epoch in so many streams: as it was divided, or what is left of it divided anew."""
+        same = self
+        if streams == self.streams and workers != self.workers:
+            same = dataclasses.replace(self, workers=workers, taken=self.taken_by(range(streams)))
+        if (streams, slots) == (same.streams, same.slots) and same._even():
+            return same
+        taken = dict.fromkeys(range(streams), 0)
+        return dataclasses.replace(self._closed(), streams=streams, slots=slots, workers=workers, taken=taken)
+
+    def _even(self) -> bool:
+        """Whether the processes have given equally many batches, so that each can speak for the others."""
+        counts: dict[int, set[int]] = {}
+        for stream, taken in self.taken.items():
+            if stream not in self.finished:
+                counts.setdefault(stream % self.workers, set()).add(self._batches(taken))
+        return all(len(each) == 1 for each in counts.values())
+
+    def _batches(self, taken: int) -> int:
+        return -(-taken // self.batch_size)
+
+    def _closed(self) -> Position:
+        """The same, with the division in force over."""
+        counts = tuple(self.taken_by(range(self.streams)).values())
+        after = (*self.after, Segment(self.streams, self.slots, counts)) if any(counts) else self.after
+        return dataclasses.replace(self, after=after, streams=0, taken={}, finished=frozenset())
+
+    def with_batches(self, batch_size: int, drop_last: bool) -> Position:
+        """The same in batches of another size, for which what is left has to be divided anew."""
+        same = self if batch_size == self.batch_size else self._closed()
+        return dataclasses.replace(same, batch_size=batch_size, drop_last=drop_last)
+
+    def at(self, stream: int, taken: int, finished: bool) -> Position:
+        """The position of a process that knows one stream."""
+        done = frozenset([stream]) if finished else frozenset()
+        return dataclasses.replace(self, taken={stream: taken}, finished=done)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The streams of a process in the order in which its batches come: the one that is due first."""
+        own = range(rank * self.workers, (rank + 1) * self.workers)
+        taken = self.taken_by(own)
+        open_ = [stream for stream in own if taken[stream] < self.end(stream)]
+        due = min(open_, key=lambda stream: taken[stream] // self.batch_size, default=own[0])
+        return (*own[due - own[0] :], *own[: due - own[0]])
+
+    def advanced(self, rank: int, batches: int) -> Position:
+        """The position after so many more batches of this process, taken from its workers in turn."""
+        turns = self.of_rank(rank)
+        taken = self.taken_by(turns)
+        while batches > 0:
+            open_ = [stream for stream in turns if taken[stream] < self.end(stream)]
+            if not open_:
+                break
+            rounds = max(1, min(batches // len(open_), *(self._whole(s, taken[s]) for s in open_)))
+            for stream in open_[:batches]:
+                taken[stream] = min(taken[stream] + rounds * self.batch_size, self.end(stream))
+            batches -= rounds * len(open_[:batches])
+        finished = frozenset(stream for stream in turns if batches > 0 and taken[stream] >= self.end(stream))
+        return dataclasses.replace(self, taken=taken, finished=finished)
+
+    def _whole(self, stream: int, taken: int) -> int:
+        """Batches that the stream can give before its last one."""
+        return (self.end(stream) - taken - 1) // self.batch_size
+
+    def _unread(self) -> Position:
+        """What must be the same in states that belong together."""
+        return dataclasses.replace(self, taken={}, finished=frozenset())
+
+    def state(self) -> dict[str, Any]:
+        """For state_dict: numbers, text and lists only."""
+        return {
+            "version": VERSION,
+            "store": self.of.identity,
+            "samples": self.of.samples,
+            "order": self.of.order,
+            "seed": self.of.seed,
+            "epoch": self.of.epoch,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "after": [[segment.streams, segment.slots, list(segment.taken)] for segment in self.after],
+            "streams": self.streams,
+            "slots": self.slots,
+            "workers": self.workers,
+            "taken": [[stream, taken] for stream, taken in sorted(self.taken.items())],
+            "finished": sorted(self.finished),
+        }
+
+
+def from_state(state: Mapping[str, Any]) -> Position:
+    """The position that a state says: a Loader's, or that of a StatefulDataLoader around one.
+
+    Raises InvalidArgument where it is neither.
+    """
+    try:
+        if "_snapshot" in state:
+            return _from_workers(state)
+        return _from_state_of_loader(state.get("dataset_state", state))
+    except InvalidArgument:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"{_NO_STATE} ({error!r}): {_REMEDY}") from None
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state from those of several processes (or workers) that stopped in the same epoch.
+
+    Needed only where they had not taken equally many batches. Each is what Loader.state_dict or a
+    StatefulDataLoader's state_dict gave. Raises InvalidArgument where they do not belong together.
+    """
+    return _joined([from_state(state) for state in states]).state()
+
+
+def _joined(positions: Sequence[Position]) -> Position:
+    if not positions:
+        raise InvalidArgument("there is no state to merge: give the states of all processes")
+    divided = [position for position in positions if position.streams]
+    if divided and len(divided) < len(positions):
+        raise InvalidArgument(
+            "some states are of an epoch that has not begun, others are further: merge states of one moment"
+        )
+    first = (divided or positions)[0]
+    taken: dict[int, int] = {}
+    for position in positions:
+        if position._unread() != first._unread():
+            raise InvalidArgument(
+                f"the states do not belong together: epoch {position.of.epoch} of seed {position.of.seed} in "
+                f"{position.streams} streams, and epoch {first.of.epoch} of seed {first.of.seed} in "
+                f"{first.streams}. Merge states of one run that were saved at one time"
+            )
+        if any(taken.get(stream, count) != count for stream, count in position.taken.items()):
+            raise InvalidArgument(
+                "two states say different things of one stream: merge one state of each process"
+            )
+        taken.update(position.taken)
+    finished = frozenset().union(*(position.finished for position in positions))
+    return dataclasses.replace(first, taken=taken, finished=finished)
+
+
+def _from_workers(state: Mapping[str, Any]) -> Position:
+    """From the state of a StatefulDataLoader with workers: a snapshot, and how many batches followed it."""
+    snapshots = state["_snapshot"]["_worker_snapshots"].values()
+    states = [snapshot["dataset_state"] for snapshot in snapshots]
+    if any(not isinstance(each, Mapping) for each in states):
+        raise InvalidArgument("the state of the DataLoader holds none of a Loader: it was not around one")
+    position = _joined([_from_state_of_loader(each) for each in states])
+    if state.get("_iterator_finished"):
+        return dataclasses.replace(position, finished=frozenset(position.taken))
+    rank = min(position.taken, default=0) // position.workers
+    since = int(state.get("_steps_since_snapshot", 0))
+    return position.advanced(rank, since) if since else position
+
+
+def _from_state_of_loader(state: Any) -> Position:
+    if state["version"] != VERSION:
+        raise InvalidArgument(
+            f"the Loader's state is of version {state['version']}, and this penstock reads version "
+            f"{VERSION}: use the version of penstock that saved it"
+        )
+    found = msgspec.convert(state, _State)
+    after = tuple(Segment(*segment) for segment in found.after)
+    position = Position(
+        of=Epoch(found.store, found.samples, found.order, found.seed, found.epoch),
+        batch_size=found.batch_size,
+        drop_last=found.drop_last,
+        after=after,
+        streams=found.streams,
+        slots=found.slots,
+        workers=found.workers,
+        taken=dict(found.taken),
+        finished=frozenset(found.finished),
+    )
+    if (
+        any(len(segment.taken) != segment.streams for segment in after)
+        or position.left < 0
+        or found.streams % found.workers
+        or any(stream >= found.streams or taken > position.size(stream) for stream, taken in found.taken)
+        or not position.finished <= position.taken.keys()
+    ):
+        raise InvalidArgument(f"{_NO_STATE} (it contradicts itself): {_REMEDY}")
+    return position
+
+
+_NO_STATE = "this is not a state of a penstock Loader"
+_REMEDY = "give what Loader.state_dict returned, or the state_dict of a StatefulDataLoader around a Loader"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+_Streams = Annotated[int, msgspec.Meta(ge=0, le=MOST_STREAMS)]
+_Workers = Annotated[int, msgspec.Meta(ge=1, le=MOST_STREAMS)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62))]
+_Slots = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32))]
+
+
+class _State(msgspec.Struct):
+    """What Position.state gives, as anybody may have changed it since."""
+
+    store: str
+    samples: _Count
+    order: str
+    seed: int
+    epoch: _Count
+    batch_size: _Positive
+    drop_last: bool
+    after: Annotated[list[tuple[_Workers, _Slots, tuple[_Count, ...]]], msgspec.Meta(max_length=1024)]
+    streams: _Streams
+    slots: _Slots
+    workers: _Workers
+    taken: list[tuple[_Count, _Count]]
+    finished: list[_Count]

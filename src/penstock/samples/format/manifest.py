@@ -1,0 +1,142 @@
+"""What a sample store says of itself: `store.json`, written last. A folder without one is no store."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from penstock.core import files
+from penstock.errors import InvalidFile
+from penstock.samples.format.files import AGAIN, open_regular
+from penstock.samples.format.layout import MANIFEST
+from penstock.storage.checksum import crc32c
+
+_SCHEMA = "penstock.storemanifest/1"
+_LARGEST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFile:
+    """One data file: what DLFS calls a storage node.
+
+    samples      that lie in it
+    chunks       its chunks, the last one padded with zeros
+    size_bytes   of its samples, without the padding
+    """
+
+    samples: int
+    chunks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSum:
+    """Size and CRC-32C of one of the store's other files."""
+
+    size_bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of samples encoded as `record`.
+
+    dtype   numpy's text for it, little-endian, such as "<f4"
+    shape   of one sample's
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreManifest:
+    """A sample store, whole.
+
+    samples      how many
+    chunk_bytes  the grid of the data files
+    nodes        its data files
+    files        the others, by name
+    encoding     "raw": bytes; "record": the `fields`, one after the other; "msgpack": a map
+    fields       of "record", in order; empty otherwise
+    classes      what labels.bin counts; empty where samples have no class
+    part, parts  which part of how many, where several processes packed one source
+    source       what was packed, for people
+    metadata     the user's own
+    crc32c       of the manifest's JSON text with this field 0
+    """
+
+    samples: int
+    chunk_bytes: int
+    nodes: tuple[NodeFile, ...]
+    files: dict[str, FileSum]
+    encoding: str = "raw"
+    fields: tuple[Field, ...] = ()
+    classes: tuple[str, ...] = ()
+    part: int = 0
+    parts: int = 1
+    source: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    crc32c: int = 0
+
+    @property
+    def identity(self) -> str:
+        """32 hexadecimal digits: the same for the same samples, names and order."""
+        contents = {name: (sum_.size_bytes, sum_.crc32c) for name, sum_ in sorted(self.files.items())}
+        text = msgspec.json.encode((contents, self.chunk_bytes, self.nodes, self.encoding, self.fields))
+        return hashlib.sha256(text).hexdigest()[:32]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all samples."""
+        return sum(node.size_bytes for node in self.nodes)
+
+    @property
+    def chunks(self) -> int:
+        return sum(node.chunks for node in self.nodes)
+
+    def sealed(self) -> StoreManifest:
+        """The same, with the right checksum."""
+        blank = dataclasses.replace(self, crc32c=0)
+        return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
+
+
+class _Document(msgspec.Struct):
+    schema: str
+    value: msgspec.Raw
+
+
+def write(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
+    """Make the folder a store: all other files must be there, and durable. Seals the manifest."""
+    files.save(manifest.sealed(), Path(folder) / MANIFEST)
+
+
+def read(folder: str | os.PathLike[str]) -> StoreManifest:
+    """The manifest of the store at ``folder``.
+
+    Raises FileNotFoundError where there is none, InvalidFile where it is damaged.
+    """
+    path = Path(folder) / MANIFEST
+    with open(open_regular(path), "rb") as file:
+        text = file.read(_LARGEST_BYTES + 1)
+    if len(text) > _LARGEST_BYTES:
+        raise InvalidFile(f"{path} has more than {_LARGEST_BYTES} bytes: it is not a manifest. {AGAIN}")
+    try:
+        document = msgspec.json.decode(text, type=_Document)
+        if document.schema != _SCHEMA:
+            raise InvalidFile(
+                f"{path} holds {document.schema!r}, not {_SCHEMA!r}: use the penstock that wrote it"
+            )
+        manifest = msgspec.json.decode(document.value, type=StoreManifest)
+        sound = manifest.sealed().crc32c == manifest.crc32c
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError) as error:
+        raise InvalidFile(f"{path} is not the manifest of a store: {error}. {AGAIN}") from error
+    if not sound:
+        raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
+    return manifest

@@ -1,0 +1,273 @@
+"""Samples as files again.
+
+Names come from whoever packed the store: none may lead out of the folder they are written to.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import quote_from_bytes
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidFile, SampleError
+from penstock.samples.format.files import AGAIN
+from penstock.samples.format.layout import DIRECTORY
+from penstock.samples.reader.store import Store, mount
+
+Progress = Callable[[int, int], None]
+Bytes: TypeAlias = "bytes | bytearray | memoryview"
+
+ENCODING = "utf-8", "surrogateescape"  # of names
+BATCH_BYTES = 32 << 20
+BATCH_SAMPLES = 4096
+LARGEST_PART_BYTES = 255  # of a path, on Linux file systems
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PLAIN = b" !#$&'()+,;=@[]^_`{}~-."  # that a flat name keeps
+
+
+def unpack(
+    path: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    flat: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write samples of the store at ``path`` to files in the folder ``dest``, by their names.
+
+    names       which; None: all
+    flat        no folders below ``dest``: a name becomes one file name, in which / and % and what else a
+                file name should not have is written as in a URL, %2F
+    overwrite   replace files that are there
+    progress    called now and then with the samples and the bytes that were written so far
+
+    Samples of fields become a folder each: a file for each field of bytes, ``FIELD.npy`` for each array, and
+    ``fields.json`` for all others. A file appears under its name once it is whole. Links in ``dest`` are not
+    followed. Returns how many samples were written.
+
+    Raises SampleError before anything is written where a name cannot be that of a file in ``dest``, or one
+    name is the folder of another; later where a file is in the way, or the disk fails or is full. Raises
+    InvalidFile for damaged samples, InvalidArgument for names that the store does not have.
+    """
+    with mount(path, order="full") as store:
+        indices = None if names is None else store.indices(names)
+        _check_names(store, indices, flat)
+        writer = _Writer(Path(dest), overwrite)
+        fields = store.encoding != "raw"
+        written = size_bytes = 0
+        try:
+            for batch in _batches(store, indices):
+                for at, data in _samples(store, batch):
+                    place = _place(store.name(at), flat)
+                    if fields:
+                        writer.write_fields(place, store.decoder.sample(data))
+                    else:
+                        writer.write(place, data)
+                    size_bytes += len(data)
+                written += len(batch)
+                if progress is not None:
+                    progress(written, size_bytes)
+        finally:
+            writer.close()
+    return written
+
+
+def _batches(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[np.int64]]:
+    """All indices in order, in batches that fit in memory: one sample at least."""
+    total = len(store) if indices is None else len(indices)
+    left_bytes = sum(manifest.size_bytes for manifest in store.manifests)
+    for begin in range(0, total, BATCH_SAMPLES):
+        end = min(begin + BATCH_SAMPLES, total)
+        block = np.arange(begin, end, dtype=np.int64) if indices is None else indices[begin:end]
+        sizes = store.sizes(block)
+        left_bytes -= int(sizes.sum()) if indices is None else 0
+        if left_bytes < 0:
+            raise InvalidFile(f"{DIRECTORY} gives samples more bytes than the store has. {AGAIN}")
+        cuts = np.cumsum(sizes) // BATCH_BYTES
+        yield from np.split(block, np.flatnonzero(np.diff(cuts)) + 1)
+
+
+def _samples(store: Store, indices: npt.NDArray[np.int64]) -> Iterator[tuple[int, memoryview]]:
+    batch = store.read_many(indices)
+    for position, index in enumerate(indices.tolist()):
+        yield index, batch[position]
+
+
+def _place(name: str, flat: bool) -> tuple[bytes, ...]:
+    """The parts of the path of a sample, in the folder that it is written to."""
+    encoded = name.encode(*ENCODING)
+    if not flat:
+        return tuple(encoded.split(b"/"))
+    quoted = quote_from_bytes(encoded, safe=_PLAIN).encode()
+    return (quoted.replace(b".", b"%2E") if quoted in (b".", b"..") else quoted,)
+
+
+def _check_names(store: Store, indices: npt.NDArray[np.int64] | None, flat: bool) -> None:
+    """Raises SampleError for a name that can be no file's, or that is also the folder of another."""
+    folders: set[tuple[bytes, ...]] = set()
+    for name in _names(store, indices):
+        place = _place(name, flat)
+        if reason := _refusal(place):
+            raise SampleError(
+                f"sample {name!r} {reason}: nothing was written. Unpack with flat names (--flat)"
+            )
+        if len(place) > 1 and place[:-1] not in folders:
+            folders.update(place[:length] for length in range(1, len(place)))
+    if not folders:
+        return
+    for name in _names(store, indices):
+        if _place(name, flat) in folders:
+            raise SampleError(
+                f"sample {name!r} would be a file, and also the folder of others: nothing was written. "
+                "Unpack with flat names (--flat)"
+            )
+
+
+def _names(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterable[str]:
+    return iter(store.names()) if indices is None else map(store.name, indices.tolist())
+
+
+def _refusal(place: tuple[bytes, ...]) -> str | None:
+    for part in place:
+        if part in (b"", b".", b".."):
+            return "would not be written into the folder" if part else "has an empty part, or none"
+        if b"\0" in part:
+            return "has a NUL in its name"
+        if len(part) > LARGEST_PART_BYTES:
+            return f"has a part of {len(part)} bytes in its name; file systems take {LARGEST_PART_BYTES}"
+    return None
+
+
+class _Writer:
+    """Writes files below a folder, never through links. Keeps the last folder open."""
+
+    def __init__(self, dest: Path, overwrite: bool) -> None:
+        self._dest, self._overwrite = dest, overwrite
+        self._draft = f".penstock-{secrets.token_hex(8)}".encode()
+        try:
+            dest.mkdir(parents=True, exist_ok=True)
+            self._root = os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SampleError(f"{dest} cannot be written to: {error.strerror}") from error
+        self._open: tuple[tuple[bytes, ...], int] | None = None
+
+    def close(self) -> None:
+        self._leave()
+        os.close(self._root)
+
+    def write(self, place: tuple[bytes, ...], data: Bytes) -> None:
+        try:
+            self._write(place, data)
+        except OSError as error:
+            raise _failure(self._dest.joinpath(*map(os.fsdecode, place)), error) from error
+
+    def write_fields(self, place: tuple[bytes, ...], sample: Any) -> None:
+        """One folder for the sample, a map of fields: see `unpack`."""
+        others = {}
+        for field, value in sample.items():
+            if isinstance(value, bytes | bytearray | memoryview):
+                self._write_field(place, field, value)
+            elif isinstance(value, np.ndarray):
+                file = io.BytesIO()
+                np.save(file, value, allow_pickle=False)
+                self._write_field(place, f"{field}.npy", file.getbuffer())
+            else:
+                others[field] = value
+        if others or not sample:
+            self.write((*place, b"fields.json"), msgspec.json.encode(others, enc_hook=_plain))
+
+    def _write_field(self, place: tuple[bytes, ...], field: str, data: Bytes) -> None:
+        name = field.encode(*ENCODING)
+        if b"/" in name or name == b"fields.json" or _refusal((name,)):
+            sample = b"/".join(place).decode(*ENCODING)
+            raise SampleError(
+                f"field {field!r} of sample {sample!r} cannot be a file name. Read the store with "
+                "penstock.samples.mount instead"
+            )
+        self.write((*place, name), data)
+
+    def _write(self, place: tuple[bytes, ...], data: Bytes) -> None:
+        folder = self._enter(place[:-1])
+        draft = os.open(self._draft, _NEW_FILE, 0o666, dir_fd=folder)
+        try:
+            try:
+                view = memoryview(data)
+                while len(view):
+                    view = view[os.write(draft, view) :]
+            finally:
+                os.close(draft)
+            if not self._overwrite and _exists(place[-1], folder):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            os.rename(self._draft, place[-1], src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(self._draft, dir_fd=folder)
+            raise
+
+    def _enter(self, folder: tuple[bytes, ...]) -> int:
+        """A descriptor of the folder, which is made where missing."""
+        if not folder:
+            return self._root
+        if self._open is not None and self._open[0] == folder:
+            return self._open[1]
+        self._leave()
+        descriptor = os.dup(self._root)
+        try:
+            for part in folder:
+                try:
+                    below = os.open(part, _FOLDER, dir_fd=descriptor)
+                except FileNotFoundError:
+                    os.mkdir(part, dir_fd=descriptor)
+                    below = os.open(part, _FOLDER, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = below
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._open = folder, descriptor
+        return descriptor
+
+    def _leave(self) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+
+def _exists(name: bytes, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _failure(path: Path, error: OSError) -> SampleError:
+    remedies = {
+        errno.EEXIST: "Remove it, unpack to another folder, or let it be replaced (--overwrite)",
+        errno.ENOSPC: "Free space, and unpack again with --overwrite",
+        errno.EDQUOT: "Free space, and unpack again with --overwrite",
+        errno.ENOTDIR: "A file or a link is in the way of a folder: remove it, or unpack to another folder",
+        errno.ELOOP: "A link is in the way of a folder: remove it, or unpack to another folder",
+    }
+    remedy = remedies.get(error.errno or 0, "Unpack to another folder")
+    return SampleError(f"{path} cannot be written: {error.strerror}. {remedy}")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for, inside lists and maps."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise SampleError(f"a {type(value).__name__} cannot be written as JSON")

@@ -1,0 +1,288 @@
+"""Processes of torch.distributed that pack and mount one store together.
+
+They exchange what each of them holds through the group's key-value store, in which a process that is missing
+can be named. The files stay where they are: every process maps them by the path that their owner gave, so the
+processes of a machine share the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+
+from penstock.errors import InvalidArgument, PenstockError, SampleError
+from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.reader.directory import Directory, PathLike, members
+from penstock.units import format_seconds
+
+_LONGEST_POLL_S = 0.05
+_PULSE_S = 0.5  # between signs of life
+_PEERS_GRACE_S = 2.0  # to learn who is still there, once something has failed
+
+_meetings: dict[tuple[int, ...], itertools.count[int]] = {}
+
+
+class Held(msgspec.Struct, frozen=True):
+    """One store that a process can read, as it tells the others."""
+
+    folder: str
+    manifest: StoreManifest
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a process says at one point: what it has, or why it cannot go on."""
+
+    held: list[Held] = []
+    error: str = ""
+
+
+class Gathered(NamedTuple):
+    """directories: of every store that any process of the group holds, each once; the same in all of them."""
+
+    directories: list[Directory]
+    rank: int
+    world: int
+
+
+def gather(
+    path: PathLike | Sequence[PathLike], group: Any, *, verify: bool = True, timeout_s: float = 60.0
+) -> Gathered:
+    """What all processes of a group hold, in the order of their ranks.
+
+    path   what this process holds: a store, a folder of parts, or a list of such; every process can give the
+           same, or each its own parts
+    group  of torch.distributed, with a backend for CPU tensors; all its processes call this
+
+    Raises SampleError, in all processes, where one does not come in time, cannot read what it holds, cannot
+    see what another one holds, or received it damaged, and where a part is missing.
+    """
+    meeting = Meeting(group, timeout_s)
+    mine: list[Directory] = []
+
+    def load() -> None:
+        mine.extend(Directory.load(folder, verify) for folder in members(path))
+
+    error = _error_of(load)
+    holds = [Held(os.path.abspath(each.folder), each.manifest) for each in mine]
+    said = meeting.exchange("say what they hold", Said(holds, error))
+    own = {directory.manifest.identity: directory for directory in mine}
+    stores = _each_once(meeting, said)
+
+    def open_() -> None:
+        for owner, held in stores:
+            if held.manifest.identity not in own:
+                own[held.manifest.identity] = _opened(owner, held, verify)
+
+    meeting.exchange("open what the others hold", Said(error=_error_of(open_)))
+    return Gathered([own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world)
+
+
+def _error_of(act: Callable[[], None]) -> str:
+    """Why it failed, for the others to know; empty where it did not."""
+    try:
+        act()
+    except (PenstockError, OSError) as problem:
+        return str(problem)
+    return ""
+
+
+def pack_together(
+    source: Any,
+    dest: PathLike,
+    group: Any,
+    *,
+    timeout_s: float = 600.0,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> list[StoreManifest]:
+    """Pack a source by all processes of a group, each its share, into parts in the folder ``dest``.
+
+    timeout_s  longest time without a sign of life from another process
+    progress   of this process, and options: as in penstock.samples.writer.pack
+
+    Gives the manifests of all parts. Raises, in all processes, SampleError where one has failed; in the one
+    that failed its own error.
+    """
+    from penstock.samples.writer.pack import pack
+
+    meeting = Meeting(group, timeout_s)
+
+    def report(samples: int, size_bytes: int) -> None:
+        meeting.pulse()
+        if progress is not None:
+            progress(samples, size_bytes)
+
+    try:
+        manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, progress=report, **options)
+    except BaseException as problem:
+        meeting.say("pack", Said(error=f"{type(problem).__name__}: {problem}"))
+        meeting.leave()
+        raise
+    said = meeting.exchange("pack", Said([Held(os.path.abspath(dest), manifest)]))
+    return [each.held[0].manifest for each in said]
+
+
+def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]:
+    """The stores of all processes in the order of ranks, each with the first that holds it."""
+    found: dict[str, tuple[int, Held]] = {}
+    parts: dict[int, set[int]] = {}
+    for rank, each in enumerate(said):
+        for held in each.held:
+            parts.setdefault(held.manifest.parts, set()).add(held.manifest.part)
+            found.setdefault(held.manifest.identity, (rank, held))
+    for count, there in parts.items():
+        if missing := sorted(set(range(count)) - there):
+            meeting.leave()
+            raise SampleError(
+                f"of {count} parts of a store, the {len(said)} processes hold {len(there)}: part "
+                f"{', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or pack it"
+            )
+    return list(found.values())
+
+
+def _opened(owner: int, held: Held, verify: bool) -> Directory:
+    """The directory of a store that another process holds. Raises SampleError, InvalidFile."""
+    advice = "put it where all processes can see it, or mount it in each from a place of its own"
+    try:
+        directory = Directory.load(held.folder, verify)
+    except SampleError as error:
+        raise SampleError(
+            f"cannot see {held.folder}, which process {owner} holds: {error}; {advice}"
+        ) from error
+    if directory.manifest.identity != held.manifest.identity:
+        raise SampleError(
+            f"at {held.folder}, which process {owner} holds, this process sees another store; {advice}"
+        )
+    return directory
+
+
+@dataclass
+class Meeting:
+    """One collective operation of a group: every process makes one, in the same order."""
+
+    group: Any
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InvalidArgument(
+                "group= needs torch.distributed: call torch.distributed.init_process_group first"
+            )
+        if dist.get_rank(self.group) < 0:
+            raise InvalidArgument("this process is not of the group: only its members mount with it")
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
+        number = next(_meetings.setdefault(self.ranks, itertools.count()))
+        self._prefix = f"penstock/samples/{'-'.join(map(str, self.ranks))}/{number}"
+        self._store = dist.distributed_c10d._get_default_store()
+        self._said: list[str] = []
+        self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
+        self._pulses: dict[int, bytes] = {}
+
+    def say(self, what: str, said: Said) -> None:
+        """Tell the others, without waiting for what they say."""
+        self._guarded(lambda: self._store.set(self._key(what, self.rank), msgspec.msgpack.encode(said)))
+
+    def exchange(self, what: str, said: Said) -> list[Said]:
+        """What all processes say, by rank. ``what``: what they are waited for to do.
+
+        Raises SampleError where a process does not come in time, or says that it has failed.
+        """
+        self.say(what, said)
+        missing: Sequence[int] = range(self.world)
+        dead: list[int] = []
+        while missing := self._wait_for(what, missing, time.monotonic() + self.timeout_s):
+            if dead := self._without_pulse(missing):
+                break
+        if missing:
+            self.leave(missing)
+            raise SampleError(
+                f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world}, "
+                f"{_named(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
+                "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
+            )
+        everyone = [self._read(what, rank) for rank in range(self.world)]
+        if failed := [(rank, each.error) for rank, each in enumerate(everyone) if each.error]:
+            self.leave()
+            rank, error = failed[0]
+            more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
+            raise SampleError(f"process {rank} could not {what}: {error}{more}")
+        self._forget(what)
+        return everyone
+
+    def pulse(self) -> None:
+        """A sign of life, for those that wait for this process: they go on waiting."""
+        if time.monotonic() - self._pulsed_s > _PULSE_S:
+            self._pulsed_s = time.monotonic()
+            with contextlib.suppress(
+                SampleError
+            ):  # what this process is at can be finished without the others
+                self._guarded(lambda: self._store.set(self._key("pulse", self.rank), str(self._pulsed_s)))
+
+    def _without_pulse(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks that have given no sign of life since this was asked before."""
+        before = {rank: self._pulses.get(rank) for rank in ranks}
+        for rank in ranks:
+            if self._has_said("pulse", rank):
+                self._pulses[rank] = self._guarded(
+                    functools.partial(self._store.get, self._key("pulse", rank))
+                )
+        return [rank for rank in ranks if self._pulses.get(rank) == before[rank]]
+
+    def leave(self, missing: Sequence[int] = ()) -> None:
+        """Wait a little for the others to learn of a failure: their key-value store may end with us."""
+        with contextlib.suppress(SampleError):
+            self.say("leave", Said())
+            there = [rank for rank in range(self.world) if rank not in missing]
+            self._wait_for("leave", there, time.monotonic() + _PEERS_GRACE_S)
+
+    def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:
+        """The ranks that have not said it at the deadline."""
+        missing, pause_s = list(ranks), 0.001
+        while missing and time.monotonic() < deadline:
+            while missing and self._has_said(what, missing[0]):
+                del missing[0]
+            if missing:
+                time.sleep(pause_s)
+                pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
+        return [rank for rank in missing if not self._has_said(what, rank)]
+
+    def _has_said(self, what: str, rank: int) -> bool:
+        return bool(self._guarded(lambda: self._store.check([self._key(what, rank)])))
+
+    def _read(self, what: str, rank: int) -> Said:
+        data = self._guarded(lambda: self._store.get(self._key(what, rank)))
+        return msgspec.msgpack.decode(data, type=Said)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._prefix}/{what}/{rank}"
+
+    def _forget(self, what: str) -> None:
+        """Remove what this process said before: who has said this, too, has read that."""
+        for key in self._said:
+            self._guarded(functools.partial(self._store.delete_key, key))
+        self._said = [self._key(what, self.rank)]
+
+    def _guarded(self, ask: Callable[[], Any]) -> Any:
+        """What the group's key-value store answers."""
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise SampleError(
+                "the key-value store of the process group does not answer: the process that keeps it, most "
+                f"often rank 0, has stopped ({str(error).splitlines()[0]})"
+            ) from error
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"process{'' if len(ranks) == 1 else 'es'} {shown}"

@@ -1,0 +1,270 @@
+"""The files of one store, mapped and verified.
+
+Nothing is parsed: what a program reads of the directory of 50 million samples is the file's own pages,
+which all processes of the machine share.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import _native
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples.format import manifest as manifests
+from penstock.samples.format.files import AGAIN
+from penstock.samples.format.layout import (
+    ANCHOR_NAMES,
+    ANCHORS,
+    CHUNK_RECORD,
+    CHUNKS,
+    DIRECTORY,
+    LABELS,
+    LARGE,
+    LARGEST_CHUNK_BYTES,
+    LOOKUP,
+    MANIFEST,
+    NAMES,
+    NODE_BYTES,
+    NODES,
+    SMALLEST_CHUNK_BYTES,
+    SUMS,
+    chunks_of,
+    lookup_bits,
+    lookup_start_dtype,
+)
+from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.reader.failures import cannot_open
+from penstock.samples.reader.mapping import Bytes, MappedFiles
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+
+PART = re.compile(r"part-(\d{5})-of-(\d{5})")
+
+_FILES = {DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS}
+_NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked for
+
+
+@dataclass(frozen=True, eq=False)
+class Directory:
+    """What a store says of its samples.
+
+    folder    where its data files are
+    manifest  as read
+    files     the bytes of each file that the manifest names; mapped at first use, or in memory
+    """
+
+    folder: Path
+    manifest: StoreManifest
+    files: Mapping[str, Bytes]
+
+    def __post_init__(self) -> None:
+        _check_manifest(self.manifest, self.folder / MANIFEST)
+
+    @classmethod
+    def load(cls, folder: PathLike, verify: bool = True) -> Directory:
+        """The directory of the store at ``folder``.
+
+        verify  compare the files' checksums: all at once, except those that only names need, at their
+                first use
+
+        Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
+        damaged.
+        """
+        folder = Path(os.path.abspath(folder))  # also after a change of the working directory
+        manifest = _read_manifest(folder)
+        mapped = MappedFiles(folder, manifest, verify, together=_NAME_FILES)
+        directory = cls(folder, manifest, mapped)
+        mapped.load([name for name in manifest.files if name not in _NAME_FILES])
+        return directory
+
+    @cached_property
+    def entries(self) -> npt.NDArray[np.uint64]:
+        """[samples, 2]: the directory entries, in stored order."""
+        return self.files[DIRECTORY].view("<u8").reshape(-1, 2)
+
+    @cached_property
+    def sums(self) -> npt.NDArray[np.uint32]:
+        """[samples]: CRC-32C of each sample."""
+        return self.files[SUMS].view("<u4")
+
+    @cached_property
+    def chunks(self) -> npt.NDArray[np.void]:
+        """[chunks] of CHUNK_RECORD."""
+        return self.files[CHUNKS].view(CHUNK_RECORD)
+
+    @cached_property
+    def large(self) -> npt.NDArray[np.uint64]:
+        """[large samples, 2]: index and length."""
+        return self.files.get(LARGE, np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.int32] | None:
+        """[samples]: each one's class, -1 for none. None where no sample has one."""
+        return self.files[LABELS].view("<i4") if LABELS in self.files else None
+
+    @cached_property
+    def firsts(self) -> npt.NDArray[np.uint64]:
+        """[chunks + 1]: the first sample of each chunk, then how many samples there are.
+
+        Raises InvalidFile where chunks.bin contradicts itself or the manifest.
+        """
+        firsts = np.append(self.chunks["first"], np.uint64(self.manifest.samples))
+        chunks_before = np.cumsum([0] + [node.chunks for node in self.manifest.nodes])
+        samples_before = np.cumsum([0] + [node.samples for node in self.manifest.nodes])
+        if np.any(firsts[1:] < firsts[:-1]) or np.any(firsts[chunks_before] != samples_before):
+            raise InvalidFile(f"{self.folder / CHUNKS} contradicts {MANIFEST}. {AGAIN}")
+        return firsts
+
+    @property
+    def names(self) -> _native.SampleNames:
+        """Finds names and gives them. Raises SampleError, InvalidFile."""
+        # No cached_property: until Python 3.12 it holds a lock meanwhile, which a forked child never gets.
+        names: _native.SampleNames | None = self.__dict__.get("_names")
+        if names is None:
+            anchors = self.files[ANCHORS].view("<u8")
+            names = _native.SampleNames(self.entries, self.files[NAMES], anchors, self.files[LOOKUP])
+            self.__dict__["_names"] = names
+        return names
+
+
+def members(path: PathLike | Sequence[PathLike], whole: bool = True) -> list[Path]:
+    """The folders of the stores that ``path`` stands for, in order.
+
+    path   a store, the folder in which several processes packed their parts, or a list of such
+    whole  all parts must be there
+
+    Raises SampleError where there is no store or a part is missing, InvalidArgument for an empty list.
+    """
+    if isinstance(path, str | os.PathLike):
+        return _members_of(Path(path), whole)
+    folders = [folder for each in path for folder in members(each, whole)]
+    if not folders:
+        raise InvalidArgument("no store was given: give a path or several")
+    return folders
+
+
+def _members_of(folder: Path, whole: bool) -> list[Path]:
+    if (folder / MANIFEST).exists():
+        return [folder]
+    try:
+        listed = sorted(os.listdir(folder))
+    except OSError as error:
+        raise _no_store(folder, error) from error
+    parts: dict[int, set[int]] = {}
+    for match in filter(None, map(PART.fullmatch, listed)):
+        parts.setdefault(int(match[2]), set()).add(int(match[1]))
+    if not parts:
+        raise _not_packed(folder, listed)
+    if len(parts) > 1:
+        counts = " and ".join(str(count) for count in sorted(parts))
+        raise SampleError(
+            f"{folder} has parts of {counts}: two packings are mixed. Remove the one that is not wanted"
+        )
+    ((count, there),) = parts.items()
+    if extra := there - set(range(count)):
+        raise SampleError(f"{folder} has a part {max(extra)} of only {count}. Pack it again")
+    folders = [folder / part_name(part, count) for part in range(count)]
+    if not whole:
+        return [part for part in folders if (part / MANIFEST).exists()]
+    if missing := [part.name for part in folders if not (part / MANIFEST).exists()]:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise SampleError(
+            f"{folder} is not whole: of its {count} parts, {', '.join(missing[:5])}{more} "
+            f"{'is' if len(missing) == 1 else 'are'} missing or not packed to the end. Run pack again for "
+            "these ranks, or mount a list of the parts that are there"
+        )
+    return folders
+
+
+def part_name(part: int, parts: int) -> str:
+    """The folder of one of several parts."""
+    return f"part-{part:05d}-of-{parts:05d}"
+
+
+def _read_manifest(folder: Path) -> StoreManifest:
+    try:
+        manifest = manifests.read(folder)
+    except OSError as error:
+        raise _no_store(folder, error) from error
+    if (match := PART.fullmatch(folder.name)) and (int(match[1]), int(match[2])) != (
+        manifest.part,
+        manifest.parts,
+    ):
+        raise InvalidFile(
+            f"{folder} holds part {manifest.part} of {manifest.parts}, which its name denies. Rename it"
+        )
+    return manifest
+
+
+def _no_store(folder: Path, error: OSError) -> SampleError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and folder.is_dir():
+        return _not_packed(folder, os.listdir(folder))
+    return cannot_open(folder, error)
+
+
+def _not_packed(folder: Path, listed: Sequence[str]) -> SampleError:
+    if DIRECTORY in listed or any(name.startswith("data-") and name.endswith(".bin") for name in listed):
+        return SampleError(
+            f"{folder} has no {MANIFEST}: packing was not finished. Run pack again, with the same arguments: "
+            "it goes on where it stopped"
+        )
+    return SampleError(
+        f"{folder} is not a sample store: {MANIFEST} is missing. Give the folder of a store, or make one: "
+        "penstock samples pack SOURCE DEST"
+    )
+
+
+def _check_manifest(manifest: StoreManifest, path: Path) -> None:
+    """Raises InvalidFile where its numbers cannot all be true, so that nothing else need doubt them."""
+    nodes, chunk_bytes = manifest.nodes, manifest.chunk_bytes
+    sound = (
+        SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES
+        and chunk_bytes % SMALLEST_CHUNK_BYTES == 0
+        and len(nodes) <= NODES
+        and all(node.samples >= 0 and 0 <= node.size_bytes <= NODE_BYTES for node in nodes)
+        and all(node.chunks == chunks_of(node.size_bytes, chunk_bytes) for node in nodes)
+        and sum(node.samples for node in nodes) == manifest.samples
+        and 0 <= manifest.part < manifest.parts
+    )
+    if not sound:
+        raise InvalidFile(f"{path} contradicts itself: no packer wrote it. {AGAIN}")
+    for name in manifest.files.keys() - _FILES:
+        raise InvalidFile(f"{path} names {name!r}, which is not a file of a store. {AGAIN}")
+    for name, size_bytes in _sizes(manifest).items():
+        if name not in manifest.files:
+            raise InvalidFile(f"{path} does not name {name}, which every store has. {AGAIN}")
+        if manifest.files[name].size_bytes != size_bytes:
+            raise InvalidFile(
+                f"{path} gives {name} {manifest.files[name].size_bytes} bytes; {manifest.samples} samples "
+                f"need {size_bytes}. {AGAIN}"
+            )
+
+
+def _sizes(manifest: StoreManifest) -> dict[str, int]:
+    """What the files must measure."""
+    samples = manifest.samples
+    sizes = {
+        DIRECTORY: 16 * samples,
+        SUMS: 4 * samples,
+        CHUNKS: CHUNK_RECORD.itemsize * manifest.chunks,
+        ANCHORS: 8 * -(-samples // ANCHOR_NAMES),
+        LOOKUP: 8 * samples + ((1 << lookup_bits(samples)) + 1) * lookup_start_dtype(samples).itemsize,
+    }
+    files = manifest.files
+    if NAMES not in files or files[NAMES].size_bytes < 2 * samples:
+        sizes[NAMES] = 2 * samples  # at least
+    if LARGE in files and (files[LARGE].size_bytes % 16 or files[LARGE].size_bytes > 16 * samples):
+        sizes[LARGE] = 16 * samples  # at most
+    if LABELS in files:
+        sizes[LABELS] = 4 * samples
+    return sizes

@@ -1,0 +1,86 @@
+"""What to say when a store, or a sample, cannot be read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.errors import SampleError
+from penstock.samples.format.files import AGAIN
+from penstock.samples.format.layout import DIRECTORY
+
+_NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
+_DISK = "Look at the disk's health (dmesg), or use another copy"
+_REMEDIES = {
+    errno.ENOENT: _NO_STORE,
+    errno.ENOTDIR: _NO_STORE,
+    errno.EACCES: "Give yourself the permission to read it",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "Raise the limit on open files (sysctl fs.file-max)",
+    errno.ENOMEM: "Free memory, or lower cache_bytes",
+}
+_LEAVE_OUT = "`penstock samples verify` names all that is damaged; on_damage='skip' leaves it out"
+
+
+class Failure(NamedTuple):
+    """What C++ says of a read that failed.
+
+    kind         "read", "checksum", "timeout", "directory" or "closed"
+    member       whose sample it is
+    node         of the member: which data file
+    offset       in that file
+    size_bytes   that were to be read
+    sample       its index, -1 where there are several
+    error_number errno of "read"
+    """
+
+    kind: str
+    member: int
+    node: int
+    offset: int
+    size_bytes: int
+    sample: int
+    error_number: int
+
+
+def cannot_open(path: Path, error: OSError) -> SampleError:
+    """The store, or its file, at ``path`` could not be opened."""
+    remedy = _REMEDIES.get(error.errno or 0, _DISK)
+    return _numbered(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
+
+
+def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, timeout_s: float) -> SampleError:
+    """Samples could not be read.
+
+    path    of the data file
+    whose   the sample, with its name
+    """
+    kind, offset = failure.kind, failure.offset
+    where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"
+    if kind == "closed":
+        return SampleError(closed())
+    if kind == "checksum":
+        text = f"{whose} is damaged: the checksum at {where} is wrong. {AGAIN}; {_LEAVE_OUT}"
+    elif kind == "timeout":
+        text = (
+            f"{timeout_s:g} s passed while waiting for {whose} at {where}. The disk hangs or is very slow: "
+            "look at dmesg, or mount with a higher timeout_s"
+        )
+    elif kind == "directory":
+        text = f"{path.parent / DIRECTORY} gives {whose} a place that cannot be. {AGAIN}"
+    else:
+        reason = os.strerror(failure.error_number) if failure.error_number else "the file ends there"
+        text = f"{whose} cannot be read at {where}: {reason}. {_DISK}; {_LEAVE_OUT}"
+    return _numbered(text, failure.error_number or None)
+
+
+def closed() -> str:
+    return "the store was closed: mount it again"
+
+
+def _numbered(text: str, error_number: int | None) -> SampleError:
+    error = SampleError(text)
+    error.errno = error_number
+    return error

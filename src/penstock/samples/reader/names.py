@@ -1,0 +1,155 @@
+"""Names of samples, found and given when they are asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NoReturn, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.samples.format.files import AGAIN
+from penstock.samples.format.layout import LARGEST_NAME_BYTES, NAMES
+from penstock.samples.reader.directory import Directory
+
+Indices = npt.NDArray[np.int64]
+
+_BLOCK_NAMES = 4096  # that iteration takes at a time
+_NO_NAME = bytes(LARGEST_NAME_BYTES + 1)
+
+
+class Names(Sequence[str]):
+    """The names of all samples, in stored order. Nothing is read before it is asked for.
+
+    Where members of a mount have a name in common, it finds the sample of the first of them.
+    """
+
+    def __init__(self, directories: Sequence[Directory]) -> None:
+        self._directories = directories
+        self._ends = list(accumulate(directory.manifest.samples for directory in directories))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self._name(i) for i in range(len(self))[index]]
+        return self._name(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[str]:
+        for directory in self._directories:
+            samples = directory.manifest.samples
+            for begin in range(0, samples, _BLOCK_NAMES):
+                try:
+                    block = directory.names.names(begin, min(begin + _BLOCK_NAMES, samples))
+                except ValueError as error:
+                    _damaged(directory, error)
+                yield from map(_text, block)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.find(name) >= 0
+
+    def index(self, name: str, start: int = 0, stop: int | None = None) -> int:
+        """The index of the sample of that name. Raises ValueError where there is none, as a list does."""
+        found = self.find(name)
+        if found not in range(len(self))[start:stop]:
+            raise InvalidArgument(f"no sample has the name {name!r}")
+        return found
+
+    def count(self, name: str) -> int:
+        return int(name in self)
+
+    def find(self, name: str) -> int:
+        """The index of the sample of that name, -1 where there is none."""
+        try:
+            key = name.encode()
+        except UnicodeEncodeError:
+            if _is_torn(name):
+                return -1
+            key = name.encode("utf-8", "surrogateescape")
+        begin = 0
+        for directory in self._directories:
+            try:
+                found = directory.names.find(key)
+            except ValueError as error:
+                _damaged(directory, error)
+            if found >= 0:
+                return begin + found
+            begin += directory.manifest.samples
+        return -1
+
+    def find_many(self, names: Sequence[str]) -> Indices:
+        """[names]: `find` of each. Raises TypeError where one is no text."""
+        joined, ends = _joined(names)
+        found = np.full(len(ends), -1, np.int64)
+        begin = 0
+        for directory, end in zip(self._directories, self._ends, strict=True):
+            try:
+                here = directory.names.find_many(joined, ends)
+            except ValueError as error:
+                _damaged(directory, error)
+            if len(self._directories) == 1:
+                return here
+            fresh = (found < 0) & (here >= 0)
+            found[fresh] = here[fresh] + begin
+            begin = end
+        return found
+
+    def many(self, indices: Indices) -> list[str]:
+        """The names of these samples."""
+        if len(self._directories) > 1:
+            return [self._name(index) for index in indices.tolist()]
+        directory = self._directories[0]
+        try:
+            name = directory.names.name
+            return [_text(name(index)) for index in indices.tolist()]
+        except ValueError as error:
+            _damaged(directory, error)
+
+    def _name(self, index: int) -> str:
+        member = bisect_right(self._ends, index)
+        directory = self._directories[member]
+        try:
+            return _text(directory.names.name(index - (self._ends[member - 1] if member else 0)))
+        except ValueError as error:
+            _damaged(directory, error)
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:  # a file name that is no UTF-8
+        return name.decode("utf-8", "surrogateescape")
+
+
+def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
+    """The names' bytes, back to back, and where each ends."""
+    text = "".join(names)
+    if text.isascii():
+        data, lengths = text.encode(), map(len, names)
+    else:
+        each = [_NO_NAME if _is_torn(name) else name.encode("utf-8", "surrogateescape") for name in names]
+        data, lengths = b"".join(each), map(len, each)
+    return np.frombuffer(data, np.uint8), np.cumsum(np.fromiter(lengths, np.int64, len(names)))
+
+
+def _is_torn(name: str) -> bool:
+    """It has half of a surrogate pair: it is neither text nor a file's name."""
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _damaged(directory: Directory, error: ValueError) -> NoReturn:
+    if isinstance(error, InvalidFile):
+        raise error
+    raise InvalidFile(f"{directory.folder / NAMES} is damaged: {error}. {AGAIN}") from error

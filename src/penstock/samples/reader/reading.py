@@ -1,0 +1,225 @@
+"""The open data files of mounted stores, and what reads them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock import _native
+from penstock.errors import InvalidFile, SampleError
+from penstock.samples.format.files import AGAIN, open_regular
+from penstock.samples.format.layout import data_file
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.failures import cannot_open, closed
+from penstock.storage.files import OpenFile, from_descriptor
+from penstock.units import format_bytes
+
+logger = logging.getLogger("penstock")
+
+_DEPTH = 64  # reads in flight
+_MOST_COPY_THREADS = 4
+_CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
+
+_warned_without_io_uring = False
+_inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
+
+
+class IoPath(NamedTuple):
+    """The I/O path for data files: "buffered" or "direct", and why it was chosen."""
+
+    io: str
+    reason: str
+
+
+def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bool) -> IoPath:
+    """Choose the I/O path for data files.
+
+    wanted           "auto", "buffered" or "direct"
+    size_bytes       of all data files
+    available_bytes  memory that can be had without swapping
+    can_direct       their file systems take direct I/O
+    """
+    if wanted == "buffered":
+        return IoPath("buffered", "asked for")
+    if not can_direct:
+        return IoPath("buffered", "the file system takes no direct I/O")
+    if wanted == "direct":
+        return IoPath("direct", "asked for")
+    sizes = f"{format_bytes(size_bytes)} of samples, {format_bytes(available_bytes)} of memory available"
+    if 2 * size_bytes <= available_bytes:
+        return IoPath("buffered", f"later epochs come from the page cache: {sizes}")
+    return IoPath("direct", f"the page cache would not hold them: {sizes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """Limits of a reader.
+
+    buffers       number of chunks that it keeps in memory
+    verify        compare checksums of what is read
+    copy_threads  that copy samples into batches, besides the one that assembles them; None: as many as pay
+    """
+
+    buffers: int
+    verify: bool
+    copy_threads: int | None
+
+
+class Reader:
+    """Owns the open data files, the reader of this process, and the epoch in progress.
+
+    epochs               how many have begun
+    epoch_size           samples of the last one; None: none has begun
+    epoch_is_in_parent   this process was forked during an epoch, and has begun none since
+    """
+
+    def __init__(self, directories: Sequence[Directory], io: str, options: ReaderOptions) -> None:
+        """Raises SampleError where a data file cannot be opened, InvalidFile for one of another size."""
+        if not hasattr(_native, "SampleReader"):
+            raise SampleError("sample stores are read with means that only Linux has: mount this one there")
+        self._directories, self._options = directories, options
+        self._files: list[list[OpenFile]] = []
+        self._lock = threading.Lock()
+        self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
+        self._feed: _native.SampleFeed | None = None  # of the epoch in progress
+        self.epochs = 0
+        self.epoch_size: int | None = None
+        self.epoch_is_in_parent = False  # this process was forked during it
+        self.is_closed = self._looked_for_io_uring = False
+        try:
+            for directory in directories:
+                self._files.append([])
+                for node in range(len(directory.manifest.nodes)):
+                    self._files[-1].append(_open_data(directory, node))
+        except BaseException:
+            self.close()
+            raise
+        can_direct = all(opened.file.direct >= 0 for opened in self._opened())
+        size_bytes = sum(directory.manifest.size_bytes for directory in directories)
+        self.io_path = choose_io(io, size_bytes, _available_bytes(), can_direct)
+
+    def reader(self) -> _native.SampleReader:
+        """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""
+        with self._lock:
+            if self.is_closed:
+                raise SampleError(closed())
+            if self.current is None:
+                self.current = _native.SampleReader(
+                    [self._member(number) for number in range(len(self._directories))],
+                    buffers=self._options.buffers,
+                    direct=self.io_path.io == "direct",
+                    verify=self._options.verify,
+                    copy_threads=_copy_threads(self._options.copy_threads),
+                    depth=_DEPTH,
+                )
+            return self.current
+
+    def begin(self, order: _native.SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> None:
+        """Begin an epoch; the one before ends. Raises SampleError or SampleFailure once closed."""
+        reader, size = self.reader(), order.size
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+        self._feed = reader.feed(order, ahead, prefetch_bytes, skip_damaged)
+        self.epoch_size, self.epoch_is_in_parent = size, False
+        self.epochs += 1
+
+    @property
+    def feed(self) -> _native.SampleFeed | None:
+        """The batches of the epoch in progress."""
+        return self._feed
+
+    def warn_without_io_uring(self) -> None:
+        """After a read: log once if it had to do without io_uring."""
+        global _warned_without_io_uring
+        if self._looked_for_io_uring:
+            return
+        self._looked_for_io_uring = True
+        reader = self.current
+        if reader is not None and not _warned_without_io_uring and reader.counters()["io_uring"] == 0:
+            _warned_without_io_uring = True
+            logger.warning(
+                "io_uring is refused here, as containers often do: threads read samples by plain reads, "
+                "which costs some speed. A seccomp profile that allows io_uring helps."
+            )
+
+    def after_fork(self) -> None:
+        """In a forked child: the files are shared; the parent's reader, and its feed, are its own."""
+        self._lock = threading.Lock()
+        _inherited.append((self.current, self._feed))
+        self.epoch_is_in_parent = self.epoch_is_in_parent or self._feed is not None
+        self.current = self._feed = None
+
+    def close(self) -> None:
+        """Close all files and release all memory. Idempotent."""
+        with self._lock:
+            self.is_closed = True
+            reader, feed = self.current, self._feed
+            self.current = self._feed = None
+            if feed is not None:
+                feed.close()
+            if reader is not None and not reader.close(_CLOSE_TIMEOUT_S):
+                logger.warning(
+                    "a read did not end within %g s after its store was closed: its memory and file are left "
+                    "behind. Look at the disk's health (dmesg)",
+                    _CLOSE_TIMEOUT_S,
+                )
+                return
+            for opened in self._opened():
+                opened.close()
+            self._files = []
+
+    def _opened(self) -> list[OpenFile]:
+        return [opened for files in self._files for opened in files]
+
+    def _member(self, number: int) -> _native.SampleMember:
+        directory = self._directories[number]
+        nodes = [
+            (node.samples, node.chunks, node.size_bytes, *opened.file)
+            for node, opened in zip(directory.manifest.nodes, self._files[number], strict=True)
+        ]
+        chunks = directory.chunks.view(np.uint8).reshape(-1, 16)
+        chunk_bytes = directory.manifest.chunk_bytes
+        return directory.entries, directory.sums, chunks, directory.large, chunk_bytes, nodes
+
+
+def _copy_threads(wanted: int | None) -> int:
+    """Besides the one that assembles, on a machine of few cores others only take its time."""
+    if wanted is not None:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if cores <= 2 else min(_MOST_COPY_THREADS, cores // 2)
+
+
+def _open_data(directory: Directory, node: int) -> OpenFile:
+    path = directory.folder / data_file(node)
+    wanted_bytes = directory.manifest.nodes[node].chunks * directory.manifest.chunk_bytes
+    try:
+        opened = from_descriptor(open_regular(path), str(path))
+    except FileNotFoundError as error:
+        raise InvalidFile(f"{path} is missing: samples are in it. {AGAIN}") from error
+    except OSError as error:
+        raise cannot_open(path, error) from error
+    size_bytes = os.fstat(opened.file.buffered).st_size
+    if size_bytes != wanted_bytes:
+        opened.close()
+        what = "was cut short" if size_bytes < wanted_bytes else "is too long"
+        raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
+    return opened
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

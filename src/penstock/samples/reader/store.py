@@ -1,0 +1,347 @@
+"""A mounted store: what programs read samples from. Its functions are those of DLFS, section III."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from penstock import _native
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples.format.layout import buffer_bytes, data_file
+from penstock.samples.order import CacheShape, Segment, cache_shape
+from penstock.samples.reader.batch import Batch
+from penstock.samples.reader.catalog import Catalog, Key, Keys, identity_of
+from penstock.samples.reader.directory import Directory, PathLike, members
+from penstock.samples.reader.failures import Failure, cannot_read, closed
+from penstock.samples.reader.options import Options
+from penstock.samples.reader.reading import Reader, ReaderOptions
+from penstock.units import parse_bytes
+
+logger = logging.getLogger("penstock")
+
+
+def mount(
+    path: PathLike | Sequence[PathLike],
+    order: str = "chunk",
+    cache_bytes: int | str = "256MiB",
+    rank: int = 0,
+    world: int = 1,
+    *,
+    group: Any = None,
+    io: str = "auto",
+    verify: bool = True,
+    on_damage: str = "raise",
+    prefetch_bytes: int | str = "32MiB",
+    timeout_s: float = 60.0,
+    copy_threads: int | None = None,
+) -> Store:
+    """Open a sample store for reading.
+
+    path            a store, the folder in which several processes packed their parts, or a list of such:
+                    their samples are counted through, in that order
+    order           of `Store.sequence`: "chunk" reads whole chunks, and mixes those that `cache_bytes` hold;
+                    "full" is a permutation of all samples, each read by itself
+    cache_bytes     memory for chunks, such as "256MiB"
+    rank, world     which of how many processes this is: `Store.bread` gives it its share
+    group           of torch.distributed: all its processes mount together, each what it can see, and every
+                    one has all samples; rank and world are those of the group
+    io              "buffered": through the page cache; "direct": past it; "auto": past it where the samples
+                    would not fit in half of the available memory
+    verify          compare checksums of everything that is read
+    on_damage       of samples of a batch: "raise", or "skip" them, log that, and list them in `Store.damaged`
+    prefetch_bytes  of batches that are made ready ahead of `Store.bread`
+    timeout_s       longest wait for a read, after which SampleError says what was waited for
+    copy_threads    that copy samples into batches besides the one that assembles them; None: as many as pay
+
+    Raises SampleError where there is no store, or one that cannot be read; InvalidFile for a damaged one;
+    InvalidArgument.
+    """
+    if group is not None:
+        from penstock.samples.reader.collective import gather
+
+        gathered = gather(path, group, verify=verify, timeout_s=timeout_s)
+        directories, rank, world = gathered.directories, gathered.rank, gathered.world
+    options = Options(
+        order=order,
+        cache_bytes=parse_bytes(cache_bytes),
+        rank=operator.index(rank),
+        world=operator.index(world),
+        io=io,
+        verify=verify,
+        on_damage=on_damage,
+        prefetch_bytes=parse_bytes(prefetch_bytes),
+        timeout_s=float(timeout_s),
+        copy_threads=copy_threads,
+    )
+    if group is None:
+        directories = [Directory.load(folder, verify) for folder in members(path)]
+    return Store(directories, options)
+
+
+class Store(Catalog):
+    """A mounted sample store, made by `mount`. A context manager.
+
+    Several threads can use it at once; those that call `bread` take turns. It can be pickled: whoever gets it
+    mounts it anew. After a fork the child uses it as if it had mounted it, and calls `sequence` again.
+
+    order        "full" or "chunk"
+    rank, world  whose share `bread` gives
+    io           "buffered" or "direct"; io_reason says why
+    shape        how the cache is used
+    """
+
+    def __init__(self, directories: Sequence[Directory], options: Options) -> None:
+        """`mount` does this."""
+        super().__init__(directories)
+        self._options = options
+        self.order, self.rank, self.world = options.order, options.rank, options.world
+        chunks = sum(manifest.chunks for manifest in self.manifests)
+        buffers = min(options.cache_bytes // buffer_bytes(self.chunk_bytes), chunks)
+        self.shape = CacheShape(0, 0)
+        if options.order == "chunk":
+            self.shape = cache_shape(options.cache_bytes, self.chunk_bytes, chunks)
+            buffers = self.shape.slots + self.shape.ahead
+        self._damaged: set[int] = set()
+        self._turn = threading.RLock()  # of sequence and bread
+        reader_options = ReaderOptions(
+            buffers=buffers, verify=options.verify, copy_threads=options.copy_threads
+        )
+        self._reading = Reader(self._directories, options.io, reader_options)
+        self.io, self.io_reason = self._reading.io_path
+        self._finalizer = weakref.finalize(self, self._reading.close)
+        _mounted.add(self)
+
+    @property
+    def damaged(self) -> list[int]:
+        """Indices of samples that were left out so far, ascending, with on_damage="skip"."""
+        return sorted(self._damaged)
+
+    def counters(self) -> dict[str, int]:
+        """What this process has read so far."""
+        return self._reader().counters()
+
+    # Reading one, or some
+
+    def read(self, key: Key) -> bytes:
+        """The bytes of a sample, by name or index. Raises SampleError where it is damaged."""
+        index = self.index(key)
+        try:
+            return self._reader().read(index, self._options.timeout_s)
+        except _native.SampleFailure as failure:
+            raise self._error(failure) from None
+
+    def read_many(self, keys: Keys) -> Batch:
+        """The samples of these names or indices, in this order. All reads are in flight at once.
+
+        Raises SampleError where one is damaged, also with on_damage="skip".
+        """
+        indices = self.indices(keys)
+        try:
+            data, offsets = self._reader().gather(indices, self._options.timeout_s)
+        except _native.SampleFailure as failure:
+            raise self._error(failure) from None
+        return Batch(indices, data, offsets, self)
+
+    def open(self, key: Key) -> BinaryIO:
+        """The sample as a binary file object, in memory: its checksum is that of all its bytes."""
+        return io.BytesIO(self.read(key))
+
+    def sample(self, key: Key) -> bytes | dict[str, Any]:
+        """The sample, decoded: bytes for "raw", else its fields. Raises InvalidFile where it cannot be."""
+        index = self.index(key)
+        try:
+            return self.decoder.sample(self.read(index))
+        except InvalidFile as error:
+            raise InvalidFile(f"sample {index} ({self.name(index)!r}) cannot be decoded: {error}") from None
+
+    # Reading all, in a random order
+
+    def sequence(
+        self,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        after: Sequence[Segment] = (),
+        stream: int | None = None,
+        streams: int | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Begin an epoch: decide the order in which `bread` gives samples.
+
+        The order is a pure function of the arguments, the store, `order`, and in chunk order `shape.slots`.
+
+        after    what was taken of this epoch while it was divided otherwise: only the rest comes
+        stream   which of ``streams`` disjoint shares this is; by default rank and world
+        skip     samples at the beginning of the share that are left out
+
+        Raises InvalidArgument.
+        """
+        streams = self.world if streams is None else streams
+        stream = self.rank if stream is None else stream
+        segments = [(each.streams, each.slots, list(each.taken)) for each in after]
+        firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
+        try:
+            index = operator.index
+            order = _native.SampleOrder(
+                self.order,
+                self._samples,
+                firsts,
+                seed=index(seed),
+                epoch=index(epoch),
+                streams=index(streams),
+                stream=index(stream),
+                slots=self.shape.slots,
+                after=segments,
+            )
+            order.skip(index(skip))
+        except (ValueError, TypeError, OverflowError) as error:
+            asked = f"{seed=}, {epoch=}, {stream=} of {streams=}, {skip=}"
+            raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
+        options = self._options
+        with self._turn:
+            try:
+                self._reading.begin(
+                    order, self.shape.ahead, options.prefetch_bytes, options.on_damage == "skip"
+                )
+            except _native.SampleFailure as failure:  # closed meanwhile, or no thread
+                raise self._error(failure) from None
+
+    def bread(self, n: int) -> Batch | None:
+        """The next ``n`` samples of this process's share, fewer at its end, then None.
+
+        Without a call of `sequence`, that of seed 0 and epoch 0. With on_damage="skip" a batch can be smaller
+        by the samples that were left out.
+
+        Raises SampleError for a damaged sample, or one that does not come in time; InvalidArgument.
+        """
+        if n < 1:
+            raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
+        with self._turn:
+            feed = self._reading.feed or self._begin()
+            batch = self._bread(feed, n)
+            while batch is not None and not len(batch[0]):  # all of it was damaged
+                batch = self._bread(feed, n)
+            self._reading.warn_without_io_uring()
+        return None if batch is None else Batch(*batch, self)
+
+    @property
+    def taken(self) -> int:
+        """Samples of the sequence that `bread` has given or left out."""
+        feed = self._reading.feed
+        return 0 if feed is None else feed.taken
+
+    @property
+    def stream_size(self) -> int:
+        """Samples of the sequence in all."""
+        if self._reading.epoch_size is None:
+            raise InvalidArgument("no epoch was begun, whose size could be told: call sequence() first")
+        return self._reading.epoch_size
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences begun so far. It tells whether another one has replaced yours."""
+        return self._reading.epochs
+
+    # Closing, pickling, forking
+
+    def close(self) -> None:
+        """Close all files and release all memory, except that of batches still in use. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        folders = [directory.folder for directory in self._directories]
+        return _remount, (folders, self.identity, self._options)
+
+    def __repr__(self) -> str:
+        folder = self._directories[0].folder
+        more = f" and {len(self._directories) - 1} more" if len(self._directories) > 1 else ""
+        return f"Store({str(folder)!r}{more}: {self._samples} samples, order={self.order!r})"
+
+    def _reader(self) -> _native.SampleReader:
+        return self._reading.current or self._reading.reader()
+
+    def _bread(self, feed: _native.SampleFeed, n: int) -> tuple[Any, Any, Any] | None:
+        try:
+            batch = feed.bread(n, self._options.timeout_s)
+            skipped = feed.skipped() if self._options.on_damage == "skip" else []
+        except _native.SampleFailure as failure:
+            raise self._error(failure) from None
+        if skipped and not self._reading.is_closed:  # which cancels reads
+            self._note_damage(skipped)
+        return batch
+
+    def _begin(self) -> _native.SampleFeed:
+        self._reader()  # SampleError where it was closed
+        if self._reading.epoch_is_in_parent:
+            raise InvalidArgument(
+                "this process was forked during an epoch, which goes on in its parent: call sequence()"
+            )
+        self.sequence()
+        if self._reading.feed is None:  # closed meanwhile
+            raise SampleError(closed())
+        return self._reading.feed
+
+    def _error(self, failure: _native.SampleFailure) -> SampleError:
+        what = Failure(*failure.args)
+        if self._reading.is_closed:  # which cancels reads
+            what = what._replace(kind="closed")
+        directory = self._directories[what.member]
+        whose = "a chunk's samples"
+        if what.sample >= 0:
+            whose = f"sample {what.sample}"
+            with contextlib.suppress(InvalidFile, SampleError):  # the names may be damaged, too
+                whose += f" ({self._names[what.sample]!r})"
+        path = directory.folder / data_file(what.node)
+        return cannot_read(what, path, directory.manifest.chunk_bytes, whose, self._options.timeout_s)
+
+    def _note_damage(self, skipped: Sequence[int]) -> None:
+        if not self._damaged:
+            logger.warning(
+                "%s: sample %d is damaged and was left out, as will be others. Store.damaged lists them; "
+                "`penstock samples verify` looks for all.",
+                self._directories[0].folder,
+                skipped[0],
+            )
+        self._damaged.update(skipped)
+
+    def _after_fork(self) -> None:
+        self._turn = threading.RLock()
+        self._reading.after_fork()
+
+
+def _remount(folders: Sequence[Path], identity: str, options: Options) -> Store:
+    directories = [Directory.load(folder, options.verify) for folder in folders]
+    if identity_of([directory.manifest for directory in directories]) != identity:
+        raise SampleError(
+            f"{folders[0]} holds other samples than when it was mounted in the process that sent it here: "
+            "mount it again there"
+        )
+    return Store(directories, options)
+
+
+_mounted: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_mounted):
+        store._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,76 @@
+"""What can be packed, each a file: adding one takes a file and a line in FORMATS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
+from penstock.errors import InvalidArgument
+from penstock.samples.sources.arrays import open_arrays
+from penstock.samples.sources.arrow import open_arrow
+from penstock.samples.sources.folder import open_folder
+from penstock.samples.sources.iterables import open_iterable
+from penstock.samples.sources.mds import open_mds
+from penstock.samples.sources.paths import format_of_path, format_of_value
+from penstock.samples.sources.source import Block, RawSample, Source
+from penstock.samples.sources.tfrecord import open_tfrecord
+from penstock.samples.sources.webdataset import open_webdataset
+
+_OF_ONE_PATH = ("folder", "mds", "arrays")
+_OPTION = Parameter.KEYWORD_ONLY
+
+__all__ = ["FORMATS", "Block", "RawSample", "Source", "open_source"]
+
+FORMATS: dict[str, Callable[..., Source]] = {
+    "folder": open_folder,
+    "webdataset": open_webdataset,
+    "tfrecord": open_tfrecord,
+    "arrow": open_arrow,
+    "mds": open_mds,
+    "arrays": open_arrays,
+    "iterable": open_iterable,
+}
+
+
+def open_source(source: Any, *, format: str | None = None, **options: Any) -> Source:
+    """The samples of almost anything.
+
+    source   a path: a folder tree of files, tar shards, TFRecords, Parquet or Arrow files, a dataset that
+             Hugging Face datasets or MosaicML streaming saved, .npy or .npz; for shards also a pattern, as
+             "train-{000..127}.tar" or "*.parquet", or a list of paths; an array, or a map of arrays; a
+             datasets.Dataset; an iterable, as `open_iterable` says; or a Source, which is returned
+    format   a key of FORMATS; otherwise found out
+    options  of that format: see its open function
+
+    Raises InvalidArgument for what is none of these, SampleError where it cannot be read.
+    """
+    if format is None:
+        if hasattr(source, "share") and hasattr(source, "encoding"):
+            if options:
+                raise InvalidArgument(f"a source is open already, and takes no options: {', '.join(options)}")
+            opened: Source = source
+            return opened
+        format = format_of_path(source) if isinstance(source, str | os.PathLike) else format_of_value(source)
+    if format not in FORMATS:
+        raise InvalidArgument(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
+    parameters = signature(FORMATS[format]).parameters.values()
+    known = [option.name for option in parameters if option.kind is _OPTION]
+    for name in options:
+        if name not in known:
+            raise InvalidArgument(
+                f"format {format!r} has no option {name!r}, only {', '.join(known) or 'none'}"
+            )
+    if format in _OF_ONE_PATH and isinstance(source, list) and all(map(_is_path, source)):
+        if len(source) == 1:
+            return FORMATS[format](source[0], **options)
+        raise InvalidArgument(
+            f"format {format!r} takes one path, not {len(source)}: pack each to a store of its own and mount "
+            "them together, or, of folders, give the one that they lie in"
+        )
+    return FORMATS[format](source, **options)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)

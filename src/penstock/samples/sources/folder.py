@@ -1,0 +1,210 @@
+"""Samples of a folder tree: a file each."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from penstock.errors import SampleError
+from penstock.samples.format.manifest import Field
+from penstock.samples.sources.source import Part, RawSample, printable, text_of
+
+_log = logging.getLogger("penstock")
+_LARGEST_READ_BYTES = 1 << 30  # a single read gives at most 2 GiB
+
+
+@dataclass(frozen=True)
+class Files:
+    """The regular files below a folder, in the order of their names' bytes. A share is without gaps."""
+
+    root: bytes
+    follow_links: bool
+    tops: tuple[str, ...]
+    whole: int
+    part: Part = field(default_factory=Part)
+    encoding: str = "raw"
+    fields: tuple[Field, ...] = ()
+    size_bytes: int | None = None
+
+    @property
+    def description(self) -> str:
+        return f"folder {printable(text_of(os.path.basename(os.path.abspath(self.root))))}"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(map(printable, self.tops))
+
+    @property
+    def samples(self) -> int:
+        return len(self.part.range(self.whole))
+
+    def __iter__(self) -> Iterator[RawSample]:
+        return self.after(0)
+
+    def names(self) -> Iterator[str]:
+        """All names, without a look at what the files hold."""
+        return (text_of(name) for name in self._mine(0))
+
+    def after(self, samples: int) -> Iterator[RawSample]:
+        """The samples behind the first so many."""
+        labels = {name: label for label, name in enumerate(self.tops)}
+        for name in self._mine(samples):
+            text = text_of(name)
+            label = labels.get(text.partition("/")[0], -1) if labels else -1
+            yield RawSample(text, _read(os.path.join(self.root, name), self.follow_links), label)
+
+    def _mine(self, skip: int) -> Iterator[bytes]:
+        mine, found = self.part.range(self.whole)[skip:], 0
+        for name in _walk(self.root, self.follow_links, []):
+            if mine.start <= found < mine.stop:
+                yield name
+            found += 1
+        if found != self.whole:
+            raise SampleError(
+                f"{text_of(self.root)} had {self.whole} files, and has {found} now: leave it as it "
+                "is while it is packed, and pack it again"
+            )
+
+    def share(self, rank: int, world: int) -> Files:
+        return replace(self, part=self.part.divide(rank, world))
+
+
+def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> Files:
+    """Samples of the regular files below ``path``, named by their path from there, with "/".
+
+    Where every file lies in a folder of the first level, those are the classes. Symbolic links are left out
+    (and counted in the log), or followed, as long as they lead to something below ``path``.
+
+    Raises SampleError where the folder cannot be read, or a link leads out of it.
+    """
+    root = os.fsencode(path)
+    tops: dict[bytes, None] = {}
+    skipped: list[bytes] = []
+    whole, in_folders = 0, True
+    for name in _walk(root, follow_links, skipped):
+        whole += 1
+        top, slash, _ = name.partition(b"/")
+        in_folders = in_folders and bool(slash)
+        if in_folders:
+            tops[top] = None
+    if not whole:
+        raise SampleError(f"{text_of(root)} has no files: nothing to pack")
+    if skipped:
+        _log.warning(
+            "%s: %d entries are not regular files and are left out (follow_links=True follows links): %s",
+            text_of(root),
+            len(skipped),
+            ", ".join(map(text_of, skipped[:3])) + (", ..." if len(skipped) > 3 else ""),
+        )
+    return Files(root, follow_links, tuple(map(text_of, sorted(tops))) if in_folders else (), whole)
+
+
+def _walk(root: bytes, follow_links: bool, skipped: list[bytes]) -> Iterator[bytes]:
+    """Names of files below root, sorted by their bytes. Memory holds one listing for each level."""
+    real = os.path.realpath(root)
+    folders = [(_identity(root), _listing(root, b"", skipped, follow_links, real))]
+    while folders:
+        try:
+            name = next(folders[-1][1])
+        except StopIteration:
+            folders.pop()
+            continue
+        if not name.endswith(b"/"):
+            yield name
+            continue
+        identity = _identity(os.path.join(root, name))
+        if any(identity == above for above, _ in folders):
+            raise SampleError(
+                f"{text_of(name)} in {text_of(root)} is a link to a folder that it lies in: remove it"
+            )
+        folders.append((identity, _listing(root, name, skipped, follow_links, real)))
+
+
+def _listing(
+    root: bytes, below: bytes, skipped: list[bytes], follow_links: bool, real: bytes
+) -> Iterator[bytes]:
+    """Names in a folder; of folders with a slash at the end, so that they sort as what is in them."""
+    names = []
+    try:
+        with os.scandir(os.path.join(root, below)) as entries:
+            for entry in entries:
+                name = below + entry.name
+                if entry.is_symlink():
+                    if not follow_links:
+                        skipped.append(name)
+                        continue
+                    _check_inside(entry.path, name, real)
+                if entry.is_dir():
+                    names.append(name + b"/")
+                elif entry.is_file():
+                    names.append(name)
+                else:
+                    skipped.append(name)
+    except SampleError:
+        raise
+    except OSError as error:
+        raise SampleError(
+            f"folder {text_of(os.path.join(root, below))} cannot be listed: {error.strerror}"
+        ) from error
+    return iter(sorted(names))
+
+
+def _check_inside(path: bytes, name: bytes, real: bytes) -> None:
+    target = os.path.realpath(path)
+    if not os.path.exists(target):
+        raise SampleError(f"the link {text_of(name)} leads to nothing, {text_of(target)}: remove it")
+    if target != real and not target.startswith(os.path.join(real, b"")):
+        raise SampleError(
+            f"the link {text_of(name)} leads out of the folder, to {text_of(target)}: remove it, or leave "
+            "out links with follow_links=False"
+        )
+
+
+def _identity(path: bytes) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise SampleError(f"{text_of(path)} cannot be read: {error.strerror}") from error
+    return found.st_dev, found.st_ino
+
+
+def _read(path: bytes, follow_links: bool) -> bytes:
+    """A whole file. A pipe that took its place would block: hence O_NONBLOCK."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise SampleError(f"{text_of(path)} was a file, and is none now: leave the folder as it is")
+            data = _read_all(descriptor, found.st_size)
+        finally:
+            os.close(descriptor)
+    except SampleError:
+        raise
+    except OSError as error:
+        gone = "it is gone" if error.errno == errno.ENOENT else error.strerror
+        raise SampleError(f"{text_of(path)} cannot be read: {gone}") from error
+    if len(data) != found.st_size:
+        raise SampleError(
+            f"{text_of(path)} changed while it was read: it had {found.st_size} bytes, then "
+            f"{'more' if len(data) > found.st_size else len(data)}. Leave it as it is meanwhile"
+        )
+    return data
+
+
+def _read_all(descriptor: int, size_bytes: int) -> bytes:
+    """The file's bytes, and one more if it has grown."""
+    data = os.read(descriptor, min(size_bytes + 1, _LARGEST_READ_BYTES))
+    if len(data) >= size_bytes:
+        return data
+    pieces = [data]
+    left = size_bytes + 1 - len(data)
+    while left and (piece := os.read(descriptor, min(left, _LARGEST_READ_BYTES))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,193 @@
+"""What packing reads samples from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidArgument
+from penstock.samples.format.manifest import Field
+
+Item = TypeVar("Item")
+_READ_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20  # of data in a Block, about
+MOST_CLASSES = 1 << 16  # that are numbered without names
+_NUMBER = re.compile(r"-1|\d{1,18}")
+
+
+class RawSample(NamedTuple):
+    """One sample, encoded.
+
+    name    unique in the store; bytes of file names that are no UTF-8 as lone surrogates
+    label   which of the source's classes; -1: none
+    """
+
+    name: str
+    data: bytes | bytearray | memoryview
+    label: int = -1
+
+
+class Block(NamedTuple):
+    """Samples one after the other, encoded: many at once.
+
+    names      uint8: their names' bytes, back to back
+    name_ends  [n] int64: where each name ends in names
+    data       uint8: their bytes, back to back
+    data_ends  [n] int64: where each sample ends in data
+    labels     [n] int32, or None: no sample has a class
+    """
+
+    names: npt.NDArray[np.uint8]
+    name_ends: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8]
+    data_ends: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int32] | None = None
+
+
+class Source(Protocol):
+    """Samples in a fixed order: each iteration gives the same, so that packing can be resumed.
+
+    description  for people
+    encoding     of the samples, as in a store's manifest
+    fields       of "record"
+    classes      what labels count
+    samples      how many, where known beforehand
+    size_bytes   about how many bytes they have, where known beforehand
+    """
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def encoding(self) -> str: ...
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def size_bytes(self) -> int | None: ...
+    def __iter__(self) -> Iterator[RawSample | Block]: ...
+    def share(self, rank: int, world: int) -> Source:
+        """The part of one process among ``world``: disjoint, and together everything."""
+
+
+class Part(NamedTuple):
+    """Which share of a source: number ``rank`` among ``world``."""
+
+    rank: int = 0
+    world: int = 1
+
+    def divide(self, rank: int, world: int) -> Part:
+        """This share's own share."""
+        if not 0 <= rank < world:
+            raise InvalidArgument(f"rank={rank} is none of world={world} shares: give 0 <= rank < world")
+        if self.world != 1:
+            raise InvalidArgument("this source is a share already: divide the whole source instead")
+        return Part(rank, world)
+
+    def range(self, items: int) -> range:
+        """The positions of this share among ``items``, without gaps."""
+        return range(items * self.rank // self.world, items * (self.rank + 1) // self.world)
+
+    def has(self, position: int) -> bool:
+        """Whether an item is in this share where every ``world``-th is."""
+        return position % self.world == self.rank
+
+    def deal(self, shards: Sequence[Item]) -> tuple[Sequence[Item], Part]:
+        """The shards to read, and the share of their samples to keep: whole shards if there are enough."""
+        if len(shards) < self.world:
+            return shards, self
+        mine = self.range(len(shards))
+        return shards[mine.start : mine.stop], Part()
+
+
+def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Names in decimal, from ``begin`` on, as a Block has them: names, name_ends."""
+    text = "".join(map(str, range(begin, end))).encode()
+    counts = np.arange(begin, end, dtype=np.int64)
+    lengths = np.ones(end - begin, np.int64)
+    power = 10
+    while power < end:
+        lengths += counts >= power
+        power *= 10
+    return np.frombuffer(text, np.uint8), np.cumsum(lengths)
+
+
+class Readable(Protocol):
+    """A file, perhaps unpacked while it is read."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_up_to(file: Readable, size_bytes: int) -> bytes:
+    """So many bytes, or fewer at the end. Memory grows with what is there, not with what is asked for."""
+    data = file.read(min(size_bytes, _READ_BYTES))
+    if len(data) == size_bytes:
+        return data
+    pieces, left = [data], size_bytes - len(data)
+    while left and (piece := file.read(min(left, _READ_BYTES))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def text_of(path: bytes) -> str:
+    """A file name as text; bytes that are no UTF-8 become lone surrogates."""
+    return path.decode("utf-8", "surrogateescape")
+
+
+def printable(text: str) -> str:
+    """The text where all of it is Unicode; otherwise with escapes: for people, not for opening files."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Labels:
+    """How values become labels.
+
+    classes   what labels count; a value is a class's name or its number, -1, or None
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = tuple(classes)
+        self._labels = {name: label for label, name in enumerate(self.classes)}
+
+    @classmethod
+    def of_values(cls, values: Iterable[Any]) -> Labels:
+        """Numbers up to the largest value where all are numbers; otherwise the values, sorted."""
+        texts = {_label_text(value) for value in values if value is not None}
+        if all(_NUMBER.fullmatch(text) for text in texts):
+            largest = max(map(int, texts), default=-1)
+            if largest >= MOST_CLASSES:
+                raise InvalidArgument(
+                    f"there is a label {largest}: labels count classes, up to {MOST_CLASSES}"
+                )
+            return cls([str(number) for number in range(largest + 1)])
+        return cls(sorted(texts))
+
+    def label(self, value: Any, name: str) -> int:
+        """The label of a sample; InvalidArgument where it is of none of the classes."""
+        if value is None:
+            return -1
+        text = _label_text(value)
+        label = self._labels.get(text, int(text) if _NUMBER.fullmatch(text) else None)
+        if label is None:
+            raise InvalidArgument(f"sample {name!r} is of the class {text!r}, which is none of the source's")
+        return check_label(label, self.classes, name)
+
+
+def _label_text(value: Any) -> str:
+    text = value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+    return printable(text).strip()
+
+
+def check_label(label: int, classes: Sequence[str], name: str) -> int:
+    """Raises InvalidArgument where the label is neither -1 nor one of the classes."""
+    if -1 <= label < len(classes):
+        return label
+    what = f"has {len(classes)} classes" if classes else "has no classes: give classes="
+    raise InvalidArgument(f"sample {name!r} has the label {label}, but the source {what}")

@@ -1,0 +1,220 @@
+"""Tar archives, read with no trust in them: POSIX ustar, pax and GNU.
+
+Formats: POSIX.1-2017, pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar
+Format". Nothing is ever written to disk.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.errors import SampleError
+from penstock.samples.sources.source import Readable, read_up_to
+from penstock.units import format_bytes
+
+_log = logging.getLogger("penstock")
+_BLOCK = 512
+_LARGEST_HEADER_BYTES = 1 << 20  # of names and other attributes that do not fit a block
+
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+    b"M": "a file that goes on in another archive",
+}
+
+
+class Member(NamedTuple):
+    """A regular file in an archive: its path, relative and without "..", and what is in it."""
+
+    path: str
+    data: bytes
+
+
+class _Header(NamedTuple):
+    path: bytes
+    size_bytes: int
+    kind: bytes
+
+
+def members(path: str, largest_bytes: int) -> Iterator[Member]:
+    """The regular files of an archive in its order, one in memory at a time. Folders are left out.
+
+    path           ends in "gz" or "tgz" where it is compressed
+    largest_bytes  that a member may have
+
+    Raises SampleError, with the archive and the member, for an archive that is damaged or cut off, and for
+    what no honest one has: absolute paths, "..", links, devices, sizes larger than the file.
+    """
+    try:
+        with open(path, "rb") as raw:
+            if raw.read(2) == b"\x1f\x8b":
+                raw.seek(0)
+                with gzip.open(raw) as unpacked:
+                    yield from _Archive(path, unpacked, None, largest_bytes).members()
+            else:
+                raw.seek(0)
+                yield from _Archive(path, raw, os.fstat(raw.fileno()).st_size, largest_bytes).members()
+    except SampleError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SampleError(f"{path} is damaged or cut off: {error}") from error
+    except OSError as error:
+        raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+class _Archive:
+    """size_bytes   of the archive, where it is not compressed"""
+
+    def __init__(self, path: str, file: Readable, size_bytes: int | None, largest_bytes: int) -> None:
+        self._path, self._file, self._size_bytes = path, file, size_bytes
+        self._largest_bytes = largest_bytes
+        self._at = 0
+
+    def members(self) -> Iterator[Member]:
+        long_name: bytes | None = None
+        attributes: dict[bytes, bytes] = {}
+        everywhere: dict[bytes, bytes] = {}
+        while (header := self._header()) is not None:
+            if header.kind in (b"L", b"K", b"x", b"g"):
+                data = self._data(header, _LARGEST_HEADER_BYTES, "header")
+                if header.kind == b"L":
+                    long_name = data.partition(b"\0")[0]
+                elif header.kind == b"x":
+                    attributes = self._attributes(data)
+                elif header.kind == b"g":
+                    everywhere |= self._attributes(data)
+                continue
+            header = self._overridden(header, long_name, everywhere | attributes)
+            long_name, attributes = None, {}
+            name = self._checked(header)
+            if header.kind == b"5" or (header.path.endswith(b"/") and not header.size_bytes):
+                continue
+            if header.kind not in (b"0", b"\0", b"7"):
+                what = _REFUSED.get(header.kind, f"of the unknown kind {header.kind!r}")
+                raise self._wrong(f"{name} is {what}: only regular files are packed")
+            yield Member(name, self._data(header, self._largest_bytes, name))
+        self._finish()
+
+    def _header(self) -> _Header | None:
+        """The next header; None at the end of the archive."""
+        block = self._read(_BLOCK)
+        if len(block) < _BLOCK:
+            where = "has no end mark" if not block else f"ends in a header, at byte {self._at}"
+            raise self._wrong(f"it {where}: it was cut off" if self._at else "it is empty")
+        if not any(block):
+            return None
+        stored = _number(block[148:156])
+        if not any(stored == total for total in _sums(block)):
+            if self._at == _BLOCK:
+                raise self._wrong("it is not a tar archive")
+            raise self._wrong(f"the header at byte {self._at - _BLOCK} is damaged: its checksum is wrong")
+        path, prefix = (block[a:b].partition(b"\0")[0] for a, b in ((0, 100), (345, 500)))
+        if block[257:263] == b"ustar\0" and prefix:
+            path = prefix + b"/" + path
+        size_bytes = _number(block[124:136])
+        if size_bytes is None or size_bytes < 0:
+            raise self._wrong(f"{_shown(path)} has no valid size")
+        return _Header(path, size_bytes, block[156:157])
+
+    def _finish(self) -> None:
+        """Read what is behind the end mark: zeros, and then gzip verifies its checksum."""
+        behind = 0
+        while data := self._file.read(1 << 20):
+            behind += len(data) - data.count(0)
+        if behind:
+            _log.warning("archive %s: what lies behind its end mark is left out", self._path)
+
+    def _overridden(self, header: _Header, long_name: bytes | None, pax: dict[bytes, bytes]) -> _Header:
+        path = pax.get(b"path", header.path if long_name is None else long_name)
+        size_bytes = header.size_bytes
+        if any(key.startswith(b"GNU.sparse") for key in pax):
+            raise self._wrong(f"{_shown(path)} is a sparse file: only regular files are packed")
+        if b"size" in pax:
+            digits = pax[b"size"]
+            if not digits.isdigit() or len(digits) > 20:
+                raise self._wrong(f"{_shown(path)} has no valid size")
+            size_bytes = int(digits)
+        return header._replace(path=path, size_bytes=size_bytes)
+
+    def _checked(self, header: _Header) -> str:
+        """The member's path, which must stay where it is."""
+        parts = [part for part in header.path.split(b"/") if part not in (b"", b".")]
+        if header.path.startswith(b"/") or b".." in parts or b"\0" in header.path:
+            raise self._wrong(f"{_shown(header.path)} leads out of the archive: no sample can have this path")
+        if not parts and header.kind != b"5":
+            raise self._wrong(f"the member at byte {self._at - _BLOCK} has no name")
+        return b"/".join(parts).decode("utf-8", "surrogateescape")
+
+    def _data(self, header: _Header, most_bytes: int, name: str) -> bytes:
+        size_bytes = header.size_bytes
+        if self._size_bytes is not None and self._at + size_bytes > self._size_bytes:
+            raise self._wrong(
+                f"{name} is said to have {size_bytes} bytes, of which {self._size_bytes - self._at} are "
+                "there: the archive is cut off or damaged"
+            )
+        if size_bytes > most_bytes:
+            more = "" if name == "header" else ", or pass max_sample_bytes="
+            raise self._wrong(
+                f"{name} is said to have {size_bytes} bytes: more than {format_bytes(most_bytes)}. Check the "
+                f"archive{more}"
+            )
+        data = self._read(size_bytes)
+        padding = self._read(-size_bytes % _BLOCK)
+        if len(data) < size_bytes or len(padding) < -size_bytes % _BLOCK:
+            raise self._wrong(f"{name} has {len(data)} bytes of {size_bytes}: the archive is cut off")
+        return data
+
+    def _attributes(self, data: bytes) -> dict[bytes, bytes]:
+        """The records "length key=value" of a pax header."""
+        found, at = {}, 0
+        while at < len(data) and data[at] != 0:
+            digits, _, _ = data[at : at + 20].partition(b" ")
+            length = int(digits) if digits.isdigit() else 0
+            record = data[at + len(digits) + 1 : at + length]
+            key, equals, value = record.partition(b"=")
+            if not equals or not value.endswith(b"\n") or at + length > len(data):
+                raise self._wrong(f"the pax header before byte {self._at} is damaged")
+            found[key] = value[:-1]
+            at += length
+        return found
+
+    def _read(self, size_bytes: int) -> bytes:
+        data = read_up_to(self._file, size_bytes)
+        self._at += len(data)
+        return data
+
+    def _wrong(self, what: str) -> SampleError:
+        return SampleError(f"archive {self._path}: {what}")
+
+
+def _sums(block: bytes) -> Iterator[int]:
+    """What a header's checksum may be: of its bytes without a sign, or, by some old programs, with one."""
+    plain = block[:148] + b" " * 8 + block[156:]
+    total = sum(plain)
+    yield total
+    yield total - 256 * sum(byte > 127 for byte in plain)
+
+
+def _number(field: bytes) -> int | None:
+    """A number in octal digits, or in binary where the highest bit is set (GNU)."""
+    if field[0] & 0x80:
+        negative = field[0] == 0xFF
+        return int.from_bytes(field[1:], "big") - (1 << 8 * (len(field) - 1) if negative else 0)
+    digits = field.strip(b" \0")
+    if not digits:
+        return 0
+    return None if digits.translate(None, b"01234567") else int(digits, 8)
+
+
+def _shown(path: bytes) -> str:
+    text = path.decode("utf-8", "backslashreplace")
+    return repr(text if len(text) < 200 else text[:200] + "...")

@@ -1,0 +1,353 @@
+"""Packing a source into a store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock import _native
+from penstock.errors import InvalidArgument, SampleError
+from penstock.samples.format import layout
+from penstock.samples.format.manifest import NodeFile, StoreManifest
+from penstock.samples.sources import open_source
+from penstock.samples.sources.folder import Files
+from penstock.samples.sources.source import Block, RawSample, Source
+from penstock.samples.writer.packed import Packed, encoded
+from penstock.samples.writer.progress import Recipe, claim
+from penstock.samples.writer.writer import Mark, StoreWriter
+from penstock.units import format_bytes, format_bytes_up, parse_bytes
+
+logger = logging.getLogger("penstock")
+
+_PART = re.compile(r"\.?part-(\d{5})-of-(\d{5})(\.packing)?")
+_PROGRESS_S = 0.1
+
+Progress = Callable[[int, int], None]
+
+
+class Rhythm(NamedTuple):
+    """How often packing writes, and how much work it risks.
+
+    flush_bytes        what is built is given to the thread that writes
+    checkpoint_bytes   what is written is made durable, and can be resumed
+    checkpoint_s       the same, for slow sources
+    """
+
+    flush_bytes: int = 8 << 20
+    checkpoint_bytes: int = 256 << 20
+    checkpoint_s: float = 10.0
+
+
+def pack(
+    source: Any,
+    dest: str | os.PathLike[str],
+    chunk_bytes: int | str = layout.CHUNK_BYTES,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    node_bytes: int | str | None = None,
+    format: str | None = None,
+    format_options: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> StoreManifest:
+    """Make a store at ``dest`` of everything in ``source``, which is not changed.
+
+    source          whatever penstock.samples.sources.open_source takes
+    dest            a folder, new or empty, or one where the same packing was interrupted
+    chunk_bytes     the grid of the data files, such as "256KiB": a multiple of 4096, up to 1 GiB
+    rank, world     this process packs its share to ``dest``/part-00003-of-00008. Mount ``dest`` when all
+                    have done so
+    node_bytes      most that a data file holds: 1 TiB by default
+    format          of the source, where it should not be found out; format_options go to it
+    metadata        texts of your own, kept in the manifest
+    resume          go on where packing the same source into ``dest`` was interrupted. The source must give
+                    the same samples in the same order; that is checked
+    overwrite       replace the store that is at ``dest``. It stays until the new one, which is packed to a
+                    hidden folder beside it, is whole; then they are exchanged in one step. The disk needs
+                    room for both. Of a store in parts each part is replaced by itself
+    progress        is called now and then with the samples and bytes so far
+
+    Gives the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
+    After these, as after a full disk or a killed process, the same call goes on.
+
+    Raises InvalidArgument for arguments that cannot be used and for samples that do not fit the format,
+    SampleError where the store cannot be written, where the source has changed since packing was begun,
+    and where two samples have one name.
+    """
+    described, sizes = _check_metadata(metadata), (_check_chunk(chunk_bytes), _check_node(node_bytes))
+    if not 0 <= rank < world or world > 99999:
+        raise InvalidArgument(
+            f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
+        )
+    folder = Path(dest)
+    _check_outside(source, folder)
+    opened = open_source(source, format=format, **(format_options or {}))
+    if world > 1:
+        _check_parts(folder, world)
+        opened = opened.share(rank, world)
+        folder = folder / f"part-{rank:05d}-of-{world:05d}"
+    recipe = Recipe(
+        chunk_bytes=sizes[0],
+        node_bytes=sizes[1],
+        part=rank,
+        parts=world,
+        **{name: getattr(opened, name) for name in _OF_SOURCE},
+    )
+    return pack_source(
+        opened, folder, recipe, metadata=described, resume=resume, overwrite=overwrite, report=progress
+    )
+
+
+_OF_SOURCE = ("encoding", "fields", "classes", "samples", "size_bytes")
+
+
+def pack_source(
+    source: Source,
+    folder: Path,
+    recipe: Recipe,
+    *,
+    metadata: dict[str, str],
+    resume: bool = True,
+    overwrite: bool = False,
+    report: Progress | None = None,
+    rhythm: Rhythm | None = None,
+) -> StoreManifest:
+    """`pack`, after its arguments were checked."""
+    with (
+        claim(folder, recipe, resume=resume, overwrite=overwrite) as claimed,
+        StoreWriter(claimed.folder, claimed.done) as writer,
+    ):
+        _look_for_room(writer)
+        nodes = _Packer(source, writer, rhythm or Rhythm(), report).run()
+        manifest = writer.finish(nodes, source=source.description, metadata=metadata)
+        claimed.publish()
+        return manifest
+
+
+class _Packer:
+    """Takes samples from a source, and gives what the builder makes of them to the writer."""
+
+    def __init__(self, source: Source, writer: StoreWriter, rhythm: Rhythm, report: Progress | None) -> None:
+        self._source, self._writer, self._rhythm, self._report = source, writer, rhythm, report
+        self._recipe = writer.done.recipe
+        self._builder = _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.node_bytes)
+        self._size_bytes = 0  # of all samples so far
+        self._torn = False  # pieces were taken, and are not written
+        self._marked_bytes, self._marked_s = 0, time.monotonic()
+        self._due_s = 0.0  # when to look at the clock again
+
+    def run(self) -> tuple[NodeFile, ...]:
+        """Everything to the writer. Gives the data files."""
+        items = self._resumed() if self._writer.done.samples else iter(self._source)
+        try:
+            for item in items:
+                self._add(item)
+                if self._builder.pending_bytes >= self._rhythm.flush_bytes or time.monotonic() >= self._due_s:
+                    self._pause()
+        except BaseException:
+            if not self._torn:
+                with contextlib.suppress(Exception):  # what happened before is what matters
+                    self._flush(durable=True)
+            raise
+        self._builder.finish()
+        self._flush(durable=False)
+        self._tell()
+        return tuple(
+            NodeFile(samples=samples, chunks=chunks, size_bytes=size_bytes)
+            for samples, chunks, size_bytes in self._builder.nodes
+        )
+
+    def _add(self, item: RawSample | Block) -> None:
+        try:
+            if isinstance(item, Block):
+                self._builder.add_many(*item)
+                self._size_bytes += item.data.nbytes
+            else:
+                name, data, label = item
+                self._builder.add(encoded(name), data, label)
+                self._size_bytes += len(data)
+        except (ValueError, TypeError) as error:
+            what = "a block of samples" if isinstance(item, Block) else f"the sample {item[0]!r}"
+            raise InvalidArgument(
+                f"{what}, after {self._builder.samples} others, cannot be packed: {error}"
+            ) from error
+
+    def _pause(self) -> None:
+        """Write, make durable, and report, where it is time to."""
+        now = time.monotonic()
+        durable = (
+            self._size_bytes - self._marked_bytes >= self._rhythm.checkpoint_bytes
+            or now - self._marked_s >= self._rhythm.checkpoint_s
+        )
+        if durable or self._builder.pending_bytes >= self._rhythm.flush_bytes:
+            self._flush(durable)
+        if durable:
+            self._marked_bytes, self._marked_s = self._size_bytes, now
+        self._due_s = now + _PROGRESS_S
+        self._tell()
+
+    def _flush(self, durable: bool) -> None:
+        self._torn = True
+        pieces = self._builder.take()
+        self._check_labels(pieces)
+        mark = Mark(self._builder.samples, self._size_bytes, self._builder.state()) if durable else None
+        self._writer.put(pieces, mark)
+        self._torn = False
+
+    def _tell(self) -> None:
+        if self._report is not None:
+            self._report(self._builder.samples, self._size_bytes)
+
+    def _check_labels(self, pieces: _native.SamplePieces) -> None:
+        labels = np.frombuffer(pieces.labels, "<i4")
+        classes = len(self._recipe.classes)
+        if labels.size and not -1 <= labels.min() <= labels.max() < classes:
+            raise InvalidArgument(
+                f"a label is {labels.min()} or {labels.max()}, and the source has {classes} classes: "
+                "a label is the number of a class, or -1"
+            )
+
+    def _resumed(self) -> Iterator[RawSample | Block]:
+        """What of the source is not packed yet. The builder is brought to where it was."""
+        done = self._writer.done
+        names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
+        with Packed(self._writer.folder, done) as packed:
+            if callable(names) and callable(after):
+                packed.compare_names(names())
+                self._builder = self._restored(done.state)
+                self._size_bytes = done.size_bytes
+                items: Iterator[RawSample | Block] = after(done.samples)
+            else:
+                items = self._compared(packed, done.samples)
+        self._marked_bytes = self._size_bytes
+        return items
+
+    def _restored(self, state: bytes) -> _native.SampleBuilder:
+        try:
+            return _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.node_bytes, state)
+        except ValueError as error:
+            folder = self._writer.folder
+            raise SampleError(
+                f"packing into {folder} was begun by another version of penstock: {error}. "
+                f"Remove {folder}, or pass resume=False to pack it anew"
+            ) from error
+
+    def _compared(self, packed: Packed, samples: int) -> Iterator[RawSample | Block]:
+        """Build the first samples anew, compare what comes out, and give the others."""
+        items, rest = iter(self._source), list[Block]()
+        while self._builder.samples < samples and (item := next(items, None)) is not None:
+            if isinstance(item, Block):
+                item, rest = _split(item, samples - self._builder.samples)
+            self._add(item)
+            if self._builder.pending_bytes >= self._rhythm.flush_bytes:
+                packed.compare(self._writer.kept(self._builder.take()))
+                self._tell()
+        packed.check_count(self._builder.samples)
+        packed.compare(self._writer.kept(self._builder.take()))
+        return chain(rest, items)
+
+
+def _split(block: Block, samples: int) -> tuple[Block, list[Block]]:
+    """The first samples of a block, and a block of the others where there are some."""
+    if samples >= len(block.data_ends):
+        return block, []
+    name_end = int(block.name_ends[samples - 1])
+    data_end = int(block.data_ends[samples - 1])
+    labels = block.labels
+    first = Block(
+        block.names[:name_end],
+        block.name_ends[:samples],
+        block.data[:data_end],
+        block.data_ends[:samples],
+        None if labels is None else labels[:samples],
+    )
+    second = Block(
+        block.names[name_end:],
+        block.name_ends[samples:] - name_end,
+        block.data[data_end:],
+        block.data_ends[samples:] - data_end,
+        None if labels is None else labels[samples:],
+    )
+    return first, [second]
+
+
+def _look_for_room(writer: StoreWriter) -> None:
+    """Say beforehand where the disk will probably be full. The file system may compress: it is no error."""
+    size_bytes, free_bytes = writer.done.recipe.size_bytes, shutil.disk_usage(writer.folder).free
+    left_bytes = 0 if size_bytes is None else size_bytes - writer.done.size_bytes
+    if left_bytes > free_bytes:
+        logger.warning(
+            "%s has %s free, and %s are to be packed: make room there, or packing will stop",
+            writer.folder,
+            format_bytes(free_bytes),
+            format_bytes_up(left_bytes),
+        )
+
+
+def _check_chunk(chunk_bytes: int | str) -> int:
+    size_bytes = parse_bytes(chunk_bytes)
+    smallest, largest = layout.SMALLEST_CHUNK_BYTES, layout.LARGEST_CHUNK_BYTES
+    if size_bytes % smallest or not smallest <= size_bytes <= largest:
+        raise InvalidArgument(
+            f"chunk_bytes={chunk_bytes!r} is not a size for chunks: give a multiple of {smallest} bytes "
+            f"up to {format_bytes(largest)}, such as '256KiB'"
+        )
+    return size_bytes
+
+
+def _check_node(node_bytes: int | str | None) -> int:
+    size_bytes = layout.NODE_BYTES if node_bytes is None else parse_bytes(node_bytes)
+    if not 1 <= size_bytes <= layout.NODE_BYTES:
+        largest = format_bytes(layout.NODE_BYTES)
+        raise InvalidArgument(
+            f"node_bytes={node_bytes!r} is not a size for data files: give at most {largest}"
+        )
+    return size_bytes
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    checked = dict(metadata or {})
+    for key, value in checked.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgument(f"metadata has {key!r}: {value!r}: give text for both")
+    return checked
+
+
+def _check_outside(source: Any, folder: Path) -> None:
+    """Packing must not write into what it reads. source: a path, several, or what was opened."""
+    paths = (
+        source if isinstance(source, list | tuple) else [source.root if isinstance(source, Files) else source]
+    )
+    where = Path(os.path.realpath(folder))
+    for path in paths:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return  # samples, not paths
+        real = Path(os.fsdecode(os.path.realpath(path)))
+        if real == where or real in where.parents:
+            raise InvalidArgument(f"{folder} lies in the source {real}: choose a folder outside")
+
+
+def _check_parts(folder: Path, world: int) -> None:
+    """Raises InvalidArgument where ``folder`` holds anything but parts of so many."""
+    if not folder.is_dir():
+        return
+    for name in sorted(os.listdir(folder)):
+        found = _PART.fullmatch(name)
+        if found is None or int(found[2]) != world:
+            raise InvalidArgument(
+                f"{folder} holds {name!r}, which is not a part of a store of {world}: "
+                "choose a new or an empty folder"
+            )

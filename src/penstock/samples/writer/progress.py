@@ -1,0 +1,314 @@
+"""How far packing has come: `packing.json`, which is in a store's folder until the store is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.core import files
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples.format import layout
+from penstock.samples.format.manifest import Field, FileSum
+from penstock.storage.checksum import crc32c
+
+logger = logging.getLogger("penstock")
+
+PROGRESS = "packing.json"
+_NEXT = "packing.next"  # the one that takes its place, until it is durable
+_NEXT_DRAFT = f".{_NEXT}."
+# A file system without locks, or one that locks only what is open for writing.
+_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+METADATA = (
+    layout.DIRECTORY,
+    layout.SUMS,
+    layout.CHUNKS,
+    layout.NAMES,
+    layout.ANCHORS,
+    layout.LARGE,
+    layout.LABELS,
+)
+_NAMES = {*METADATA, layout.LOOKUP, layout.MANIFEST, PROGRESS, _NEXT}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_DATA = re.compile(r"data-\d{5}\.bin")
+_DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+|packing\.next")  # left by a killed process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What decides the bytes of a store, besides the samples. Packing goes on only with the same.
+
+    samples, size_bytes   of the source, where it knows them beforehand
+    """
+
+    chunk_bytes: int
+    node_bytes: int
+    encoding: str
+    fields: tuple[Field, ...]
+    classes: tuple[str, ...]
+    part: int
+    parts: int
+    samples: int | None
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """A store that is being written: what of it is durable.
+
+    samples      that are packed
+    size_bytes   of them
+    files        by name, how much of each file they fill, and its CRC-32C (0 for data files)
+    state        of the builder
+    crc32c       of this value's JSON text with this field 0
+    """
+
+    recipe: Recipe
+    samples: int = 0
+    size_bytes: int = 0
+    files: dict[str, FileSum] = field(default_factory=dict)
+    state: bytes = b""
+    crc32c: int = 0
+
+    def sealed(self) -> Packing:
+        """The same, with the right checksum."""
+        blank = dataclasses.replace(self, crc32c=0)
+        return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
+
+
+def write(packing: Packing, folder: Path) -> None:
+    """Make ``packing`` what `read` gives, also after a crash: the files must be durable. Raises OSError."""
+    files.save(packing.sealed(), folder / _NEXT)
+    sync(folder / _NEXT)
+    os.replace(folder / _NEXT, folder / PROGRESS)
+    sync(folder)
+
+
+def read(folder: Path) -> Packing | None:
+    """How far packing into ``folder`` has come; None where there is none. Raises SampleError."""
+    path = folder / PROGRESS
+    try:
+        packing = files.load(Packing, path)
+    except FileNotFoundError:
+        return None
+    except InvalidFile as error:
+        raise SampleError(f"{error}. Remove {folder}, or pass resume=False to pack it anew") from error
+    if packing.sealed().crc32c != packing.crc32c:
+        raise SampleError(
+            f"{path} is damaged: its checksum is wrong. Remove {folder}, or pass resume=False to pack it anew"
+        )
+    return packing
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Make the file, or the names in the folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Claim(NamedTuple):
+    """A folder that belongs to this process.
+
+    folder     to write into
+    done       what is already in it, durable
+    replaces   the store whose place the folder takes once it is whole
+    """
+
+    folder: Path
+    done: Packing
+    replaces: Path | None = None
+
+    def publish(self) -> None:
+        """Put the whole store in its place, in one step. Raises SampleError; the old store then stays."""
+        if self.replaces is None:
+            return
+        try:
+            shutil.copymode(self.replaces, self.folder)
+            _exchange(self.folder, self.replaces)
+            sync(self.replaces.parent)
+        except OSError as error:
+            raise SampleError(
+                f"cannot put {self.folder} in the place of {self.replaces}: {error.strerror}. Both are whole "
+                "stores: exchange them yourself, or pack to a new folder"
+            ) from error
+        try:
+            # The manifest last: what is left by a killed process is then known to be ours.
+            for name in sorted(filter(_ours, os.listdir(self.folder)), key=layout.MANIFEST.__eq__):
+                os.unlink(self.folder / name)
+            self.folder.rmdir()
+        except OSError as error:
+            logger.warning(
+                "%s, a store that was replaced, cannot be removed: %s", self.folder, error.strerror
+            )
+
+
+@contextlib.contextmanager
+def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Claim]:
+    """The folder for this process alone, or a hidden one beside it where it has a store to be replaced.
+
+    Raises InvalidArgument where the folder is not one to write into, SampleError where another process
+    packs into it, or it cannot be written, or what it has was packed in another way.
+    """
+    with _locked(folder):
+        if not overwrite or not (folder / layout.MANIFEST).exists():
+            yield Claim(folder, _prepare(folder, recipe, resume, overwrite))
+            return
+        folder = Path(os.path.realpath(folder))
+        _check_names(folder, sorted(os.listdir(folder)), overwrite)
+        beside = folder.with_name(f".{folder.name}.packing")
+        with _locked(beside):
+            _check_exchange(beside, folder)
+            (folder / PROGRESS).unlink(missing_ok=True)  # of a packing that ended: the store is whole
+            yield Claim(beside, _prepare(beside, recipe, resume, overwrite), folder)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange two files or folders in one step. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = errno.ENOSYS
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+def _check_exchange(beside: Path, folder: Path) -> None:
+    """Raises SampleError where a store cannot be replaced in one step: before the work, not after it."""
+    probes = [beside / f"{_NEXT_DRAFT}{number}" for number in (0, 1)]
+    try:
+        for probe in probes:
+            probe.touch()
+        _exchange(*probes)
+        if os.path.ismount(folder):
+            raise OSError(errno.EBUSY, "a file system is mounted there")
+    except OSError as error:
+        raise SampleError(
+            f"the store at {folder} cannot be replaced in one step: {error.strerror}. Pack to a new "
+            "folder, and remove the old store then"
+        ) from error
+    finally:
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made where there is none, for this process alone."""
+    try:
+        created = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if created:
+            sync(folder.parent)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InvalidArgument(f"{folder} is not a folder: give one that is new or empty") from error
+    except OSError as error:
+        raise SampleError(f"cannot make a store at {folder}: {error.strerror}") from error
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise SampleError(
+            f"another process is packing into {folder}: wait until it has ended, or choose another folder"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise SampleError(f"cannot lock {folder}: {error.strerror}") from error
+        logger.warning(
+            "%s cannot be locked (%s): see to it that no other process packs into it", folder, error.strerror
+        )
+
+
+def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Packing:
+    """Look at what is in the folder, begin or go on, and leave a file that says so."""
+    try:
+        names = sorted(os.listdir(folder))
+        _check_names(folder, names, overwrite)
+        packing = read(folder) if resume else None
+        if packing is None:
+            packing = Packing(recipe=recipe)
+            write(packing, folder)
+        else:
+            _check_recipe(folder, packing.recipe, recipe)
+        (folder / layout.MANIFEST).unlink(missing_ok=True)  # packing.json stays until all else is durable
+        sync(folder)
+        _restore(folder, packing)
+    except SampleError:
+        raise
+    except OSError as error:
+        raise SampleError(f"cannot pack into {folder}: {error.strerror}") from error
+    return packing
+
+
+def _check_names(folder: Path, names: list[str], overwrite: bool) -> None:
+    begun, whole = PROGRESS in names, layout.MANIFEST in names
+    if whole and not begun and not overwrite:
+        raise InvalidArgument(
+            f"{folder} is already a store: choose another folder, or overwrite it "
+            "(--overwrite, or overwrite=True)"
+        )
+    for name in names:
+        if not (_ours(name) and (begun or whole)) and not _DRAFT.fullmatch(name):
+            raise InvalidArgument(
+                f"{folder} holds {name!r}, which packing did not write: choose a new or an empty folder"
+            )
+
+
+def _ours(name: str) -> bool:
+    return name in _NAMES or bool(_DATA.fullmatch(name) or _DRAFT.fullmatch(name))
+
+
+def _check_recipe(folder: Path, old: Recipe, new: Recipe) -> None:
+    for entry in dataclasses.fields(Recipe):
+        was, is_ = getattr(old, entry.name), getattr(new, entry.name)
+        if was != is_:
+            what = f"a source with {entry.name}" if entry.name in ("samples", "size_bytes") else entry.name
+            raise SampleError(
+                f"packing into {folder} was begun with {what}={_short(was)}, not {_short(is_)}: "
+                f"give the same to go on, or remove {folder}, or pass resume=False to pack it anew"
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _restore(folder: Path, packing: Packing) -> None:
+    """Cut the files to what is good of them, and remove what came later."""
+    for name in os.listdir(folder):
+        if name not in packing.files and name != PROGRESS and _ours(name):
+            os.unlink(folder / name)
+    for name, good in packing.files.items():
+        path = folder / name
+        size_bytes = path.stat().st_size if path.exists() else 0
+        if size_bytes < good.size_bytes:
+            raise SampleError(
+                f"{path} has {size_bytes} of the {good.size_bytes} bytes that were packed: remove {folder}, "
+                "or pass resume=False to pack it anew"
+            )
+        os.truncate(path, good.size_bytes)

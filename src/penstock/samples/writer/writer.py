@@ -1,0 +1,229 @@
+"""Writing a store's files, so that packing can be resumed.
+
+What the builder makes is appended by a thread, while more is built. Now and then everything is made
+durable, and `packing.json` says how far that goes: a killed process loses what came after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import _native
+from penstock.errors import SampleError
+from penstock.samples.format import layout, manifest
+from penstock.samples.format.manifest import FileSum, NodeFile, StoreManifest
+from penstock.samples.writer import progress
+from penstock.samples.writer.background import Background
+from penstock.samples.writer.progress import METADATA, Packing
+from penstock.storage.checksum import crc32c
+from penstock.units import format_bytes, format_bytes_up
+
+_WAITING = 2  # pieces that wait to be written while others are built
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Mark(NamedTuple):
+    """How far packing had come when pieces were taken, and what a builder needs to go on from there."""
+
+    samples: int
+    size_bytes: int
+    state: bytes
+
+
+class StoreWriter:
+    """Appends to the files of one store. A context manager.
+
+    folder   that progress.claim gave to this process
+    done     what is in it, durable
+
+    Its functions raise SampleError where something could not be written, now or before.
+    """
+
+    def __init__(self, folder: Path, done: Packing) -> None:
+        self.folder = folder
+        self.done = done
+        self._kept = [name for name in METADATA if name != layout.LABELS or done.recipe.classes]
+        self._files = _Files(folder, done)
+        self._thread = Background(f"writing to {folder}", _WAITING)
+
+    def put(self, pieces: _native.SamplePieces, mark: Mark | None = None) -> None:
+        """Append the pieces; with a mark, then make everything durable. Waits where much is unwritten."""
+        self._thread.put(lambda: self._write(pieces, mark))
+
+    def kept(self, pieces: _native.SamplePieces) -> Iterator[tuple[str, bytes]]:
+        """What of the pieces belongs into which file, data files excepted."""
+        for name in self._kept:
+            yield name, getattr(pieces, name.partition(".")[0])
+
+    def finish(self, nodes: tuple[NodeFile, ...], **described: Any) -> StoreManifest:
+        """After the last pieces: the lookup, and the manifest, which makes the folder a store.
+
+        described   the manifest's `source` and `metadata`
+        """
+        made: list[StoreManifest] = []
+        self._thread.put(lambda: made.append(self._finish(nodes, described)))
+        self._thread.drain()
+        return made[0]
+
+    def close(self) -> None:
+        """Let what was put be written, and close the files. Idempotent."""
+        self._thread.close()
+        self._files.close()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # From here on: in the thread.
+
+    def _write(self, pieces: _native.SamplePieces, mark: Mark | None) -> None:
+        with _Explained(self.folder, self.done):
+            for node, data in pieces.data:
+                self._files.append_data(node, data)
+            for name, part in self.kept(pieces):
+                self._files.append(name, part)
+            if mark is None:
+                return
+            self._files.sync()
+            done = Packing(recipe=self.done.recipe, **mark._asdict(), files=self._files.sums())
+            progress.write(done, self.folder)
+            self.done = done
+
+    def _finish(self, nodes: tuple[NodeFile, ...], described: dict[str, Any]) -> StoreManifest:
+        with _Explained(self.folder, self.done):
+            self._files.append(layout.LOOKUP, _lookup(self.folder).data)
+            self._files.sync()
+            sums, recipe = self._files.sums(), self.done.recipe
+            described |= {name: getattr(recipe, name) for name in _DESCRIBED}
+            made = StoreManifest(
+                samples=sum(node.samples for node in nodes),
+                nodes=nodes,
+                files={name: sums[name] for name in _SUMMED if name in sums},
+                **described,
+            ).sealed()
+            progress.sync(self.folder)
+            manifest.write(made, self.folder)
+            progress.sync(self.folder / layout.MANIFEST)
+            progress.sync(self.folder)
+            (self.folder / progress.PROGRESS).unlink()
+            progress.sync(self.folder)
+            return made
+
+
+_SUMMED = (*METADATA[:-2], layout.LOOKUP, layout.LARGE, layout.LABELS)  # in the manifest's order
+_DESCRIBED = ("chunk_bytes", "encoding", "fields", "classes", "part", "parts")
+
+
+class _Files:
+    """The open files of a store that is being written, where they end, and their checksums."""
+
+    def __init__(self, folder: Path, done: Packing) -> None:
+        self._folder = folder
+        self._sums = {name: (sum_.size_bytes, sum_.crc32c) for name, sum_ in done.files.items()}
+        self._open: dict[str, int] = {}
+        self._data = ""  # the data file that is being filled: earlier ones are closed
+
+    def append_data(self, node: int, data: npt.NDArray[np.uint8]) -> None:
+        name = layout.data_file(node)
+        if name != self._data:
+            if self._data in self._open:
+                descriptor = self._open.pop(self._data)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            self._data = name
+        size_bytes, _ = self._sums.get(name, (0, 0))
+        self._append(name, data.data)
+        self._sums[name] = size_bytes + data.nbytes, 0
+
+    def append(self, name: str, data: bytes | memoryview) -> None:
+        size_bytes, crc = self._sums.get(name, (0, 0))
+        if len(data) or name != layout.LARGE:  # any other file is there, if only empty
+            self._append(name, memoryview(data))
+            self._sums[name] = size_bytes + len(data), crc32c(data, crc)
+
+    def _append(self, name: str, data: memoryview) -> None:
+        path = self._folder / name
+        if name not in self._open:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._open[name] = os.open(path, flags, 0o666)
+        try:
+            while data:
+                data = data[os.write(self._open[name], data) :]
+        except OSError as error:
+            error.filename = os.fspath(path)
+            raise
+
+    def sync(self) -> None:
+        """Make everything durable, the names included."""
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+        progress.sync(self._folder)
+
+    def sums(self) -> dict[str, FileSum]:
+        return {name: FileSum(size_bytes=size, crc32c=crc) for name, (size, crc) in self._sums.items()}
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _lookup(folder: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
+    directory = mapped(folder / layout.DIRECTORY, np.uint64).reshape(-1, 2)
+    names, anchors = mapped(folder / layout.NAMES, np.uint8), mapped(folder / layout.ANCHORS, np.uint64)
+    lookup, twice = _native.sample_lookup(directory, names, anchors)
+    if twice is None:
+        return lookup
+    name = _native.SampleNames(directory, names, anchors, lookup).name(twice[0])
+    raise SampleError(
+        f"samples {twice[0]} and {twice[1]} have one name, {name.decode('utf-8', 'backslashreplace')!r}: "
+        f"give each sample a name of its own, remove {folder} and pack again"
+    )
+
+
+def mapped(path: Path, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """The file as an array that cannot be written."""
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+class _Explained:
+    """Makes a SampleError of an OSError in its block, that says what to do."""
+
+    def __init__(self, folder: Path, done: Packing) -> None:
+        self._folder, self._done = folder, done
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, SampleError):
+            return
+        path = error.filename or self._folder
+        text = f"cannot write {path}: {error.strerror}. "
+        if error.errno in _FULL:
+            free_bytes = shutil.disk_usage(self._folder).free
+            text += f"{format_bytes(free_bytes)} are free there"
+            size_bytes = self._done.recipe.size_bytes
+            if size_bytes is not None and size_bytes > self._done.size_bytes:
+                left = format_bytes_up(size_bytes - self._done.size_bytes)
+                text += f", and {left} of the source are not yet safe on the disk"
+            text += ". Make room there (see also quotas and limits of file sizes), and "
+        else:
+            text += "See to the disk, and "
+        explained = SampleError(
+            f"{text}pack again with the same arguments: it goes on after {self._done.samples} samples"
+        )
+        explained.errno = error.errno
+        raise explained from error
