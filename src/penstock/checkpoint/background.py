@@ -26,6 +26,12 @@ class SaveHandle:
         self._asked: list[bool] = []  # by somebody who has heard how it ended
         weakref.finalize(self, _log_unheard, path, self._future, self._asked)
 
+    def __repr__(self) -> str:
+        state = "going on"
+        if self._future.done():
+            state = "failed" if self._future.exception() else "saved"
+        return f"<penstock.SaveHandle of {self.path}, {state}>"
+
     def done(self) -> bool:
         """The save is over, well or badly."""
         return self._future.done()

@@ -8,13 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
-from penstock.checkpoint import reading, torchfile
 from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.header import Header
+from penstock.checkpoint.header import DEVICES, Header
 from penstock.checkpoint.source import Source
-from penstock.checkpoint.writing import DEVICES
 from penstock.errors import InvalidFile
 
 Format = Literal["penstock", "safetensors", "torch"]
@@ -81,12 +77,16 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
         if source.is_torch:
             _verify_zip(source)
         else:
+            from penstock.checkpoint import reading
+
             reading.fill(source, lambda _: None, mapped=source.is_cached)
         return found
 
 
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
+        from penstock.checkpoint import torchfile
+
         tensors = tuple(_named_tensors("", torchfile.load(source, "cpu", mmap=True)))
         return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, True)
     header = source.header
@@ -107,6 +107,8 @@ def own_metadata(header: Header) -> dict[str, str]:
 
 def _named_tensors(path: str, value: Any) -> Iterator[TensorInfo]:
     """The tensors of a state, by their path in it."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         yield TensorInfo(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes)
     elif isinstance(value, Mapping):

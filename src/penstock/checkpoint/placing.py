@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from penstock.checkpoint.header import DEVICES
 from penstock.checkpoint.source import Source
-from penstock.checkpoint.writing import DEVICES
 from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidFile
 
 MapLocation: TypeAlias = (

@@ -13,7 +13,7 @@ import torch
 
 from penstock.checkpoint.crew import in_order, in_parallel
 from penstock.checkpoint.failures import cannot_write, error_of
-from penstock.checkpoint.header import Entry, encode
+from penstock.checkpoint.header import DEVICES, Entry, encode
 from penstock.checkpoint.memory import SpareMemory, host_bytes, is_on_host
 from penstock.checkpoint.parts import Checksums, Part, Piece, cut
 from penstock.checkpoint.pump import DEPTH, PinnedBuffer, Pump, Ring
@@ -27,9 +27,6 @@ from penstock.storage.transports.contract import Request
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
-
-# Key of the metadata that says which tensors were not in the memory of the CPU.
-DEVICES = "penstock.devices"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, own_files
+from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, load, own_files, save_text
 from penstock.cli.planning import cell_values, policy_table, summary_table, timing
-from penstock.cli.values import load, save_text
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -70,7 +69,7 @@ def report(options: Namespace) -> Answer:
         budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
         with own_files():
             output.parent.mkdir(parents=True, exist_ok=True)
-            title = f"One training step within {budget} instead of {peak}"
+            title = f"One training step within {budget}; {peak} with everything in memory"
             plot(trace, plan, predicted, measured, output, title)
     shown.append(summary_table(summarise(trace, plan, predicted)))
     return Answer(values=values, shown=shown, written=[output])
@@ -94,8 +93,8 @@ def whatif(options: Namespace) -> Answer:
     asked = cases(
         traces,
         hardware,
-        options.budget or [],
-        options.host or [],
+        options.device_budget or [],
+        options.host_budget or [],
         options.disks,
         options.disk_rate,
         policy=options.policy,

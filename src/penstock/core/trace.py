@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from penstock.core import files
 from penstock.errors import InvalidArgument
+from penstock.units import format_bytes, format_seconds
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -128,6 +129,13 @@ class Trace:
         from penstock.core.validate import validate  # it knows traces
 
         validate(self)
+
+    def __repr__(self) -> str:
+        times = "measured" if self.measured else "estimated"
+        return (
+            f"<penstock.Trace: {self.kernels} kernels, {self.tensors} tensors, peak "
+            f"{format_bytes(self.peak_bytes)}, {format_seconds(self.ideal_s)} {times}>"
+        )
 
     @property
     def kernels(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core import files
 from penstock.core.hardware import Hardware
@@ -13,8 +13,10 @@ from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
 from penstock.runtime.report import Report
-from penstock.runtime.run import Offload
 from penstock.simulator import simulate
+
+if TYPE_CHECKING:
+    from penstock.runtime.run import Offload
 
 # The files of a folder, by field of Record.
 FILES: dict[str, tuple[str, type]] = {

@@ -5,19 +5,42 @@ index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info
 `bench` look after a store.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.samples.encoding import encode
 from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
 from penstock.samples.mounted.batch import Batch
-from penstock.samples.mounted.collective import pack_together
 from penstock.samples.mounted.store import Store, mount
 from penstock.samples.order import Segment
 from penstock.samples.packing.pack import pack
-from penstock.samples.training.loader import Loader, SampleDataset
 from penstock.samples.training.resume import merge_states
 from penstock.samples.upkeep.inspection import StoreInfo, info
 from penstock.samples.upkeep.throughput import Bench, bench
 from penstock.samples.upkeep.unpacking import unpack
 from penstock.samples.upkeep.verification import Verification, verify
+
+# What needs torch is imported at its first use: packing and looking at stores do without.
+if TYPE_CHECKING:
+    from penstock.samples.mounted.collective import pack_together
+    from penstock.samples.training.loader import Loader, SampleDataset
+else:
+    _MODULES = {
+        "Loader": "penstock.samples.training.loader",
+        "SampleDataset": "penstock.samples.training.loader",
+        "pack_together": "penstock.samples.mounted.collective",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'penstock.samples' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(_MODULES[name]), name))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Batch",

@@ -61,4 +61,13 @@ def open_source(source: Any, *, format: str | None = None, **options: Any) -> So
             raise InvalidArgument(
                 f"format {format!r} has no option {name!r}, only {', '.join(known) or 'none'}"
             )
+    several = isinstance(source, list) and all(isinstance(path, str | os.PathLike) for path in source)
+    if several and format in ("folder", "mds", "arrays"):
+        if len(source) != 1:
+            one = "file" if format == "arrays" else "folder"
+            raise InvalidArgument(
+                f"{len(source)} sources of the format {format}, which is one {one}: pack each into a store "
+                "of its own, or make one of them first"
+            )
+        source = source[0]
     return FORMATS[format](source, **options)
