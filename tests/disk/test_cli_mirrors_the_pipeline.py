@@ -200,6 +200,17 @@ def test_a_short_run_has_no_measured_timeline(folder: Path, capsys: pytest.Captu
     assert ask(capsys, "report", "penstock-run", "--no-policies")["written"] == ["penstock-run/report.html"]
 
 
+def test_a_run_without_a_plan_has_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device-budget", BUDGET, "--spill-dir", ".", "--hardware", "given.json", "--policy", "keep")
+    run = ask(capsys, "run", "model.py:build", *options)
+    assert run["report"]["policy"] == "least recent use"
+    assert not Path("penstock-run/plan.json").exists()
+    assert ask(capsys, "report", "penstock-run")["report"] == run["report"]
+    Path("penstock-run/report.json").unlink()
+    assert cli.main(["report", "penstock-run"]) == 1
+    assert "has no report.json" in capsys.readouterr().err
+
+
 def test_a_real_trace_is_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask(capsys, "trace", "model.py:build", "--real")["measured"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,8 @@ def test_the_package_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert shown == capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+def test_the_command_line_needs_no_extra() -> None:
+    needed = [line for line in importlib.metadata.requires("penstock") or [] if "extra ==" not in line]
+    assert any(line.startswith("rich") for line in needed)

@@ -40,9 +40,11 @@ def report(options: Namespace) -> Answer:
             raise InvalidArgument("--hardware and --measured belong to TRACE PLAN: a FOLDER has its own")
         folder = options.source[0]
         record = Record.load(folder)
-        trace, plan, hardware, measured = record.trace, record.plan, record.hardware, record.measured
         values: dict[str, Any] = {"report": msgspec.to_builtins(record.report)}
         shown = [str(record.report)]
+        if record.plan is None:
+            return Answer(values=values, shown=[*shown, "no plan could be made: there is no page to draw"])
+        trace, plan, hardware, measured = record.trace, record.plan, record.hardware, record.measured
     elif len(options.source) == 2:
         if options.hardware is None:
             raise InvalidArgument("TRACE PLAN need --hardware FILE, that `penstock probe` wrote")

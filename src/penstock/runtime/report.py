@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from penstock.core.wear import DiskWear
 from penstock.units import format_bytes, format_rate, format_seconds
 
+NO_POLICY = "least recent use"  # the policy of a run for which no plan could be made
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

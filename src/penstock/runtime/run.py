@@ -45,7 +45,7 @@ from penstock.runtime.copies import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.report import Report
+from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
@@ -551,7 +551,7 @@ class Offload:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
-            policy=self.plan.policy if self.plan is not None else "least recent use",
+            policy=self.plan.policy if self.plan is not None else NO_POLICY,
             reason=self.plan.reason if self.plan is not None else "no plan could be made",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
