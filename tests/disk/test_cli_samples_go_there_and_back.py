@@ -243,8 +243,8 @@ def test_a_mistake_is_one_line(
         (("pack", "tree"), "DEST"),
         (("pack", "tree", "new", "--chunk-bytes", "big"), "is not a size"),
         (("pack", "tree", "new", "--format", "zip"), "invalid choice"),
-        (("ls", "store", "--limit", "0"), "is no number of samples"),
-        (("info", "store", "--batch", "none"), "is no number of samples"),
+        (("ls", "store", "--limit", "0"), "is not a number of samples"),
+        (("info", "store", "--batch", "none"), "is not a number of samples"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

@@ -92,9 +92,9 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
             "2 sources of the format folder",
         ),
         (("samples", "pack", "empty", "store"), "folder empty has no regular files: nothing to pack"),
-        (("report", "nowhere"), "nowhere is no folder"),
+        (("report", "nowhere"), "nowhere is not a folder"),
         (("report", "."), "has no trace.json.gz"),
-        (("report", "given.json"), "given.json alone is no report: give FOLDER, or TRACE PLAN"),
+        (("report", "given.json"), "given.json alone is not a report: give FOLDER, or TRACE PLAN"),
         (("report", "given.json", "given.json"), "need --hardware FILE"),
         (("report", "a", "b", "c"), "give one FOLDER, or two files"),
         (("report", ".", "--hardware", "given.json"), "a FOLDER has its own"),
@@ -153,13 +153,13 @@ def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--disks", "0"), "'0' is no number of disks: give 1 or more"),
-        (("--disks", "1,few"), "'few' is no number of disks"),
+        (("--disks", "0"), "'0' is not a number of disks: give 1 or more"),
+        (("--disks", "1,few"), "'few' is not a number of disks"),
         (("--disk-rate", "0GB/s"), "give one above zero"),
         (("--disk-rate", "fast"), "is not a size"),
         (("--device-budget", "8GiB,"), "is not a size"),
         (("--host-budget=-1GiB",), "is not a size"),
-        (("--seconds", "soon"), "is no number of seconds"),
+        (("--seconds", "soon"), "is not a number of seconds"),
         (("--policy", "best"), "invalid choice: 'best'"),
     ],
 )

@@ -304,7 +304,11 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
         "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
     )
     pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
-    pack.add_argument("--no-resume", action="store_true", help="begin anew where packing was interrupted")
+    pack.add_argument(
+        "--no-resume",
+        action="store_true",
+        help="start from the beginning, also where packing was interrupted",
+    )
 
 
 def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
@@ -452,7 +456,7 @@ def counts(text: str) -> list[int]:
 def rate(text: str) -> float:
     found = size(text.strip().removesuffix("/s"))
     if found <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: give one above zero, such as 3.2GB/s")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give one above zero, such as 3.2GB/s")
     return float(found)
 
 
@@ -462,13 +466,13 @@ def seconds(text: str) -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: give 0 or more")
     return found
 
 
 def count(text: str, what: str = "steps") -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: give 1 or more")
     return int(text)
 
 

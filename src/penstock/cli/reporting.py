@@ -34,7 +34,7 @@ PLANNING = 0.8  # of a sweep's time: the rest is for starting processes, and for
 def report(options: Namespace) -> Answer:
     shown: list[str | Table]
     if len(options.source) == 1 and options.source[0].is_file():
-        raise InvalidArgument(f"{options.source[0]} alone is no report: give FOLDER, or TRACE PLAN")
+        raise InvalidArgument(f"{options.source[0]} alone is not a report: give FOLDER, or TRACE PLAN")
     if len(options.source) == 1:
         if options.hardware or options.measured:
             raise InvalidArgument("--hardware and --measured belong to TRACE PLAN: a FOLDER has its own")

@@ -79,7 +79,7 @@ class Record:
         """Read what `save` wrote. Raises InvalidFile where a file is missing or something else."""
         folder = Path(folder)
         if not folder.is_dir():
-            raise PenstockError(f"{folder} is no folder: give the one that `penstock run -o` wrote")
+            raise PenstockError(f"{folder} is not a folder: give the one that `penstock run -o` wrote")
         values: dict[str, Any] = {}
         for field, (name, kind) in FILES.items():
             if (folder / name).exists():

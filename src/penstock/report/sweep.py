@@ -157,7 +157,7 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
                 own.summary is None
                 or _time_s(own.case.trace, trial, own.case.hardware) < own.summary.predicted_s
             ):
-                found[place[id(entry)]] = _judged(entry.case, trial)
+                found[place[id(entry)]] = _cell_of(entry.case, trial)
     return found
 
 
@@ -185,10 +185,10 @@ def cell(case: Case) -> Cell:
         )
     except PenstockError as error:
         return Cell(case=case, reason=str(error))
-    return _judged(case, made)
+    return _cell_of(case, made)
 
 
-def _judged(case: Case, made: Plan) -> Cell:
+def _cell_of(case: Case, made: Plan) -> Cell:
     summary = summarise(case.trace, made, simulate(case.trace, made, case.hardware))
     doubled = if_doubled_s(case, made)
     fast = _faster(case.hardware, DISK_LINKS, MANY)

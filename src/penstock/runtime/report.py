@@ -26,7 +26,7 @@ class Report:
     disk_written_bytes      written to the disk in the last step
     endurance_bytes         that may be written to the disk in its life, as given to `offload`
     moved_bytes_by_kind     of the bytes that left in one step, by kind of tensor
-    unplanned_accesses      to bytes that were away, or being copied, by what is no PyTorch operator
+    unplanned_accesses      to bytes that were away, or being copied, by code that is no operator of torch
     clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
     trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them

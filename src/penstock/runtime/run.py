@@ -61,7 +61,7 @@ PLANNING_LIMITS_S = (0.5, 10.0)
 PROBE_S = 2.0
 
 # The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
-# anew after each of the next ones but the last, whose record is held against the prediction.
+# again after each of the next ones but the last, whose record is compared with the prediction.
 RECORDINGS = 3
 
 # So many kinds of step are traced and planned; what else comes is carried by least recent use.
@@ -273,7 +273,9 @@ class Offload:
                 "models too. Close it before you begin another one"
             )
         if device_budget_bytes <= 0:
-            raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
+            raise InvalidArgument(
+                f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
+            )
         _lingering[:] = [run for run in _lingering if not run._settle()]
         self._policy = policy
         self._budget_bytes = device_budget_bytes
@@ -354,7 +356,7 @@ class Offload:
         _open.append(self)
 
     def _take(self, plan: Plan) -> None:
-        """Carry out a plan of the user's."""
+        """Follow a plan that the user gave."""
         if plan.trace is None:
             raise InvalidArgument(
                 "this plan does not say which step it is for: make it with `penstock plan`, or give "
