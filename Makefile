@@ -17,7 +17,7 @@ setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/planning/* csrc/runtime/* csrc/samples/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[cli,plan,report,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[plan,report,dev]'
 	touch $@
 
 demo: setup

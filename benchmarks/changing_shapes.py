@@ -103,7 +103,7 @@ def measure_model(
                     f"{format_seconds(row['clock_s_per_operator'])} each"
                 )
             console.print(
-                f"{key}: {cost}; {report['departures']} steps ran other operators than those traced"
+                f"{key}: {cost}; {report['trace_mismatches']} steps ran other operators than those traced"
             )
     return {"config": asdict(plain.config), "in_memory_peak_bytes": peak_bytes, "methods": rows}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # Tests run side by side, on small tensors: threads would only wait for each other.
@@ -44,6 +45,14 @@ def no_run_stays_open() -> Iterator[None]:
     if run._lingering:  # their tensors are gone with the test
         gc.collect()
         run._lingering[:] = [left for left in run._lingering if not left._settle()]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C reaches this process and its children, also where the shell that runs the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

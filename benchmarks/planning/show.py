@@ -137,6 +137,17 @@ def facts(cells: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
             f"{beaten} of {len(won)}; worst {max(ratios):.4f} of its time, "
             f"median {statistics.median(ratios):.4f}",
         )
+        ours = [
+            cell["outcomes"]["optimal"]["predicted_s"] / cell["outcomes"]["g10"]["predicted_s"]
+            for cell in won
+            if cell["outcomes"]["optimal"]["predicted_s"] and cell["outcomes"]["g10"]["predicted_s"]
+        ]
+        as_fast, faster = sum(ratio <= 1 + ROUNDED for ratio in ours), sum(ratio < 0.99 for ratio in ours)
+        yield (
+            "optimal against penstock's own g10, in the same simulator",
+            f"at least as fast in {as_fast} of {len(ours)}, by more than 1 % in {faster}; time over g10's: "
+            f"median {statistics.median(ours):.4f}, best {min(ours):.4f}, worst {max(ours):.4f}",
+        )
     for way in ("optimal", "optimal, recompute"):
         five = [cell["outcomes"][way] for cell in cells if cell["figure"] == 11 and way in cell["outcomes"]]
         if five and all(one["predicted_s"] for one in five):

@@ -6,9 +6,11 @@ will happen. The four values that pass between them are `Trace`, `Hardware`, `Pl
 data, and feeds it.
 """
 
-from penstock.capture.probe import probe
-from penstock.capture.tracer import fake_mode, trace
-from penstock.checkpoint import SaveHandle, load, save
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
@@ -29,8 +31,38 @@ from penstock.errors import (
 )
 from penstock.planners import plan
 from penstock.runtime.report import Report
-from penstock.runtime.run import Offload, offload
 from penstock.simulator import simulate
+
+# What needs torch is imported at its first use: planning and looking at files do without.
+if TYPE_CHECKING:
+    from penstock import checkpoint as checkpoint
+    from penstock import samples as samples
+    from penstock.capture.probe import probe
+    from penstock.capture.tracer import fake_mode, trace
+    from penstock.checkpoint import SaveHandle, load, save
+    from penstock.runtime.run import Offload, offload
+else:
+    _MODULES = {
+        "Offload": "penstock.runtime.run",
+        "SaveHandle": "penstock.checkpoint",
+        "fake_mode": "penstock.capture.tracer",
+        "load": "penstock.checkpoint",
+        "offload": "penstock.runtime.run",
+        "probe": "penstock.capture.probe",
+        "save": "penstock.checkpoint",
+        "trace": "penstock.capture.tracer",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name in ("checkpoint", "samples"):
+            return import_module(f"penstock.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(_MODULES[name]), name))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

@@ -16,10 +16,12 @@ _FACTORS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
@@ -39,15 +41,31 @@ def parse_bytes(size: int | str) -> int:
     factor = _FACTORS.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:
         raise InvalidSize(
-            f"{size!r} is not a size: write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, "
-            "such as '600MiB' or '1.5GB'"
+            f"{size!r} is not a size: write a number and one of B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, "
+            "PiB, such as '600MiB' or '1.5GB'"
         )
     return math.ceil(float(match[1]) * factor)
 
 
+def parse_endurance(size: int | str) -> int:
+    """Bytes that may be written to a drive in its life: ``"600TBW"`` as on its data sheet, or any size.
+
+    Raises InvalidSize where the text is no size, or the size is not above zero.
+    """
+    text = (
+        re.sub(r"(?<=[kMGTP]B)W$", "", size.strip(), flags=re.IGNORECASE) if isinstance(size, str) else size
+    )
+    found = parse_bytes(text)
+    if found == 0:
+        raise InvalidSize(
+            "an endurance of 0 bytes is none: take it from the drive's data sheet, such as '600TBW'"
+        )
+    return found
+
+
 def format_bytes(size_bytes: float) -> str:
     """``size_bytes`` in the largest binary unit that keeps it at or above one: ``"1.50 GiB"``."""
-    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
         del units[0]
@@ -67,10 +85,24 @@ def format_bytes_up(size_bytes: int) -> str:
 
 def format_rate(rate_bytes_per_s: float) -> str:
     """A rate in decimal units, as storage vendors state it: ``"3.20 GB/s"``."""
-    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if rate_bytes_per_s >= factor:
-            return f"{rate_bytes_per_s / factor:.2f} {unit}"
-    return f"{rate_bytes_per_s:.0f} B/s"
+    return f"{format_decimal_bytes(rate_bytes_per_s, largest='GB')}/s"
+
+
+def format_decimal_bytes(size_bytes: float, largest: str = "PB") -> str:
+    """``size_bytes`` in decimal units up to ``largest``, as storage vendors state them: ``"1.85 TB"``."""
+    units = ["kB", "MB", "GB", "TB", "PB"]
+    for unit in reversed(units[: units.index(largest) + 1]):
+        if size_bytes >= _FACTORS[unit.lower()]:
+            return f"{size_bytes / _FACTORS[unit.lower()]:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_lifetime(time_s: float) -> str:
+    """How long a thing lasts: ``"3.2 years"``, ``"41 days"``, ``"5 hours"``."""
+    hours = time_s / 3600
+    if hours >= 24 * 365:
+        return f"{hours / 24 / 365:.1f} years"
+    return f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
 
 
 def format_seconds(time_s: float) -> str:

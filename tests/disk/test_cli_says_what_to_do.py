@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hardware: penstock.H
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SCRIPT)
     (tmp_path / "notes.txt").write_text("not a value")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("a sample")
+    (tmp_path / "empty").mkdir()
     hardware.save(tmp_path / "given.json")
     return tmp_path
 
@@ -57,6 +62,7 @@ def traced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
+PLAN = ("--hardware", "given.json", "--device-budget", "1GiB")
 RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
 
 
@@ -81,9 +87,14 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
         ),
         (("probe", "--spill-dir", "nowhere", "--seconds", "0.2"), "nowhere"),
         (("probe", "--device", "abacus"), "abacus"),
-        (("report", "nowhere"), "nowhere is no folder"),
+        (
+            ("samples", "pack", "photos", "photos", "store"),
+            "2 sources of the format folder",
+        ),
+        (("samples", "pack", "empty", "store"), "folder empty has no regular files: nothing to pack"),
+        (("report", "nowhere"), "nowhere is not a folder"),
         (("report", "."), "has no trace.json.gz"),
-        (("report", "given.json"), "given.json alone is no report: give FOLDER, or TRACE PLAN"),
+        (("report", "given.json"), "given.json alone is not a report: give FOLDER, or TRACE PLAN"),
         (("report", "given.json", "given.json"), "need --hardware FILE"),
         (("report", "a", "b", "c"), "give one FOLDER, or two files"),
         (("report", ".", "--hardware", "given.json"), "a FOLDER has its own"),
@@ -101,6 +112,36 @@ def test_error(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixt
     assert shown.err.count("\n") == 1
 
 
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    traced: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "plan.json").mkdir()
+    assert cli.main(["plan", "trace.json.gz", *PLAN]) == 1
+    assert capsys.readouterr().err == "penstock: error: plan.json: Is a directory\n"
+
+
+def test_names_are_shown_in_a_locale_without_their_letters(folder: Path) -> None:
+    """Neither a traceback nor halves of characters."""
+    (folder / "photos" / "naïve.png").write_bytes(b"a sample")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "penstock", "samples", *arguments]
+        return subprocess.run(command, env=ascii_only, capture_output=True, encoding="ascii", check=False)
+
+    assert ask("pack", "photos", "né").stdout.endswith("wrote n\\xe9\n")
+    assert ask("ls", "né").stdout == "na\\xefve.png\none\n"
+    assert ask("ls", "ö").stderr.startswith("penstock: error: \\xf6 ")
+
+
+@pytest.mark.parametrize("endurance", ["much", "0TBW"])
+def test_an_endurance_is_one_of_a_data_sheet(endurance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(["plan", "trace.json.gz", *PLAN, "--endurance", endurance])
+    assert refusal.value.code == 1
+    assert "600" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("budget", ["lots", "8 gigs", "-1"])
 def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
@@ -112,13 +153,13 @@ def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--disks", "0"), "'0' is no number of disks: give 1 or more"),
-        (("--disks", "1,few"), "'few' is no number of disks"),
+        (("--disks", "0"), "'0' is not a number of disks: give 1 or more"),
+        (("--disks", "1,few"), "'few' is not a number of disks"),
         (("--disk-rate", "0GB/s"), "give one above zero"),
         (("--disk-rate", "fast"), "is not a size"),
-        (("--budget", "8GiB,"), "is not a size"),
-        (("--host=-1GiB",), "is not a size"),
-        (("--seconds", "soon"), "is no number of seconds"),
+        (("--device-budget", "8GiB,"), "is not a size"),
+        (("--host-budget=-1GiB",), "is not a size"),
+        (("--seconds", "soon"), "is not a number of seconds"),
         (("--policy", "best"), "invalid choice: 'best'"),
     ],
 )
@@ -132,7 +173,7 @@ def test_what_a_sweep_cannot_read(
 
 
 def test_a_sweep_that_fits_nowhere_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["whatif", "trace.json.gz", "--hardware", "given.json", "--budget", "1KiB,2KiB"]
+    arguments = ["whatif", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1KiB,2KiB"]
     assert cli.main(arguments) == 2
     shown = capsys.readouterr().out
     assert "cannot" in shown and "raise the budget to" in shown and "No plan fits" in shown
@@ -184,7 +225,7 @@ def test_the_scripts_own_errors_keep_their_traceback(folder: Path) -> None:
         cli.main(["trace", "broken.py:build"])
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib", "plotly"])
+@pytest.mark.parametrize("package", ["matplotlib", "plotly"])
 def test_a_missing_extra_is_named(
     package: str, traced: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,5 +243,4 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(builtins, "__import__", without)
     output = "page.html" if package == "plotly" else "picture.png"
     assert cli.main(["report", "penstock-run", "--no-policies", "-o", output]) == 1
-    extra = {"rich": "cli", "matplotlib": "report", "plotly": "report"}[package]
-    assert f"pip install 'penstock[{extra}]'" in capsys.readouterr().err
+    assert "pip install 'penstock[report]'" in capsys.readouterr().err

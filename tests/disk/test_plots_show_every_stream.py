@@ -1,17 +1,18 @@
-"""The picture of an iteration: written, of some size, and with a row for each stream."""
+"""The picture of an iteration has its words, and a row for each stream."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 import penstock
 from penstock.report.plot import _apart, _merged, _rows, phase_intervals, plot
+from penstock.units import format_bytes
 from tests.pure.traces import gpt
-
-PNG = b"\x89PNG"
 
 
 @pytest.fixture
@@ -32,10 +33,14 @@ def test_a_picture_is_written(
     plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
     predicted = penstock.simulate(trace, plan, slow)
     measured = penstock.simulate(trace.scaled(1.1), plan, slow) if is_measured else None
-    path = tmp_path / "picture.png"
-    plot(trace, plan, predicted, measured, path, title="A step")
-    assert path.read_bytes()[:4] == PNG
-    assert path.stat().st_size > 20_000
+    plot(trace, plan, predicted, measured, tmp_path / "picture.png", title="A step")
+    assert matplotlib.image.imread(tmp_path / "picture.png").shape == (1000, 1600, 4)
+    plot(trace, plan, predicted, measured, tmp_path / "picture.svg", title="A step")
+    texts = re.findall("<!-- (.+) -->", (tmp_path / "picture.svg").read_text())
+    assert {"A step", "everything in memory", "disk write", "disk read", "forward", "backward"} <= set(texts)
+    (headline,) = [text for text in texts if text.startswith("peak: ")]
+    assert f"{format_bytes(predicted.peak_bytes)} predicted" in headline
+    assert ("measured" in headline) == is_measured == any(text == "measured" for text in texts)
 
 
 def test_a_picture_of_an_unknown_kind_is_refused(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.core.columns import KINDS
-from penstock.report.presence import device_bytes_by_kind, thinned, ways
+from penstock.report.memory_by_kind import device_bytes_by_kind, evictions, thinned
 from penstock.report.summary import summarise
 from tests.pure.traces import gpt
 
@@ -52,12 +52,12 @@ def test_the_kinds_are_never_more_than_what_is_in_use(
 def test_an_eviction_has_its_copies(slow: penstock.Hardware) -> None:
     trace = gpt()
     plan = penstock.plan(trace, slow, "g10", device_budget_bytes=trace.peak_bytes * 3 // 4)
-    found = ways(trace, plan, penstock.simulate(trace, plan, slow))
-    assert [way.evict for way in found] == list(plan.evictions)
-    for way in found:
-        if way.read is not None and way.written is not None:
-            assert way.written.index == way.read.index == way.evict.tensor
-            assert way.written.end_s <= way.read.start_s
+    found = evictions(trace, plan, penstock.simulate(trace, plan, slow))
+    assert [eviction.evict for eviction in found] == list(plan.evictions)
+    for eviction in found:
+        if eviction.read is not None and eviction.written is not None:
+            assert eviction.written.index == eviction.read.index == eviction.evict.tensor
+            assert eviction.written.end_s <= eviction.read.start_s
 
 
 def test_a_summary_adds_up(slow: penstock.Hardware) -> None:

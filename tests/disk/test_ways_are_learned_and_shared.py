@@ -165,19 +165,19 @@ def test_a_run_is_told_its_ways_and_tells_what_it_learned(
         smallest_bytes=4096,
         spill_dir=[tmp_path, tmp_path],
         hardware=hardware,
-        ways="posix direct",
+        io_paths="posix direct",
         verify_spill=True,
-        way_tables=path,
+        io_costs=path,
     ) as run:
         for step in range(3):
             with run.step():
                 iterate(model, optimizer, step)
-        assert run.ways == ("posix direct",)
+        assert run.io_paths == ("posix direct",)
         report = run.report()
-        assert set(report.moved_bytes_by_way) == {"posix direct"}
-        assert "moved by posix direct (100%)" in str(report)
-        assert {row.way for row in run.way_tables().rows()} == {"posix direct"}
-        assert all(row.first == "posix direct" for row in run.way_report().rows)
+        assert set(report.moved_bytes_by_io_path) == {"posix direct"}
+        assert "I/O paths: posix direct (100%)" in str(report)
+        assert {row.way for row in run.io_costs().rows()} == {"posix direct"}
+        assert all(row.first == "posix direct" for row in run.io_report().rows)
     assert path.exists()
 
 

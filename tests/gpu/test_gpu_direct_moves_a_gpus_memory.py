@@ -197,7 +197,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
         "hardware": machine,
         "host_budget": "64MiB",
         "policy": "evict_all",
-        "ways": ways,
+        "io_paths": ways,
     }
 
 
@@ -240,7 +240,7 @@ def test_a_pinned_path_is_the_one_that_is_taken(
     found, report = train_gpt(**options(ways, tmp_path, machine))
     assert found == expected
     assert report is not None and report.evicted_bytes > 0
-    moved = report.moved_bytes_by_way
+    moved = report.moved_bytes_by_io_path
     if ways == WAY:  # all but what kvikio would copy through the host
         assert sum(moved.values()) - moved[WAY] < 0.05 * moved[WAY]
     elif ways is None:  # both were tried at least

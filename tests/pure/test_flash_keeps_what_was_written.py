@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.simulator.flash import Drive, Flash, uniform_write_amplification
+from penstock.studies.flash import Drive, Flash, uniform_write_amplification
 
 
 def drive(pages: int, per_block: int, over_provisioning: float) -> Drive:

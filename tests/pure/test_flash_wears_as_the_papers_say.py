@@ -9,7 +9,7 @@ from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.simulator.flash import Flash, lifetime_s, wear
+from penstock.studies.flash import Flash, lifetime_s, wear
 
 from .traces import Step
 

@@ -54,7 +54,7 @@ SIGNATURES = {
     "offload": (
         ["model=", "optimizer="],
         ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "device=", "policy=", "plan="]
-        + ["hardware=", "page_cache_budget=", "ways=", "way_tables=", "reexplore=", "verify_spill="]
+        + ["hardware=", "page_cache_budget=", "io_paths=", "io_costs=", "reexplore=", "verify_spill="]
         + ["smallest_bytes="],
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
@@ -89,7 +89,7 @@ REPORT_FIELDS = {
     "loaded_bytes",
     "steps",
     "profiled_steps",
-    "departures",
+    "trace_mismatches",
 }
 
 

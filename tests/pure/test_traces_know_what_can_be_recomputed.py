@@ -7,7 +7,7 @@ import torch
 
 import penstock
 from penstock.capture import datasheets
-from penstock.capture.roofline import DATA_SHEETS
+from penstock.capture.datasheets import DATA_SHEETS
 from penstock.core.columns import KINDS
 from penstock.errors import InvalidArgument
 

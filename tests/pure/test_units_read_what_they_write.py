@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.wear import DiskWear
 from penstock.errors import InvalidSize
-from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds, parse_bytes
+from penstock.units import (
+    format_bytes,
+    format_bytes_up,
+    format_lifetime,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_endurance,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def test_units_as_people_know_them() -> None:
         "1.00 KiB",
         "1.50 GiB",
         "200.0 GiB",
-        "1024.0 TiB",
+        "1.00 PiB",
     ]
     assert format_bytes_up(2**30 + 1) == "1.01 GiB"
     assert [format_rate(rate) for rate in (3.2e9, 5e6, 2e3, 7)] == [
@@ -66,3 +75,33 @@ def test_units_as_people_know_them() -> None:
         "7 B/s",
     ]
     assert [format_seconds(time) for time in (1.239, 0.31, 42e-6)] == ["1.24 s", "310 ms", "42 us"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("600TBW", 600 * 10**12), ("1.2 PBW", 12 * 10**14), ("600TB", 600 * 10**12), (5, 5)]
+)
+def test_endurance_as_on_a_data_sheet(text: int | str, size: int) -> None:
+    assert parse_endurance(text) == size
+
+
+@pytest.mark.parametrize("text", ["0TBW", "TBW", "600W", "600TiBW", "much", -1])
+def test_an_endurance_that_is_none(text: int | str) -> None:
+    with pytest.raises(InvalidSize):
+        parse_endurance(text)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"), [(3e8, "9.5 years"), (86400 * 41, "41 days"), (3600 * 5, "5 hours")]
+)
+def test_lifetimes(time_s: float, text: str) -> None:
+    assert format_lifetime(time_s) == text
+
+
+def test_a_disk_wears_as_fast_as_it_is_written() -> None:
+    wear = DiskWear(written_bytes=10**9, step_s=2.0, endurance_bytes=600 * 10**12)
+    assert wear.written_bytes_per_day == 43_200 * 10**9
+    assert wear.lifetime_s == 2.0 * 600_000
+    assert str(wear) == "43.20 TB written a day: an endurance of 600.00 TB lasts 14 days"
+    assert DiskWear(written_bytes=10**9, step_s=2.0).lifetime_s is None
+    assert DiskWear(written_bytes=0, step_s=2.0, endurance_bytes=1).lifetime_s is None
+    assert str(DiskWear(written_bytes=0, step_s=0.0)) == "nothing is written to the disk"

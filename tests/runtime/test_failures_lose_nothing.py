@@ -165,6 +165,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
     assert train(offloaded=True) == train(offloaded=False)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_anywhere_leaves_a_model_that_can_go_on(tmp_path: Path, hardware: penstock.Hardware) -> None:
     """As in a notebook: the step is given up, wherever it is, and the next one gives the same bits."""
     model, _ = small_gpt()
@@ -267,6 +268,7 @@ def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) 
     assert gradients[0] == gradients[1]
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: Path) -> None:
     process = training.start(budget="200MiB", spill_dir=str(tmp_path), steps=10_000)

@@ -1,10 +1,41 @@
-"""Machines that are not there, as Hardware, from the data sheets of their parts."""
+"""Data sheets of devices, buses and drives, and the Hardware that they make together."""
 
 from __future__ import annotations
 
-from penstock.capture.roofline import DATA_SHEETS
+from dataclasses import dataclass
+
 from penstock.core.hardware import Hardware
 from penstock.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What a device is capable of in training, dense, without sparsity.
+
+    flops_per_s   by bits of the element type: floating-point operations per second in matrix products
+    bytes_per_s   of device memory
+    launch_s      the least time a kernel takes
+    memory_bytes  of the device; 0 where it is not stated
+    efficiency    fraction of both that kernels reach in practice
+    """
+
+    flops_per_s: dict[int, float]
+    bytes_per_s: float
+    launch_s: float
+    memory_bytes: int = 0
+    efficiency: float = 0.7
+
+
+# From the vendors' data sheets. Matrix products of 32-bit floats are taken at TF32 rate only
+# where the vendor's default for training is TF32; PyTorch's default is not.
+DATA_SHEETS = {
+    "a100": DataSheet({16: 312e12, 32: 19.5e12, 64: 9.7e12}, 1555e9, 4e-6, 40 << 30),
+    "a100-80gb": DataSheet({16: 312e12, 32: 19.5e12, 64: 9.7e12}, 2039e9, 4e-6, 80 << 30),
+    "h100": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 3350e9, 4e-6, 80 << 30),
+    "h200": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 4800e9, 4e-6, 141 * 10**9),
+    "v100": DataSheet({16: 125e12, 32: 15.7e12, 64: 7.8e12}, 900e9, 5e-6, 16 << 30),
+    "rtx4090": DataSheet({16: 165e12, 32: 82.6e12, 64: 1.3e12}, 1008e9, 4e-6, 24 << 30),
+}
 
 # Bytes per second each way that copies of pinned memory reach on sixteen lanes; the standards' raw
 # rates are 31.5e9 and 63e9.
@@ -25,7 +56,7 @@ def hardware(
 ) -> Hardware:
     """A machine with one such device.
 
-    device       a key of `penstock.capture.roofline.DATA_SHEETS`
+    device       a key of `DATA_SHEETS`
     bus, drive   keys of `BUSES_BYTES_PER_S` and `DRIVES_BYTES_PER_S`
     drives       drives that tensors are striped over; 0 for none
     host_bytes   of host memory that tensors may take

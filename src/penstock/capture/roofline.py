@@ -8,43 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from penstock.capture.datasheets import DataSheet
 from penstock.capture.operators import tensors_in
-
-
-@dataclass(frozen=True)
-class DataSheet:
-    """What a device is capable of in training, dense, without sparsity.
-
-    flops_per_s   by bits of the element type: floating-point operations per second in matrix products
-    bytes_per_s   of device memory
-    launch_s      the least time a kernel takes
-    memory_bytes  of the device; 0 where it is not stated
-    efficiency    fraction of both that kernels reach in practice
-    """
-
-    flops_per_s: dict[int, float]
-    bytes_per_s: float
-    launch_s: float
-    memory_bytes: int = 0
-    efficiency: float = 0.7
-
-
-# From the vendors' data sheets. Matrix products of 32-bit floats are taken at TF32 rate only
-# where the vendor's default for training is TF32; PyTorch's default is not.
-DATA_SHEETS = {
-    "a100": DataSheet({16: 312e12, 32: 19.5e12, 64: 9.7e12}, 1555e9, 4e-6, 40 << 30),
-    "a100-80gb": DataSheet({16: 312e12, 32: 19.5e12, 64: 9.7e12}, 2039e9, 4e-6, 80 << 30),
-    "h100": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 3350e9, 4e-6, 80 << 30),
-    "h200": DataSheet({16: 989e12, 32: 67e12, 64: 34e12}, 4800e9, 4e-6, 141 * 10**9),
-    "v100": DataSheet({16: 125e12, 32: 15.7e12, 64: 7.8e12}, 900e9, 5e-6, 16 << 30),
-    "rtx4090": DataSheet({16: 165e12, 32: 82.6e12, 64: 1.3e12}, 1008e9, 4e-6, 24 << 30),
-}
 
 
 def measure_cpu(repeats: int = 3) -> DataSheet:

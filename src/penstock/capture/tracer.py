@@ -21,10 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
-from penstock.capture.roofline import DATA_SHEETS, estimator, measure_cpu
+from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import join, slices
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -392,7 +393,7 @@ def trace(
              afterwards. False: the step is run ``warmup + 1`` times for real, and timed;
              the zeros of activations are counted when backward begins, which compression lives on.
     device   where kernel times are for, when fake: "cpu" (this one, measured briefly) or a name
-             in penstock.capture.roofline.DATA_SHEETS. When real: the device the step runs on.
+             in penstock.capture.datasheets.DATA_SHEETS. When real: the device the step runs on.
     warmup   iterations before the one that is recorded, so that the optimizer's state exists
     mode     the fake mode the model was built in, if it was
 

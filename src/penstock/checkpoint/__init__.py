@@ -5,10 +5,27 @@ A checkpoint is a `safetensors` file; what that format cannot express stands in 
 torch.load.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.checkpoint.background import SaveHandle
-from penstock.checkpoint.conversion import convert
 from penstock.checkpoint.inspection import CheckpointInfo, TensorInfo, info, verify
-from penstock.checkpoint.loading import load
-from penstock.checkpoint.saving import save
+
+# What needs torch is imported at its first use: looking at a checkpoint does without.
+if TYPE_CHECKING:
+    from penstock.checkpoint.conversion import convert
+    from penstock.checkpoint.loading import load
+    from penstock.checkpoint.saving import save
+else:
+    _MODULES = {"convert": "conversion", "load": "loading", "save": "saving"}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'penstock.checkpoint' has no attribute {name!r}")
+        module = import_module(f"penstock.checkpoint.{_MODULES[name]}")
+        return globals().setdefault(name, getattr(module, name))
+
 
 __all__ = ["CheckpointInfo", "SaveHandle", "TensorInfo", "convert", "info", "load", "save", "verify"]

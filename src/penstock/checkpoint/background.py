@@ -31,6 +31,12 @@ class SaveHandle:
         self._asked: list[bool] = []  # not empty once somebody has asked how it ended
         weakref.finalize(self, _log_unheard, path, self._future, self._asked)
 
+    def __repr__(self) -> str:
+        state = "going on"
+        if self._future.done():
+            state = "failed" if self._future.exception() else "saved"
+        return f"<penstock.SaveHandle of {self.path}, {state}>"
+
     def done(self) -> bool:
         """Whether the save has ended, with or without an error."""
         return self._future.done()

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.checkpoint.file import reading, torchfile
+from penstock.checkpoint.file.header import DEVICES
 from penstock.checkpoint.file.source import Source
-from penstock.checkpoint.file.writing import DEVICES
-from penstock.checkpoint.state.matching import named_tensors
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -74,14 +72,21 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     with Source(path) as source:
         found = _info(source)
         if source.is_torch:
+            from penstock.checkpoint.file import torchfile
+
             torchfile.verify(source)
         else:
+            from penstock.checkpoint.file import reading
+
             reading.fill(source, lambda _: None, mapped=source.is_cached)
         return found
 
 
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
+        from penstock.checkpoint.file import torchfile
+        from penstock.checkpoint.state.matching import named_tensors
+
         tensors = tuple(
             TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
             for name, tensor in named_tensors(torchfile.load(source, "cpu", mmap=True))

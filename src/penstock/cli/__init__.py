@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 error, 2 infeasible (the budget is too small, or the disk)
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -16,9 +17,10 @@ from penstock.errors import BudgetTooSmall, PenstockError, SpillSpaceFull
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of the process when none are given. Returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot show, as on standard error
     options = parser().parse_args(arguments)
     try:
-        output.require_rich()
         answer = options.command(options)
         with output.readers_may_leave():
             output.show(answer, as_json=options.json)
@@ -31,4 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return INTERRUPTED
+    if answer.exit_code == INTERRUPTED:
+        print("penstock: interrupted", file=sys.stderr)
     return answer.exit_code

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import penstock
-from penstock.capture.roofline import DATA_SHEETS
-from penstock.cli import checkpoint, commands, planning, reporting, samples, training
+from penstock.capture.datasheets import DATA_SHEETS
 from penstock.cli.output import Answer
-from penstock.cli.typed import count, counts, rate, samples_count, seconds, size, sizes
-from penstock.cli.ways import ways as compare_ways
+from penstock.errors import InvalidSize
 from penstock.planners import POLICIES
 from penstock.samples.format.layout import CHUNK_BYTES
 from penstock.samples.maintenance.inspection import CACHES
 from penstock.samples.sources import FORMATS
+from penstock.units import parse_bytes, parse_endurance
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:
@@ -43,7 +43,8 @@ Every combination is planned for. "limited by" names the resource of which twice
 plan most. The disk counts as fast enough where one that never keeps the plan waiting would save less
 than 5 % of the step.
 
-  penstock whatif trace.json.gz --hardware hardware.json --budget 8GiB,16GiB --disks 1,2,4 --disk-rate 3.2GB/s
+  penstock whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks 1,2,4 \
+    --disk-rate 3.2GB/s
 """
 
 
@@ -80,19 +81,19 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     names = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    probe = _command(names, "probe", commands.probe, "measure this machine")
+    probe = _command(names, "probe", "commands.probe", "measure this machine")
     _spill_dir(probe, "measure")
     probe.add_argument("--device", default="cpu", help="cpu, or cuda:0 and so on; default: %(default)s")
-    probe.add_argument("--seconds", type=float, default=10.0, help="time it may take; default: %(default)g")
+    probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
     _written(probe, "hardware.json")
 
-    ways = _command(names, "ways", compare_ways, "compare the ways to move tensors to disk and back")
-    _spill_dir(ways, "use")
-    _page_cache_budget(ways)
-    ways.add_argument("--seconds", type=float, default=5.0, help="time to take; default: %(default)g")
-    ways.add_argument("--tables", type=Path, metavar="FILE", help="what is known: read, and added to")
+    paths = _command(names, "io-paths", "iopaths.io_paths", "compare the I/O paths between memory and disk")
+    _spill_dir(paths, "use")
+    _page_cache_budget(paths)
+    paths.add_argument("--seconds", type=seconds, default=5.0, help="time to take; default: %(default)g")
+    _io_costs(paths)
 
-    trace = _command(names, "trace", commands.trace, "capture one training step", SCRIPT_HELP)
+    trace = _command(names, "trace", "commands.trace", "capture one training step", SCRIPT_HELP)
     _script(trace)
     trace.add_argument(
         "--real", action="store_true", help="run the step and time it, instead of estimating without memory"
@@ -104,53 +105,63 @@ def parser() -> argparse.ArgumentParser:
     )
     _written(trace, "trace.json.gz")
 
-    plan = _command(names, "plan", planning.plan, "decide what leaves the device, and predict the step")
+    plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
     plan.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     _hardware(plan)
     _budget(plan)
     _policy(plan)
-    _planning_options(plan)
-    plan.add_argument("--compare", action="store_true", help="show what every policy makes of it")
-    plan.add_argument("--budgets", action="store_true", help="show what other device budgets bring")
+    _actions(plan)
+    _endurance(plan)
+    plan.add_argument("--compare-policies", action="store_true", help="show the plan of every policy")
+    plan.add_argument("--compare-budgets", action="store_true", help="show what other device budgets bring")
     _written(plan, "plan.json")
 
-    simulate = _command(names, "simulate", planning.simulate, "judge a plan, and replay it event by event")
+    simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     simulate.add_argument("plan", type=Path, metavar="PLAN", help="file that `penstock plan` wrote")
     _hardware(simulate)
     _written(simulate, "timeline.json.gz")
 
-    run = _command(names, "run", training.run, "train inside a budget", SCRIPT_HELP)
+    run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _script(run)
     _budget(run)
     _spill_dir(run, "use")
-    run.add_argument("--steps", type=count, metavar="N", help="default: one for each batch")
+    run.add_argument(
+        "--steps",
+        type=count,
+        metavar="N",
+        help="over all batches again where there are fewer; default: one for each batch",
+    )
     run.add_argument("--host-budget", type=size, metavar="SIZE", help="pinned memory, for a model on a GPU")
     run.add_argument("--disk-budget", type=size, metavar="SIZE", help="default: what is free")
     run.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="that `penstock probe` wrote; default: measure now"
+        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; default: measure now"
     )
     run.add_argument(
-        "--way",
+        "--io-path",
         action="append",
         metavar="NAME",
-        help="how tensors move, as `penstock ways` names it; may be repeated; default: the fastest, learned",
+        help="between memory and disk, as `penstock io-paths` names it; may be repeated; default: fastest",
     )
     _page_cache_budget(run)
+    _io_costs(run)
+    _endurance(run)
     run.add_argument(
-        "--way-tables", type=Path, metavar="FILE", help="what is known of the ways: read, and added to"
-    )
-    run.add_argument(
-        "--verify-spill", action="store_true", help="checksum what leaves for the disk, and comes back"
+        "--verify-spill",
+        action="store_true",
+        help="compare the checksum of everything that comes back from disk",
     )
     run.add_argument(
         "--plan",
         type=Path,
         metavar="FILE",
-        help="that `penstock plan` wrote: carried out from the first step on",
+        help="file that `penstock plan` wrote, to follow from the first step on",
     )
     run.add_argument(
-        "--device", default="cpu", metavar="NAME", help="that the script trains on; default: %(default)s"
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="device that the script trains on; default: %(default)s",
     )
     _policy(run)
     _written(run, "penstock-run", "FOLDER")
@@ -164,15 +175,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _report(names: argparse._SubParsersAction[_Parser]) -> None:
     report = _command(
-        names, "report", reporting.report, "show a plan, and hold a run against it, in one page", REPORT_HELP
+        names,
+        "report",
+        "reporting.report",
+        "show a plan, and compare a run with it, in one page",
+        REPORT_HELP,
     )
     report.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="FOLDER, or TRACE PLAN")
     report.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="that `penstock probe` wrote; with TRACE PLAN"
+        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; with TRACE PLAN"
     )
     report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
     report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
-    _planning_options(report, "for the table of policies: ", time_limit_s=5.0)
+    _actions(report, "for the table of policies: ", time_limit_s=5.0)
     report.add_argument(
         "-o",
         "--output",
@@ -184,14 +199,16 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
 
 def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
     whatif = _command(
-        names, "whatif", reporting.whatif, "plan for other machines: is the disk fast enough?", WHATIF_HELP
+        names, "whatif", "reporting.whatif", "plan for other machines: is the disk fast enough?", WHATIF_HELP
     )
     whatif.add_argument("trace", type=Path, nargs="+", metavar="TRACE", help="one for each batch size")
     _hardware(whatif)
     whatif.add_argument(
-        "--budget", type=sizes, metavar="SIZE,...", help="device budgets; default: all of the device"
+        "--device-budget", type=sizes, metavar="SIZE,...", help="one or more; default: all of the device"
     )
-    whatif.add_argument("--host", type=sizes, metavar="SIZE,...", help="host memory; default: as measured")
+    whatif.add_argument(
+        "--host-budget", type=sizes, metavar="SIZE,...", help="host memory; default: as measured"
+    )
     whatif.add_argument(
         "--disks", type=counts, default=[1], metavar="N,...", help="disks that work as one; default: 1"
     )
@@ -199,9 +216,9 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
         "--disk-rate", type=rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
     )
     _policy(whatif)
-    _planning_options(whatif, time_limit_s=None)
+    _actions(whatif, time_limit_s=None)
     whatif.add_argument(
-        "--seconds", type=seconds, default=60.0, help="time to take, about; default: %(default)g"
+        "--seconds", type=seconds, default=60.0, help="about how long it may take; default: %(default)g"
     )
     whatif.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the table as JSON; default: do not"
@@ -211,9 +228,9 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
 def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
-    info = _command(below, "info", checkpoint.info, "show what a checkpoint holds")
+    info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
     verify = _command(
-        below, "verify", checkpoint.verify, "read a checkpoint whole, and compare its checksums"
+        below, "verify", "checkpoint.verify", "read a checkpoint whole, and compare its checksums"
     )
     for command in (info, verify):
         command.add_argument(
@@ -221,7 +238,7 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
         )
 
     convert = _command(
-        below, "convert", checkpoint.convert, "write a checkpoint in the format of another suffix"
+        below, "convert", "checkpoint.convert", "write a checkpoint in the format of another suffix"
     )
     convert.add_argument("source", type=Path, metavar="A", help="of penstock.save, torch.save or safetensors")
     convert.add_argument(
@@ -233,11 +250,11 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
 def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     below = _group(names, "samples", "pack samples into a store, look at it, and get them back")
     _pack(below)
-    ls = _command(below, "ls", samples.ls, "list the names of samples")
-    info = _command(below, "info", samples.info, "show what a store holds, and how well it mixes")
-    verify = _command(below, "verify", samples.verify, "read a store whole, and compare its checksums")
-    unpack = _command(below, "unpack", samples.unpack, "write samples to files again", UNPACK_HELP)
-    bench = _command(below, "bench", samples.bench, "measure how fast a store is read here")
+    ls = _command(below, "ls", "samples.ls", "list the names of samples")
+    info = _command(below, "info", "samples.info", "show what a store holds, and how well it mixes")
+    verify = _command(below, "verify", "samples.verify", "read a store whole, and compare its checksums")
+    unpack = _command(below, "unpack", "samples.unpack", "write samples to files again", UNPACK_HELP)
+    bench = _command(below, "bench", "samples.bench", "measure how fast a store is read here")
     for command in (ls, info, verify, unpack, bench):
         command.add_argument("store", type=Path, metavar="STORE", help="a store, or the folder of its parts")
 
@@ -268,7 +285,7 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
-    pack = _command(names, "pack", samples.pack, "pack samples into a store", PACK_HELP)
+    pack = _command(names, "pack", "samples.pack", "pack samples into a store", PACK_HELP)
     pack.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
     pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
     pack.add_argument(
@@ -288,7 +305,22 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
         "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
     )
     pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
-    pack.add_argument("--no-resume", action="store_true", help="begin anew where packing was interrupted")
+    pack.add_argument(
+        "--no-resume",
+        action="store_true",
+        help="start from the beginning, also where packing was interrupted",
+    )
+
+
+def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
+    """A function of a module of `penstock.cli`, imported when it is called: most of them need torch."""
+    module, _, function = name.partition(".")
+
+    def command(options: argparse.Namespace) -> Answer:
+        answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
+        return answer
+
+    return command
 
 
 def _group(
@@ -302,7 +334,7 @@ def _group(
 def _command(
     names: argparse._SubParsersAction[_Parser],
     name: str,
-    command: Callable[[argparse.Namespace], Answer],
+    command: str,
     summary: str,
     more: str | None = None,
 ) -> argparse.ArgumentParser:
@@ -313,7 +345,7 @@ def _command(
         epilog=more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=_later(command))
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     return parser
 
@@ -358,14 +390,13 @@ def _policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=tuple(POLICIES), default="optimal", help="default: %(default)s")
 
 
-def _planning_options(
-    parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0
-) -> None:
+def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
+    """What a plan may do with a tensor besides moving it, and how long planning may take."""
     parser.add_argument(
-        "--recompute", action="store_true", help=f"{purpose}tensors may be recomputed instead of moved"
+        "--recompute", action="store_true", help=f"{purpose}allow tensors to be recomputed instead of moved"
     )
     parser.add_argument(
-        "--compress", action="store_true", help=f"{purpose}tensors may be moved compressed, without loss"
+        "--compress", action="store_true", help=f"{purpose}allow tensors to be moved compressed, without loss"
     )
     if time_limit_s is not None:
         parser.add_argument(
@@ -373,11 +404,78 @@ def _planning_options(
             type=seconds,
             default=time_limit_s,
             metavar="SECONDS",
-            help=f"{purpose}to plan in; what is best then counts; default: %(default)g",
+            help=f"{purpose}for planning; the best plan so far is used then; default: %(default)g",
         )
+
+
+def _endurance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endurance",
+        type=endurance,
+        metavar="SIZE",
+        help="of the disk, from its data sheet, such as 600TBW: shows how long it lasts",
+    )
+
+
+def _io_costs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--io-costs", type=Path, metavar="FILE", help="I/O cost tables of earlier runs: read, and added to"
+    )
 
 
 def _written(parser: argparse.ArgumentParser, default: str, metavar: str = "FILE") -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path(default), metavar=metavar, help="default: %(default)s"
     )
+
+
+# -- what is typed for an option. What cannot be is said as argparse says it ---------------------------
+
+
+def size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidSize as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def endurance(text: str) -> int:
+    try:
+        return parse_endurance(text)
+    except InvalidSize as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def sizes(text: str) -> list[int]:
+    return [size(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    return [count(part, "disks") for part in text.split(",")]
+
+
+def rate(text: str) -> float:
+    found = size(text.strip().removesuffix("/s"))
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give one above zero, such as 3.2GB/s")
+    return float(found)
+
+
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: give 0 or more")
+    return found
+
+
+def count(text: str, what: str = "steps") -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: give 1 or more")
+    return int(text)
+
+
+def samples_count(text: str) -> int:
+    return count(text, "samples")

@@ -11,8 +11,7 @@ import torch
 
 import penstock
 from penstock.cli import script
-from penstock.cli.output import Answer, Table
-from penstock.cli.values import save
+from penstock.cli.output import Answer, Table, save
 from penstock.core.hardware import LINKS
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace

@@ -1,22 +1,31 @@
-"""What commands answer, and how it is printed: for people, or as one JSON object."""
+"""The files that the user names, what commands answer, and how it is printed: as text, or one JSON object."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from penstock.core import files
+from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, PenstockError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Value = TypeVar("Value")
+
+_UNDECODED = re.compile(
+    "[\udc80-\udcff]+"
+)  # how Python keeps bytes that are no text in the locale's encoding
 
 # Exit codes.
 DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
@@ -58,13 +67,6 @@ class Answer:
     exit_code: int = DONE
 
 
-def require_rich() -> None:
-    try:
-        import rich  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise PenstockError("the command line needs rich: pip install 'penstock[cli]'") from error
-
-
 def progress_console() -> Console:
     """Standard error: standard output is for answers."""
     from rich.console import Console
@@ -95,21 +97,47 @@ def show(answer: Answer, *, as_json: bool) -> None:
 
 def show_error(error: PenstockError, *, as_json: bool) -> None:
     """One line on standard error, and with ``as_json`` also an object on standard output."""
-    print(f"penstock: error: {error}", file=sys.stderr)
+    print(*map(printable, f"penstock: error: {error}".split("\n")), sep="\n", file=sys.stderr)
     if as_json:
         minimum = {"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetTooSmall) else {}
         _print_json({"error": str(error), **minimum})
 
 
 @contextlib.contextmanager
-def own_files() -> Iterator[None]:
-    """Files the user named that cannot be read or written: an error for people, not a traceback."""
+def own_files(path: Path | None = None) -> Iterator[None]:
+    """Files the user named that cannot be read or written: an error for people, not a traceback.
+
+    path   the one that is named; otherwise the one of the error
+    """
     try:
         yield
     except PenstockError:
         raise
     except OSError as error:
-        raise PenstockError(f"{error.filename}: {error.strerror}") from error
+        where = error.filename2 or error.filename if path is None else path
+        raise PenstockError(f"{where}: {error.strerror}") from error
+
+
+def load(kind: type[Value], path: Path) -> Value:
+    """The ``kind`` that a file holds. Raises PenstockError where it cannot be read."""
+    with own_files():
+        if kind is Trace:
+            return Trace.load(path)  # type: ignore[return-value]  # it reads published ones too
+        return files.load(kind, path)
+
+
+def save(value: object, path: Path) -> None:
+    """Write a value; its folder is made where missing."""
+    with own_files(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.save(value, path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file; its folder is made where missing."""
+    with own_files(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -164,6 +192,9 @@ def printable(text: str) -> str:
     """Text that others chose, such as a name: without control characters and halves of characters."""
     if text.isprintable():
         return text
+    text = _UNDECODED.sub(
+        lambda found: found[0].encode("ascii", "surrogateescape").decode("utf-8", "backslashreplace"), text
+    )
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import penstock
-from penstock.cli.output import ERROR, Answer, Table
-from penstock.cli.values import load, save
+from penstock.cli.output import ERROR, Answer, Table, load, save
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
@@ -22,7 +21,7 @@ from penstock.report.summary import Summary, percent, summarise
 from penstock.report.sweep import Cell, cases, sweep
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
-BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # of the way from the minimum to the peak
+BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # from the minimum, 0, to the peak, 1
 
 
 def plan(options: Namespace) -> Answer:
@@ -37,7 +36,8 @@ def plan(options: Namespace) -> Answer:
         device_budget_bytes=options.device_budget,
     )
     save(chosen, options.output)
-    summary = summarise(captured, chosen, penstock.simulate(captured, chosen, hardware))
+    timeline = penstock.simulate(captured, chosen, hardware)
+    summary = summarise(captured, chosen, timeline, options.endurance)
     values = {
         "minimum_bytes": chosen.minimum_bytes,
         "in_memory_bytes": captured.peak_bytes,
@@ -50,10 +50,12 @@ def plan(options: Namespace) -> Answer:
         "recomputations": len(chosen.recomputations),
         "lower_bound_s": chosen.lower_bound_s,
         "gap": chosen.gap,
+        "disk_written_bytes_per_day": summary.disk_wear.written_bytes_per_day,
+        "disk_lifetime_s": summary.disk_wear.lifetime_s,
         "summary": dataclasses.asdict(summary),
     }
     shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
-    if options.compare:
+    if options.compare_policies:
         problem = Problem(
             trace=captured,
             hardware=hardware,
@@ -65,7 +67,7 @@ def plan(options: Namespace) -> Answer:
         found = compare_policies(problem, known=chosen)
         values["policies"] = [dataclasses.asdict(entry) for entry in found]
         shown.append(policy_table(found, chosen.policy))
-    if options.budgets:
+    if options.compare_budgets:
         budgets, table = _budgets(captured, options, hardware)
         values["budgets"] = budgets
         shown.append(table)
@@ -74,14 +76,14 @@ def plan(options: Namespace) -> Answer:
 
 def simulate(options: Namespace) -> Answer:
     captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
-    checked = load(Plan, options.plan)
-    violations = check(captured, checked, hardware)
+    planned = load(Plan, options.plan)
+    violations = check(captured, planned, hardware)
     if violations:
         text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
         return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
-    timeline = penstock.simulate(captured, checked, hardware)
+    timeline = penstock.simulate(captured, planned, hardware)
     save(timeline, options.output)
-    summary = summarise(captured, checked, timeline)
+    summary = summarise(captured, planned, timeline)
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
         "violations": [],

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, own_files
+from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, load, own_files, save_text
 from penstock.cli.planning import cell_values, policy_table, summary_table, timing
-from penstock.cli.values import load, save_text
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -37,15 +36,17 @@ PLANNING = 0.8  # of a sweep's time: the rest is for starting processes, and for
 def report(options: Namespace) -> Answer:
     shown: list[str | Table]
     if len(options.source) == 1 and options.source[0].is_file():
-        raise InvalidArgument(f"{options.source[0]} alone is no report: give FOLDER, or TRACE PLAN")
+        raise InvalidArgument(f"{options.source[0]} alone is not a report: give FOLDER, or TRACE PLAN")
     if len(options.source) == 1:
         if options.hardware or options.measured:
             raise InvalidArgument("--hardware and --measured belong to TRACE PLAN: a FOLDER has its own")
         folder = options.source[0]
         record = Record.load(folder)
-        trace, plan, hardware, measured = record.trace, record.plan, record.hardware, record.measured
         values: dict[str, Any] = {"report": msgspec.to_builtins(record.report)}
         shown = [str(record.report)]
+        if record.plan is None:
+            return Answer(values=values, shown=[*shown, "no plan could be made: there is no page to draw"])
+        trace, plan, hardware, measured = record.trace, record.plan, record.hardware, record.measured
     elif len(options.source) == 2:
         if options.hardware is None:
             raise InvalidArgument("TRACE PLAN need --hardware FILE, that `penstock probe` wrote")
@@ -72,7 +73,7 @@ def report(options: Namespace) -> Answer:
         budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
         with own_files():
             output.parent.mkdir(parents=True, exist_ok=True)
-            title = f"One training step within {budget} instead of {peak}"
+            title = f"One training step within {budget}; {peak} with everything in memory"
             plot(trace, plan, predicted, measured, output, title)
     shown.append(summary_table(summarise(trace, plan, predicted)))
     return Answer(values=values, shown=shown, written=[output])
@@ -96,8 +97,8 @@ def whatif(options: Namespace) -> Answer:
     asked = cases(
         traces,
         hardware,
-        options.budget or [],
-        options.host or [],
+        options.device_budget or [],
+        options.host_budget or [],
         options.disks,
         options.disk_rate,
         policy=options.policy,

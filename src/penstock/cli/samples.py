@@ -77,7 +77,8 @@ def ls(options: Namespace) -> Answer:
             f"{index:>10} {size_bytes:>12} {'' if label is None else printable(label):<16} {printable(name)}"
             for index, name, size_bytes, label in listed
         )
-        return Answer(values={}, shown=[Lines(lines)])
+        header = f"{'index':>10} {'bytes':>12} {'class':<16} name"
+        return Answer(values={}, shown=[Lines(chain([header], lines))])
     return Answer(values={}, shown=[Lines(printable(name) for _, name, _, _ in listed)])
 
 

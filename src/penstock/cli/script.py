@@ -46,7 +46,7 @@ def load(script: str) -> Callable[[], Training]:
     name_of_module = f"penstock_script_{path.stem}"  # its own name could hide a module of the same name
     spec = importlib.util.spec_from_file_location(name_of_module, path)
     if spec is None or spec.loader is None:
-        raise InvalidArgument(f"{file} is no Python file: its name has to end in .py")
+        raise InvalidArgument(f"{file} is not a Python file: its name has to end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name_of_module] = module  # dataclasses and pickle look it up
     sys.path.insert(0, str(path.parent.resolve()))  # as if the script were run itself

@@ -10,14 +10,14 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 import penstock
 from penstock.cli import script
-from penstock.cli.output import Answer, own_files, progress_console
+from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, progress_console
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.errors import InvalidArgument
@@ -35,6 +35,8 @@ def run(options: Namespace) -> Answer:
         hardware = Hardware.load(options.hardware) if options.hardware else None
         plan = Plan.load(options.plan) if options.plan else None
     build = script.load(options.script)
+    losses: list[float] = []
+    interrupted = False
     with _folder(options.output), contextlib.ExitStack() as stack:
         offload = stack.enter_context(
             penstock.offload(
@@ -47,28 +49,39 @@ def run(options: Namespace) -> Answer:
                 plan=plan,
                 hardware=hardware,
                 page_cache_budget=options.page_cache_budget,
-                ways=options.way,
-                way_tables=options.way_tables,
+                io_paths=options.io_path,
+                io_costs=options.io_costs,
                 verify_spill=options.verify_spill,
+                endurance=options.endurance,
             )
         )
         training = build()  # inside: it may be larger than the budget
         _check_device(training.model, options.device)
         progress = stack.enter_context(_progress())
-        losses = list(_train(offload, training, options.steps, progress))
+        try:
+            for loss in _train(offload, training, options.steps, progress):
+                losses.append(loss)
+        except KeyboardInterrupt:
+            if not losses:
+                raise
+            interrupted = True  # what was measured so far is kept
         if not losses:
             raise InvalidArgument("batches is empty: give at least one batch")
         record = Record.of(offload)
-        with own_files():
+        with own_files(options.output):
             written = record.save(options.output)
+    shown = [str(record.report), f"  loss {losses[0]:.4f} -> {losses[-1]:.4f}"]
+    if options.steps is not None and len(losses) < options.steps and not interrupted:
+        shown.append(f"only {len(losses)} of {options.steps} steps: batches is an iterator, and it ended")
     return Answer(
         values={
             "report": msgspec.to_builtins(record.report),
             "losses": losses,
             "folder": str(options.output),
         },
-        shown=[str(record.report), f"  loss {losses[0]:.4f} -> {losses[-1]:.4f}"],
+        shown=shown,
         written=written,
+        exit_code=INTERRUPTED if interrupted else DONE,
     )
 
 
@@ -86,7 +99,7 @@ def _train(
     bar = progress.add_task("recording", total=total, loss="")
     state = progress.add_task("", total=None, visible=False, loss="")
     with _interrupts_noted() as interrupted:
-        for batch in itertools.islice(training.batches, steps):
+        for batch in _batches(training.batches, steps):
             begun_s = time.perf_counter()
             with offload.step():
                 loss = training.step(batch)
@@ -99,19 +112,39 @@ def _train(
                 raise KeyboardInterrupt
 
 
+def _batches(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+    """One for each step: all of them again and again, but for an iterator, which can be read once."""
+    if steps is None:
+        yield from batches
+        return
+    given = 0
+    while given < steps:
+        before = given
+        for batch in itertools.islice(batches, steps - given):
+            given += 1
+            yield batch
+        if given == before or isinstance(batches, Iterator):
+            return
+
+
 @contextlib.contextmanager
 def _interrupts_noted() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt at once.
 
-    An exception amid a step could strike in a destructor, where Python drops it.
+    An exception amid a step could strike in a destructor, where Python drops it. Where SIGINT is ignored, as
+    in a background job of a shell, it stays so.
     """
     noted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield noted.is_set
+        return
 
     def note(*_: object) -> None:
         noted.set()
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield noted.is_set
     finally:

@@ -13,6 +13,7 @@ import numpy as np
 from penstock.core import files
 from penstock.core.timeline import Timeline
 from penstock.errors import InvalidArgument
+from penstock.units import format_bytes, format_rate
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
@@ -87,6 +88,15 @@ class Hardware:
                 raise InvalidArgument(
                     f"measured_rates of {link} are {[rate for _, rate in points]}: give rates above 0"
                 )
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{tier} {format_bytes(self.capacity_bytes(tier))}" for tier in TIERS)
+        links = ", ".join(
+            f"{link.replace('_', ' ')} {format_rate(self.rate_bytes_per_s(link))}"
+            for link in LINKS
+            if self.rate_bytes_per_s(link) > 0
+        )
+        return f"<penstock.Hardware {self.name or 'without a name'}: {tiers}; {links}>"
 
     def require_rates(self) -> None:
         """Raise InvalidArgument where a tier has room, but a link on the way there or back has no rate."""

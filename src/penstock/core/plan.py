@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.core import files
 from penstock.core.trace import Trace
+from penstock.units import format_bytes, format_seconds
 
 CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
 
@@ -83,6 +84,14 @@ class Plan:
     lower_bound_s: float = 0.0
     reason: str = ""
     trace: Trace | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        again = f", {len(self.recomputations)} recomputations" if self.recomputations else ""
+        return (
+            f"<penstock.Plan by {self.policy}: {len(self.evictions)} evictions{again}, predicted peak "
+            f"{format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.device_budget_bytes)}, "
+            f"{format_seconds(self.predicted_s)}>"
+        )
 
     @property
     def gap(self) -> float | None:

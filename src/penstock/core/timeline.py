@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.core import files
+from penstock.units import format_bytes, format_seconds
 
 
 class Span(NamedTuple):
@@ -63,6 +64,13 @@ class Timeline:
     memory: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     stalls: tuple[Stall, ...] = ()
     source: str = "simulated"
+
+    def __repr__(self) -> str:
+        return (
+            f"<penstock.Timeline, {self.source}: {format_seconds(self.iteration_s)}, stalls "
+            f"{format_seconds(self.stall_s)}, peak {format_bytes(self.peak_bytes)}, "
+            f"evicted {format_bytes(self.evicted_bytes)}>"
+        )
 
     @property
     def peak_bytes(self) -> int:

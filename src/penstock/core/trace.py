@@ -15,6 +15,7 @@ from penstock.core import files
 from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.validate import validate
 from penstock.errors import InvalidArgument, InvalidFile
+from penstock.units import format_bytes, format_seconds
 
 PUBLISHED_SCHEMA = "trace/1"  # of files that penstock.studies.published reads
 CSR_ROW_ELEMENTS, CSR_POINTER_BYTES = 128, 4  # 0.8 % of a tensor of 4-byte elements
@@ -110,6 +111,13 @@ class Trace:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    def __repr__(self) -> str:
+        times = "measured" if self.measured else "estimated"
+        return (
+            f"<penstock.Trace: {self.kernels} kernels, {self.tensors} tensors, peak "
+            f"{format_bytes(self.peak_bytes)}, {format_seconds(self.ideal_s)} {times}>"
+        )
 
     @property
     def kernels(self) -> int:

@@ -19,7 +19,7 @@ from penstock.planners.optimal import optimal
 from penstock.planners.problem import Decision, Policy, Problem
 from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
@@ -50,7 +50,7 @@ def plan(
     compress: bool = False,
     time_limit_s: float = 10.0,
     *,
-    device_budget_bytes: int | None = None,
+    device_budget_bytes: int | str | None = None,
 ) -> Plan:
     """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
@@ -58,7 +58,7 @@ def plan(
     recompute             tensors may be recomputed instead of being moved, where the trace says how
     compress              tensors may be moved as bitmask-CSR, where the trace knows their density
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
-    device_budget_bytes   all of the device's memory when not given
+    device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
     again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
@@ -67,6 +67,8 @@ def plan(
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget, or the trace does
     not know what compression would save.
     """
+    if isinstance(device_budget_bytes, str):
+        device_budget_bytes = parse_bytes(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
     return solve(Problem(trace, hardware, budget, recompute, compress, time_limit_s), policy)
 

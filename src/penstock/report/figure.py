@@ -12,8 +12,8 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import PenstockError
+from penstock.report.memory_by_kind import stack_bytes, thinned
 from penstock.report.plot import FAINT, GRID, INK, KIND_COLOURS, RESERVED, RESERVED_COLOUR
-from penstock.report.presence import stack_bytes, thinned
 from penstock.report.rows import Row
 from penstock.units import format_bytes
 

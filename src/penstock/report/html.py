@@ -101,7 +101,7 @@ def _title(trace: Trace, plan: Plan) -> str:
     of = f" of {model}" if model else ""
     of += f", batch {batch}," if model and batch else ""
     budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
-    return f"One training step{of} within {budget} instead of {peak}"
+    return f"One training step{of} within {budget}; {peak} with everything in memory"
 
 
 def _subtitle(trace: Trace, plan: Plan) -> str:
@@ -134,10 +134,10 @@ def _cards(summary: Summary, measured: Timeline | None) -> str:
         cards.append(("above the bound", percent(summary.gap), bound))
     tiers = [f"{tier} {format_bytes(summary.written_bytes[tier])}" for tier in SPILL_TIERS
              if summary.written_bytes[tier]]  # fmt: skip
-    again = f"; {summary.recomputations} tensors made anew" if summary.recomputations else ""
+    again = f"; {summary.recomputations} tensors recomputed" if summary.recomputations else ""
     cards += [
         (
-            "peak on the device",
+            "predicted peak",
             format_bytes(summary.peak_bytes),
             f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}",
         ),

@@ -15,7 +15,7 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.report.presence import stack_bytes
+from penstock.report.memory_by_kind import stack_bytes
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -356,10 +356,10 @@ def _summary(trace: Trace, plan: Plan, timelines: dict[str, Timeline]) -> str:
     steps = ", ".join(
         f"{format_seconds(timeline.iteration_s)} {source}" for source, timeline in timelines.items()
     )
-    return (
-        f"peak {format_bytes(max(timeline.peak_bytes for timeline in timelines.values()))} "
-        f"of {format_bytes(trace.peak_bytes)} in memory   |   one step: {steps}   |   policy {plan.policy}"
+    peaks = ", ".join(
+        f"{format_bytes(timeline.peak_bytes)} {source}" for source, timeline in timelines.items()
     )
+    return f"peak: {peaks}   |   one step: {steps}   |   policy {plan.policy}"
 
 
 def _strip(axes: Axes) -> None:

@@ -11,8 +11,8 @@ from penstock.core.columns import KINDS, PHASES
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
+from penstock.report.memory_by_kind import Eviction, evictions
 from penstock.report.plot import FAINT, INTO_DEVICE, LINK_COLOURS, LINK_ORDER, OUT_OF_DEVICE, STALL
-from penstock.report.presence import Way, ways
 from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies
 from penstock.units import format_bytes, format_seconds
 
@@ -36,7 +36,7 @@ STREAM_TITLES = {
     "host_to_device": "host to device",
 }
 
-MOST_WAYS = 5  # of one tensor that are put in words
+MOST_EVICTIONS = 5  # of one tensor that are put in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,12 @@ def kernel_texts(trace: Trace) -> list[list[str]]:
 
 
 def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list[str]]:
-    """By tensor that leaves: lines that say what it is, and its way."""
+    """By tensor that leaves: lines that say what it is, and where it is when."""
     texts: dict[int, list[str]] = {}
     every: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
-    for way in ways(trace, plan, timeline):
-        every[way.evict.tensor].append((way.evict.begin, _way_text(trace, way)))
+    for eviction in evictions(trace, plan, timeline):
+        lines = _eviction_text(trace, eviction)
+        every[eviction.evict.tensor].append((eviction.evict.begin, lines))
     for entry in plan.recomputations:
         producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
         text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
@@ -133,10 +134,10 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
     for tensor, entries in every.items():
         texts[tensor] = tensor_text(trace, tensor)
         entries.sort(key=lambda entry: entry[0])
-        for _, lines in entries[:MOST_WAYS]:
+        for _, lines in entries[:MOST_EVICTIONS]:
             texts[tensor] += lines
-        if len(entries) > MOST_WAYS:
-            texts[tensor].append(f"and away {len(entries) - MOST_WAYS} more times")
+        if len(entries) > MOST_EVICTIONS:
+            texts[tensor].append(f"and away {len(entries) - MOST_EVICTIONS} more times")
     return texts
 
 
@@ -151,18 +152,18 @@ def tensor_text(trace: Trace, tensor: int) -> list[str]:
     return [f"tensor {tensor}: {kind}, {size}", by]
 
 
-def _way_text(trace: Trace, way: Way) -> list[str]:
-    evict, lines = way.evict, []
+def _eviction_text(trace: Trace, eviction: Eviction) -> list[str]:
+    evict, lines = eviction.evict, []
     form = " compressed" if evict.codec != "raw" else ""
-    if way.read is None:
+    if eviction.read is None:
         return [f"was to leave for {evict.tier}, but was needed before its copy was complete"]
-    if way.written is not None:
-        lines.append(f"to {evict.tier}{form}: {_when(way.written)}")
+    if eviction.written is not None:
+        lines.append(f"to {evict.tier}{form}: {_when(eviction.written)}")
     else:
         lines.append(f"to {evict.tier}: nothing to write, its copy is still true")
     lines.append(f"away during {_span(trace, evict.begin, evict.end)}")
     asked = "on demand" if evict.prefetch_at == evict.end else f"asked at {evict.prefetch_at}"
-    lines.append(f"back: {_when(way.read)}, {asked}")
+    lines.append(f"back: {_when(eviction.read)}, {asked}")
     return lines
 
 
@@ -179,19 +180,19 @@ def stall_texts(trace: Trace, timeline: Timeline) -> list[list[str]]:
             largest = max(waited, key=lambda span: span.size_bytes)
             size = format_bytes(sum(span.size_bytes for span in waited))
             many = f"{len(waited)} copies, {size}, the largest of " if len(waited) > 1 else ""
-            way = "to come back" if stall.cause == "prefetch" else "to leave"
-            lines.append(f"for {many}{tensor_text(trace, largest.index)[0]}, {way}")
+            direction = "to come back" if stall.cause == "prefetch" else "to leave"
+            lines.append(f"for {many}{tensor_text(trace, largest.index)[0]}, {direction}")
         found.append(lines)
     return found
 
 
 def copies_waited_for(timeline: Timeline) -> list[list[Span]]:
     """For each stall, the copies that ended while it lasted, the last of them about when it did."""
-    ways_in = copies(timeline, "host_to_device") + copies(timeline, "disk_read")
-    ways_out = copies(timeline, "device_to_host") + copies(timeline, "disk_write")
+    copies_in = copies(timeline, "host_to_device") + copies(timeline, "disk_read")
+    copies_out = copies(timeline, "device_to_host") + copies(timeline, "disk_write")
     by_end = {
         cause: sorted((span for span in spans if span.index >= 0), key=lambda span: span.end_s)
-        for cause, spans in (("prefetch", ways_in), ("memory", ways_out))
+        for cause, spans in (("prefetch", copies_in), ("memory", copies_out))
     }
     ends_s = {cause: np.array([span.end_s for span in spans]) for cause, spans in by_end.items()}
     found = []

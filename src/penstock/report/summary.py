@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
+from penstock.core.wear import DiskWear
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 SPILL_TIERS = ("host", "disk")
@@ -27,6 +28,7 @@ class Summary:
     peak_bytes        of the device, predicted
     written_bytes, read_bytes, tier_peak_bytes   by spill tier
     stall_s           by cause
+    endurance_bytes   that may be written to the disk in its life; None where not given
     compute_s         by entry of AGAIN: time the compute stream spends beside the trace's kernels
     """
 
@@ -45,6 +47,7 @@ class Summary:
     tier_peak_bytes: dict[str, int]
     stall_s: dict[str, float]
     compute_s: dict[str, float]
+    endurance_bytes: int | None = None
 
     @property
     def over_ideal(self) -> float | None:
@@ -56,15 +59,24 @@ class Summary:
         """How far the predicted time is above the bound, as a fraction of it; None without a bound."""
         return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
 
+    @property
+    def disk_wear(self) -> DiskWear:
+        return DiskWear(
+            written_bytes=self.written_bytes["disk"],
+            step_s=self.predicted_s,
+            endurance_bytes=self.endurance_bytes,
+        )
+
     def rows(self) -> list[tuple[str, str]]:
         """For people: what it is, and how much."""
         return [
             ("predicted step", f"{format_seconds(self.predicted_s)}{_times(self.over_ideal)}"),
             ("bound", self.bound_text()),
-            ("peak", self._peak()),
+            ("predicted peak", self._peak()),
             ("moved", self._moved()),
-            ("made anew", self._anew()),
+            ("recomputed", self._recomputed()),
             ("stalls", self.stall_text()),
+            ("disk wear", str(self.disk_wear)),
         ]
 
     def bound_text(self) -> str:
@@ -99,7 +111,7 @@ class Summary:
         ]
         return "; ".join(parts) or "nothing"
 
-    def _anew(self) -> str:
+    def _recomputed(self) -> str:
         parts = []
         if self.recomputations:
             parts.append(
@@ -113,7 +125,7 @@ class Summary:
 CAUSE_TEXT = {"prefetch": "prefetches", "memory": "memory"}
 
 
-def summarise(trace: Trace, plan: Plan, timeline: Timeline) -> Summary:
+def summarise(trace: Trace, plan: Plan, timeline: Timeline, endurance_bytes: int | None = None) -> Summary:
     """What ``plan`` costs and brings; ``timeline`` is what the simulator says of it."""
     stall_s = dict.fromkeys(CAUSES, 0.0)
     for stall in timeline.stalls:
@@ -138,6 +150,7 @@ def summarise(trace: Trace, plan: Plan, timeline: Timeline) -> Summary:
         tier_peak_bytes={tier: timeline.tier_peak_bytes(tier) for tier in SPILL_TIERS},
         stall_s=stall_s,
         compute_s=compute_s,
+        endurance_bytes=endurance_bytes,
     )
 
 

@@ -152,7 +152,7 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
                 own.summary is None
                 or _time_s(own.case.trace, trial, own.case.hardware) < own.summary.predicted_s
             ):
-                found[place[id(entry)]] = _checked(entry.case, trial)
+                found[place[id(entry)]] = _cell_of(entry.case, trial)
     return found
 
 
@@ -172,10 +172,10 @@ def cell(case: Case) -> Cell:
         made = solve(case, case.policy)
     except PenstockError as error:
         return Cell(case=case, reason=str(error))
-    return _checked(case, made)
+    return _cell_of(case, made)
 
 
-def _checked(case: Case, made: Plan) -> Cell:
+def _cell_of(case: Case, made: Plan) -> Cell:
     summary = summarise(case.trace, made, simulate(case.trace, made, case.hardware))
     doubled = if_doubled_s(case, made)
     fast = case.hardware.scaled(dict.fromkeys(DISK_LINKS, MANY))

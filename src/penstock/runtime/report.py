@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.core.wear import DiskWear
 from penstock.units import format_bytes, format_rate, format_seconds
+
+NO_POLICY = "least recent use"  # the policy of a run for which no plan could be made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run so far. Bytes and seconds of one step; measured ones are medians over the last thousand
-    planned steps.
+    """A run so far. Bytes and seconds of one step; measured times are medians over the last thousand
+    planned steps, and of the last step before there are any.
 
     peak_bytes              most device bytes in use in any step, measured
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known
     minimum_bytes           smallest device budget in which the steps so far could have run
-    evicted_bytes, loaded_bytes   left the device, and came back, in one step
+    evicted_bytes, loaded_bytes   left the device, and came back, in the last step, planned or not
+    disk_written_bytes      written to the disk in the last step
+    endurance_bytes         that may be written to the disk in its life, as given to `offload`
     moved_bytes_by_kind     of the bytes that left in one step, by kind of tensor
-    unplanned_accesses      to bytes that were away, or being copied, by what is no PyTorch operator
+    unplanned_accesses      to bytes that were away, or being copied, by code that is no operator of torch
     clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
-    departures              steps that ran other operators than any that was traced
+    trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them
-    moved_bytes_by_way      of the whole run, between memory and disk
-    unavailable_transports  why ways to move tensors are missing, by transport
+    moved_bytes_by_io_path  of the whole run, between memory and disk
+    unavailable_transports  why I/O paths are missing, by transport
     """
 
     device: str
@@ -49,18 +55,27 @@ class Report:
     disk_bytes: int
     steps: int
     profiled_steps: int
-    departures: int
+    trace_mismatches: int
     unplanned_accesses: int = 0
     clock_s: float = 0.0
     operators: int = 0
+    disk_written_bytes: int = 0
+    endurance_bytes: int | None = None
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    moved_bytes_by_way: Mapping[str, int] = field(default_factory=dict)
+    moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        rows = [
-            ("", "predicted", "measured"),
+    @property
+    def disk_wear(self) -> DiskWear:
+        """What the last step wrote to the disk, at the measured step time."""
+        return DiskWear(
+            written_bytes=self.disk_written_bytes, step_s=self.step_s, endurance_bytes=self.endurance_bytes
+        )
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Name, predicted, measured."""
+        return [
             ("peak on the device", format_bytes(self.predicted_peak_bytes), format_bytes(self.peak_bytes)),
             ("step time", format_seconds(self.predicted_step_s), format_seconds(self.step_s)),
             ("of it stalls", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
@@ -70,32 +85,59 @@ class Report:
                 format_bytes(self.evicted_bytes),
             ),
         ]
-        table = "\n".join(f"  {name:<20}{left:>14}{right:>14}" for name, left, right in rows)
+
+    def __repr__(self) -> str:
+        return (
+            f"<penstock.Report on {self.device}: {self.steps} steps of {format_seconds(self.step_s)}, peak "
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.device_budget_bytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the table, and below it the rest of the text."""
+        rows = [
+            f"<tr><td>{name}</td><td>{predicted}</td><td>{measured}</td></tr>"
+            for name, predicted, measured in self._rows()
+        ]
+        head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+        first, *rest = self._lines()
+        return (
+            f"<p>{html.escape(first)}</p><table>{head}{''.join(rows)}</table>"
+            f"<ul>{''.join(f'<li>{html.escape(line.strip())}</li>' for line in rest)}</ul>"
+        )
+
+    def __str__(self) -> str:
+        rows = [("", "predicted", "measured"), *self._rows()]
+        table = [f"  {name:<20}{left:>14}{right:>14}" for name, left, right in rows]
+        first, *rest = self._lines()
+        return "\n".join([first, *table, *rest])
+
+    def _lines(self) -> list[str]:
+        """All but the table: a heading, and a line for each other thing."""
         rates = ", ".join(f"{link} {format_rate(rate)}" for link, rate in self.rates_bytes_per_s.items())
         lines = [
             f"penstock on {self.device}: budget {format_bytes(self.device_budget_bytes)}, "
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
-            table,
             f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
             f"  {self.steps} steps, {self.profiled_steps} of them recorded; "
-            f"{self.departures} ran other operators than those traced",
+            f"{self.trace_mismatches} ran other operators than those traced",
             f"  the runtime itself: {format_seconds(self.clock_s)} a step, "
             f"{format_seconds(self.clock_s / max(self.operators, 1))} a kernel; "
             f"{self.unplanned_accesses} unplanned accesses",
-            f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)}, "
-            f"{'direct' if self.direct_io else 'buffered'} I/O{'; ' + rates if rates else ''}",
+            f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)} in use"
+            f"{'; ' + rates if rates else ''}",
+            f"  disk wear: {self.disk_wear}",
         ]
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
             shown = ", ".join(f"{kind} {format_bytes(moved)}" for kind, moved in kinds.items())
             lines.append(f"  evicted per step, by kind: {shown}")
-        if total_bytes := sum(self.moved_bytes_by_way.values()):
-            by_share = sorted(self.moved_bytes_by_way.items(), key=lambda item: -item[1])
-            lines.append(
-                "  moved by "
-                + ", ".join(f"{way} ({moved_bytes / total_bytes:.0%})" for way, moved_bytes in by_share)
-            )
+        if total_bytes := sum(self.moved_bytes_by_io_path.values()):
+            by_share = sorted(self.moved_bytes_by_io_path.items(), key=lambda item: -item[1])
+            shares = ", ".join(f"{path} ({size_bytes / total_bytes:.0%})" for path, size_bytes in by_share)
+            lines.append(f"  I/O paths: {shares}")
+        if not self.direct_io:
+            lines.append("  the disk's file system refuses direct I/O: files pass through the page cache too")
         for transport, why in self.unavailable_transports.items():
             lines.append(f"  {transport} is not used: {why}")
         if self.peak_resident_bytes:
             lines.append(f"  peak resident growth of the process: {format_bytes(self.peak_resident_bytes)}")
-        return "\n".join(lines)
+        return lines

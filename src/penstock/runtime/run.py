@@ -18,6 +18,7 @@ from types import TracebackType
 import numpy as np
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
@@ -28,23 +29,30 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidPlan, PenstockError
+from penstock.errors import (
+    BudgetTooSmall,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidPlan,
+    PenstockError,
+    SpillError,
+)
 from penstock.planners import plan as make_plan
 from penstock.planners import require_policy
-from penstock.runtime import resident, timeline
+from penstock.runtime import arena, resident, timeline
 from penstock.runtime.clock import Clock, Recording
 from penstock.runtime.copies import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.report import Report
+from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill import Directories, SpillSpace, as_paths
 from penstock.storage.tables import Tables
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_bytes, parse_endurance
 
 # Planning takes no longer than so many steps of the trace, within these limits.
 PLANNING_STEPS = 5.0
@@ -53,7 +61,7 @@ PLANNING_LIMITS_S = (0.5, 10.0)
 PROBE_S = 2.0
 
 # The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
-# anew after each of the next ones but the last, whose record is held against the prediction.
+# again after each of the next ones but the last, whose record is compared with the prediction.
 RECORDINGS = 3
 
 # So many kinds of step are traced and planned; what else comes is carried by least recent use.
@@ -98,11 +106,12 @@ def offload(
     plan: Plan | None = None,
     hardware: Hardware | None = None,
     page_cache_budget: int | str = 0,
-    ways: str | Sequence[str] | None = None,
-    way_tables: str | os.PathLike[str] | None = None,
+    io_paths: str | Sequence[str] | None = None,
+    io_costs: str | os.PathLike[str] | None = None,
     reexplore: float = 0.005,
     verify_spill: bool = False,
     smallest_bytes: int | str = SMALLEST_BYTES,
+    endurance: int | str | None = None,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -131,38 +140,43 @@ def offload(
                     measure them now, in about two seconds
     page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other
                     budgets; it serves small tensors faster. 0: none
-    ways            how tensors move between memory and disk. None: whatever proves fastest, size by
-                    size, in the first steps, and from then on while they run. A name such as
-                    "io_uring direct": that way only. Several: whichever of them. `run.ways` names
-                    those there are
-    way_tables      a file to begin with what other runs on disks of the same kind learned of the
-                    ways, and to leave there what this one learned
-    reexplore       share of the transfer time to spend on trying slower ways again, since machines
+    io_paths        how tensors move between memory and disk. None: the I/O path that proves fastest, size
+                    by size, in the first steps, and from then on while they run. A name such as
+                    "io_uring direct": that one only. Several: the fastest of them. `run.io_paths` names
+                    those of this machine
+    io_costs        a file of I/O cost tables: read at the start, for what other runs learned on disks of
+                    the same kind, and added to
+    reexplore       share of the transfer time to spend on trying slower I/O paths again, since machines
                     change; 0 for none after the first steps
     verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
+    endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
     """
-    return Offload(
-        model,
-        optimizer,
-        device_budget_bytes=parse_bytes(device_budget),
-        spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
-        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-        disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
-        device=device,
-        policy=policy,
-        plan=plan,
-        hardware=hardware,
-        page_cache_bytes=parse_bytes(page_cache_budget),
-        ways=[ways] if isinstance(ways, str) else ways,
-        way_tables=None if way_tables is None else Path(way_tables),
-        reexplore=reexplore,
-        verify_spill=verify_spill,
-        smallest_bytes=parse_bytes(smallest_bytes),
-    )
+    try:
+        return Offload(
+            model,
+            optimizer,
+            device_budget_bytes=parse_bytes(device_budget),
+            spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
+            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+            disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
+            device=device,
+            policy=policy,
+            plan=plan,
+            hardware=hardware,
+            page_cache_bytes=parse_bytes(page_cache_budget),
+            io_paths=[io_paths] if isinstance(io_paths, str) else io_paths,
+            io_costs=None if io_costs is None else Path(io_costs),
+            reexplore=reexplore,
+            verify_spill=verify_spill,
+            smallest_bytes=parse_bytes(smallest_bytes),
+            endurance_bytes=None if endurance is None else parse_endurance(endurance),
+        )
+    except SpillError as error:
+        raise error from None  # it names the system's own error
 
 
 def _show_compiled_regions() -> Callable[[], None]:
@@ -244,11 +258,12 @@ class Offload:
         plan: Plan | None,
         hardware: Hardware | None,
         page_cache_bytes: int,
-        ways: Sequence[str] | None,
-        way_tables: Path | None,
+        io_paths: Sequence[str] | None,
+        io_costs: Path | None,
         reexplore: float,
         verify_spill: bool,
         smallest_bytes: int,
+        endurance_bytes: int | None,
     ) -> None:
         require_policy(policy)
         _require_torch()
@@ -258,10 +273,13 @@ class Offload:
                 "models too. Close it before you begin another one"
             )
         if device_budget_bytes <= 0:
-            raise InvalidArgument(f"a device_budget of {device_budget_bytes} bytes is no budget: give more")
+            raise InvalidArgument(
+                f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
+            )
         _lingering[:] = [run for run in _lingering if not run._settle()]
         self._policy = policy
         self._budget_bytes = device_budget_bytes
+        self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
         resident.release_free_memory()
@@ -272,8 +290,8 @@ class Offload:
             spill_dirs,
             disk_budget_bytes,
             page_cache_bytes=page_cache_bytes,
-            ways=ways,
-            tables_path=way_tables,
+            ways=io_paths,
+            tables_path=io_costs,
             reexplore=reexplore,
             verify=verify_spill,
             gpu=not on_cpu,
@@ -316,8 +334,10 @@ class Offload:
             self._operators = 0
             self._clock_s: deque[float] = deque(maxlen=LAST_STEPS)
             self._step_times_s: deque[float] = deque(maxlen=LAST_STEPS)
-            self._recorded_times_s: list[float] = []
+            self._last_step_s = 0.0
             self._last_moved: list[Moved] = []
+            self._last_swapped_bytes = (0, 0)  # by the arena itself: out of memory, and back
+            self._swapped_before_bytes = (0, 0)
             self._stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
             if plan is not None:
                 self._take(plan)
@@ -329,12 +349,14 @@ class Offload:
             self._spill.close()
             raise
         self._compiled_as_before = _show_compiled_regions()
+        self._warned = False
+        self._optimizer_hook = register_optimizer_step_pre_hook(self._warn_outside_a_step)
         self._clock.start()
         self._interrupts.install()
         _open.append(self)
 
     def _take(self, plan: Plan) -> None:
-        """Carry out a plan of the user's."""
+        """Follow a plan that the user gave."""
         if plan.trace is None:
             raise InvalidArgument(
                 "this plan does not say which step it is for: make it with `penstock plan`, or give "
@@ -370,11 +392,14 @@ class Offload:
         self._in_step = True
         try:
             with self._interrupts:
+                self._swapped_before_bytes = self._swapped_bytes()
                 self._engine.begin_step()
                 self._device.begin_step()
                 self._clock.begin_step([entry.schedule for entry in known], recording)
             yield
             self._device.synchronize()
+        except BudgetTooSmall as error:
+            raise error from None  # it says all that the allocator's own error does
         finally:
             with self._interrupts:
                 step_s = time.perf_counter() - begun_s
@@ -393,8 +418,12 @@ class Offload:
     ) -> None:
         clock, engine = self._clock, self._engine
         self._steps += 1
+        self._last_step_s = step_s
         self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
         self._last_moved = engine.moved
+        out_bytes, in_bytes = self._swapped_before_bytes
+        now_out_bytes, now_in_bytes = self._swapped_bytes()
+        self._last_swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
         self._operators = clock.operators
         known = self._kinds.setdefault(kind, [])
         entry = next((entry for entry in known if entry.schedule is followed), None)
@@ -404,7 +433,8 @@ class Offload:
             known.remove(entry)
             known.insert(0, entry)  # the likeliest next time
             self.trace, self.plan = entry.trace, entry.plan
-            (self._recorded_times_s if recording else self._step_times_s).append(step_s)
+            if recording is None:
+                self._step_times_s.append(step_s)
             self._stalls_s.append(engine.stall_s)
             if clock.touched_bytes > GROWTH * sum(entry.schedule.tensor_bytes):
                 self._recording_wanted.add(kind)
@@ -465,6 +495,22 @@ class Offload:
         resident.release_free_memory()  # what the solver took
         return entry
 
+    def _swapped_bytes(self) -> tuple[int, int]:
+        """What the arena has moved by itself so far: out of memory, and back. None of it was planned."""
+        if self._device_name.type != "cpu":
+            return 0, 0
+        stats = arena.stats()
+        return stats.swapped_out_bytes, stats.swapped_in_bytes
+
+    def _warn_outside_a_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._in_step and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s.step() ran outside `with run.step():`. What runs there is not planned, and slow where "
+                "memory is short: put each iteration inside",
+                type(optimizer).__name__,
+            )
+
     def _note_mismatch(self, kind: str | None, known: int) -> None:
         self._mismatches += 1
         if known < MOST_KINDS:
@@ -478,16 +524,16 @@ class Offload:
     # -- what it says --------------------------------------------------------------------------
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways there are to move a tensor between memory and disk."""
+    def io_paths(self) -> tuple[str, ...]:
+        """The I/O paths of this machine between memory and disk."""
         return (*self._spill.ways, *filter(None, [self._spill.gpu_direct]))
 
-    def way_tables(self) -> Tables:
-        """What the ways cost, by size of tensor, as far as it is known."""
+    def io_costs(self) -> Tables:
+        """What each I/O path costs, by size of tensor, as far as it is known."""
         return self._spill.tables()
 
-    def way_report(self) -> ChoiceReport:
-        """How often each way was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
+    def io_report(self) -> ChoiceReport:
+        """How often each I/O path was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
         return self._spill.report()
 
     def report(self) -> Report:
@@ -499,14 +545,15 @@ class Offload:
             self._kinds[None][self._kinds[None].index(waiting)] = made
             self.trace, self.plan = made.trace, made.plan
         predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
-        times_s = list(self._step_times_s) or self._recorded_times_s[-1:]
+        times_s = list(self._step_times_s) or [self._last_step_s]
         moved, device = self._last_moved, self._device
+        swapped_out_bytes, swapped_in_bytes = self._last_swapped_bytes
         peak_resident_bytes = 0
         if self._peak_resident_known:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
-            policy=self.plan.policy if self.plan is not None else "least recent use",
+            policy=self.plan.policy if self.plan is not None else NO_POLICY,
             reason=self.plan.reason if self.plan is not None else "no plan could be made",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
@@ -515,24 +562,28 @@ class Offload:
             peak_bytes=self._peak_bytes,
             predicted_peak_bytes=predicted.peak_bytes if predicted is not None else 0,
             peak_resident_bytes=peak_resident_bytes,
-            step_s=statistics.median(times_s) if times_s else 0.0,
+            step_s=statistics.median(times_s),
             predicted_step_s=predicted.iteration_s if predicted is not None else 0.0,
             stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
             predicted_stall_s=predicted.stall_s if predicted is not None else 0.0,
             ideal_s=self.trace.ideal_s,
-            evicted_bytes=timeline.moved_bytes(moved, device.evict_link),
+            evicted_bytes=timeline.moved_bytes(moved, device.evict_link) + swapped_out_bytes,
             predicted_evicted_bytes=predicted.evicted_bytes if predicted is not None else 0,
-            loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link),
+            loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link) + swapped_in_bytes,
+            disk_written_bytes=timeline.moved_bytes(moved, "disk_write") + swapped_out_bytes,
+            endurance_bytes=self._endurance_bytes,
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
             unplanned_accesses=device.unplanned_accesses,
             clock_s=statistics.median(self._clock_s) if self._clock_s else self._clock.clock_s,
             operators=self._operators,
             disk_bytes=self._spill.file_bytes,
-            moved_bytes_by_way={way: moved for way, moved in self._spill.moved_bytes_by_way.items() if moved},
+            moved_bytes_by_io_path={
+                path: size for path, size in self._spill.moved_bytes_by_way.items() if size
+            },
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._recorded_steps,
-            departures=self._mismatches,
+            trace_mismatches=self._mismatches,
             rates_bytes_per_s=timeline.rates(moved),
         )
 
@@ -550,6 +601,7 @@ class Offload:
                 self._closed = True
                 self._clock.stop()
                 self._compiled_as_before()
+                self._optimizer_hook.remove()
                 _open.remove(self)
                 self._engine.drain()
                 if not self._settle():

@@ -5,7 +5,11 @@ index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info
 `bench` look after a store.
 """
 
-from penstock.samples.dataloader.loader import Loader, SampleDataset
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.samples.dataloader.resume import merge_states
 from penstock.samples.format.encoding import encode
 from penstock.samples.maintenance.inspection import StoreInfo, info
@@ -15,9 +19,28 @@ from penstock.samples.maintenance.verification import Verification, verify
 from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
 from penstock.samples.order import Segment
 from penstock.samples.reader.batch import Batch
-from penstock.samples.reader.collective import pack_together
 from penstock.samples.reader.store import Store, mount
 from penstock.samples.writer.pack import pack
+
+# What needs torch is imported at its first use: packing and looking at stores do without.
+if TYPE_CHECKING:
+    from penstock.samples.reader.collective import pack_together
+    from penstock.samples.dataloader.loader import Loader, SampleDataset
+else:
+    _MODULES = {
+        "Loader": "penstock.samples.dataloader.loader",
+        "SampleDataset": "penstock.samples.dataloader.loader",
+        "pack_together": "penstock.samples.reader.collective",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'penstock.samples' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(_MODULES[name]), name))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Batch",

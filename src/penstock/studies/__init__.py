@@ -1,1 +1,1 @@
-"""What reproduces published results: for benchmarks and tests. No part of the library imports it."""
+"""What no command and no other module uses: published results and devices, for benchmarks and tests only."""

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from penstock.checkpoint.file.header import DEVICES
 from penstock.checkpoint.file.source import Source
-from penstock.checkpoint.file.writing import DEVICES
 from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidFile
 
 MapLocation: TypeAlias = (

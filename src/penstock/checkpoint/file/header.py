@@ -24,6 +24,9 @@ from penstock.storage.checksum import crc32c
 
 LENGTH_BYTES = 8
 
+# Key of the metadata that says which tensors were not in the memory of the CPU.
+DEVICES = "penstock.devices"
+
 # The largest JSON text that the safetensors library reads.
 MAX_TEXT_BYTES = 100_000_000
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.checkpoint.failures import cannot_write, error_of
-from penstock.checkpoint.file.header import Entry, encode
+from penstock.checkpoint.file.header import DEVICES, Entry, encode
 from penstock.checkpoint.file.memory import host_bytes, is_on_host
 from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
 from penstock.checkpoint.file.replace import Replacement
@@ -26,9 +26,6 @@ from penstock.storage.transports.contract import Completion, Request
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
-
-# Key of the metadata that says which tensors were not in the memory of the CPU.
-DEVICES = "penstock.devices"
 
 
 @dataclass(frozen=True)

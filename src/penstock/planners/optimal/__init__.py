@@ -98,7 +98,13 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
     best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
     evictions, recomputations = best.intervals()
-    reason = f"the best of {best.evaluations} changes tried" + (", until the time limit" * best.timed_out)
+    if best.evaluations:
+        reason = f"the best of {best.evaluations} changes tried"
+    elif best.iteration_s <= bound_s * (1 + 1e-9):
+        reason = "the first plan already reaches the bound"
+    else:
+        reason = "the first plan, unchanged"
+    reason += ", until the time limit" * best.timed_out
     return best.iteration_s, Decision(
         evictions=evictions,
         recomputations=recomputations,

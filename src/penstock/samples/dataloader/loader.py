@@ -83,6 +83,11 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         self._progress: _Progress | None = None
         self._ordinals: dict[int, int] = {}  # iterations in this worker, by base seed
 
+    def __repr__(self) -> str:
+        return (
+            f"<penstock.samples.Loader of {self.store!r}, batches of {self.batch_size}, epoch {self.epoch}>"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_progress": None, "_ordinals": {}}
 

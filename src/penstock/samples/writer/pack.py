@@ -95,6 +95,8 @@ def pack(
     folder = Path(dest)
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
+    if isinstance(opened, Files) and not opened.samples:
+        raise SampleError(f"{opened.description} has no regular files: nothing to pack")
     if world > 1:
         _check_parts(folder, world)
         opened = opened.share(rank, world)

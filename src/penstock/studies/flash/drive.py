@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.core.columns import IntArray
 from penstock.errors import InvalidArgument
-from penstock.simulator.flash.geometry import Flash
+from penstock.studies.flash.geometry import Flash
 
 _NONE = -1
 # Blocks that collection keeps erased: one that the host's pages go to, one for those that are moved.

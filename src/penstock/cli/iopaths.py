@@ -1,4 +1,4 @@
-"""The command that compares the ways to move a tensor. Returns an Answer; nothing is printed here."""
+"""The command that compares the I/O paths between memory and disk. Returns an Answer; prints nothing."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from penstock.units import format_bytes, format_rate
 SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
 
 
-def ways(options: Namespace) -> Answer:
+def io_paths(options: Namespace) -> Answer:
     directories = options.spill_dir or [Path(default_spill_dir())]
     with (
         own_files(),
         SpillSpace(
             directories,
             page_cache_bytes=options.page_cache_budget,
-            tables_path=options.tables,
+            tables_path=options.io_costs,
             reexplore=0.5,
         ) as space,
     ):
-        _practise(space, options.seconds)
+        _transfer(space, options.seconds)
         tables = space.tables()
-        known = [f"{way.name}: bytes go to the {way.domain}" for way in space.ways.values()]
+        known = [f"{path.name}: bytes go to the {path.domain}" for path in space.ways.values()]
         missing = [f"{transport} is not used: {why}" for transport, why in space.unavailable.items()]
         device = space.device_kind
         unavailable = dict(space.unavailable)
     return Answer(
         values={"device": device, "unavailable": unavailable, "tables": msgspec.to_builtins(tables)},
         shown=["\n".join([device, *known, *missing]), _table(tables)],
-        written=[options.tables] if options.tables else [],
+        written=[options.io_costs] if options.io_costs else [],
     )
 
 
-def _practise(space: SpillSpace, seconds: float) -> None:
+def _transfer(space: SpillSpace, seconds: float) -> None:
     """Write and read back tensors of every size in turn, for that long."""
     buffer = AlignedBuffer(SIZES_BYTES[-1])
     buffer.view()[:] = np.random.default_rng(0).bytes(buffer.size_bytes)
@@ -86,7 +86,7 @@ def _table(tables: Tables) -> Table:
         )
         for row in tables.rows()
     ]
-    return Table(("size and way", "write", "read", "chosen"), rows)
+    return Table(("size and I/O path", "write", "read", "chosen"), rows)
 
 
 def _rate(bytes_per_s: float | None) -> str:

@@ -11,8 +11,8 @@ from penstock.core.memory_profile import EVERY, copies_made, rows_of
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.simulator.flash.drive import Drive
-from penstock.simulator.flash.geometry import YEAR_S, Flash, lifetime_s
+from penstock.studies.flash.drive import Drive
+from penstock.studies.flash.geometry import YEAR_S, Flash, lifetime_s
 
 LAYOUTS = ("sequential", "scattered")
 SEED = 0

@@ -1,4 +1,4 @@
-"""What occupies device memory over time, by kind of tensor, and the way that each tensor takes."""
+"""Device memory over time by kind of tensor, and when each eviction was carried out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WORKSPACE = KINDS.index("workspace")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One eviction as it happened.
+class Eviction:
+    """One eviction of a plan, with the copies that carried it out.
 
     written   the copy out; None where an earlier copy was still true
     read      the copy back; None where the tensor never left
@@ -30,7 +30,7 @@ class Way:
     read: Span | None
 
 
-def ways(trace: Trace, plan: Plan, timeline: Timeline) -> list[Way]:
+def evictions(trace: Trace, plan: Plan, timeline: Timeline) -> list[Eviction]:
     """Each eviction of ``plan`` with its transfers in ``timeline``, in plan order."""
     _, ends_s = kernel_times(trace, timeline)
     writes, reads = ({tier: _by_tensor(copies(timeline, link)) for tier, link in links.items()}
@@ -48,7 +48,9 @@ def ways(trace: Trace, plan: Plan, timeline: Timeline) -> list[Way]:
         since_s = _start_of(trace, ends_s, evict.prefetch_at)
         if span := _take(reads.get(evict.tier, {}).get(evict.tensor, []), since_s):
             read[index] = span
-    return [Way(evict, written.get(index), read.get(index)) for index, evict in enumerate(plan.evictions)]
+    return [
+        Eviction(evict, written.get(index), read.get(index)) for index, evict in enumerate(plan.evictions)
+    ]
 
 
 def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[FloatArray, IntArray]:
@@ -63,8 +65,8 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
     if trace.kernels:
         _residents(changes, trace, starts_s, ends_s, iteration_s)
     clock = _Clock(starts_s, ends_s, iteration_s)
-    for way in ways(trace, plan, timeline):
-        _evicted(changes, trace, way, clock)
+    for eviction in evictions(trace, plan, timeline):
+        _evicted(changes, trace, eviction, clock)
     _recomputed(changes, trace, plan, timeline, clock)
     return changes.total()
 
@@ -185,20 +187,22 @@ def _residents(
     changes.add(ends_s[busy], kind, -trace.kernel_workspace_bytes[busy])
 
 
-def _evicted(changes: _Changes, trace: Trace, way: Way, clock: _Clock) -> None:
+def _evicted(changes: _Changes, trace: Trace, eviction: Eviction, clock: _Clock) -> None:
     """Take off what is away. What is stored compressed leaves its compressed bytes while it is copied."""
-    if way.read is None:
+    if eviction.read is None:
         return
-    evict = way.evict
+    evict = eviction.evict
     kind, size = int(trace.tensor_kind[evict.tensor]), int(trace.tensor_bytes[evict.tensor])
     freed_s = clock.end_of(evict.begin - 1)
-    copied_s = clock.at_or_after(clock.end_of(evict.after), way.written.end_s) if way.written else freed_s
+    copied_s = (
+        clock.at_or_after(clock.end_of(evict.after), eviction.written.end_s) if eviction.written else freed_s
+    )
     if evict.codec == "raw":
         freed_s = max(freed_s, copied_s)
-        changes.between(freed_s, clock.at_or_after(freed_s, way.read.start_s), kind, -size, clock)
+        changes.between(freed_s, clock.at_or_after(freed_s, eviction.read.start_s), kind, -size, clock)
         return
     packed = trace.compressed_bytes(evict.tensor)
-    back_s = clock.at_or_after(copied_s, way.read.start_s)
+    back_s = clock.at_or_after(copied_s, eviction.read.start_s)
     changes.between(freed_s, clock.start_of(evict.end), kind, -size, clock)
     changes.between(freed_s, copied_s, kind, packed, clock)
     changes.between(back_s, clock.end_of(evict.end), kind, packed, clock)

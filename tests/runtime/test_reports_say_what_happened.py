@@ -1,0 +1,120 @@
+"""What a run says of itself counts everything that moved, and reads well wherever it is shown."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock import samples
+from penstock.runtime import arena
+from tests.support.families import FAMILIES, iterate, small_gpt
+
+
+def test_what_the_arena_moves_by_itself_counts(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """In a first step nobody knows what a kernel will take: the allocator makes room too."""
+    model, optimizer = small_gpt()
+    with penstock.offload(
+        model, optimizer, device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        before = arena.stats()
+        with run.step():
+            iterate(model, optimizer, 0)
+        after, report = arena.stats(), run.report()
+    planned_bytes = sum(report.moved_bytes_by_kind.values())
+    assert report.evicted_bytes - planned_bytes == after.swapped_out_bytes - before.swapped_out_bytes > 0
+    assert report.disk_written_bytes == report.evicted_bytes
+
+
+def test_every_step_is_timed(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """Also the first one, and those of a program that never runs the same step twice."""
+    model, optimizer = small_gpt()
+    with penstock.offload(
+        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+    ) as run:
+        for step in range(3):
+            with run.step():
+                for part in range(step + 1):
+                    iterate(model, optimizer, part)
+            assert run.report().step_s > 0
+
+
+def test_an_optimizer_outside_of_a_step_is_named_once(
+    tmp_path: Path, hardware: penstock.Hardware, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = small_gpt()
+    with (
+        caplog.at_level(logging.WARNING, logger="penstock"),
+        penstock.offload(
+            model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=hardware
+        ) as run,
+    ):
+        with run.step():
+            iterate(model, optimizer, 0)
+        assert not caplog.records
+        for step in range(3):
+            iterate(model, optimizer, step)
+    iterate(model, optimizer, 0)  # after the run it is nobody's business
+    (record,) = caplog.records
+    assert "SGD.step() ran outside `with run.step():`" in record.getMessage()
+
+
+def test_too_small_a_budget_is_one_traceback(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    model, optimizer = small_gpt()
+    with (
+        penstock.offload(
+            model, optimizer, device_budget="64KiB", spill_dir=tmp_path, hardware=hardware
+        ) as run,
+        pytest.raises(penstock.BudgetTooSmall) as error,
+        run.step(),
+    ):
+        iterate(model, optimizer, 0)
+    assert "".join(traceback.format_exception(error.value)).count("Traceback") == 1
+
+
+def test_a_directory_that_is_not_there_is_one_traceback(tmp_path: Path) -> None:
+    with pytest.raises(penstock.SpillError, match="nowhere") as error:
+        penstock.offload(device_budget="1GiB", spill_dir=tmp_path / "nowhere")
+    assert "".join(traceback.format_exception(error.value)).count("Traceback") == 1
+
+
+def test_values_are_one_line(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    model, optimizer = small_gpt()
+    with penstock.offload(
+        model,
+        optimizer,
+        device_budget="400KiB",
+        spill_dir=tmp_path,
+        hardware=hardware,
+        smallest_bytes=4096,
+        endurance="600TBW",
+    ) as run:
+        for step in range(5):
+            with run.step():
+                iterate(model, optimizer, step)
+        report = run.report()
+        assert run.trace is not None and run.plan is not None and run.timeline is not None
+        handle = penstock.save({"x": torch.ones(3)}, tmp_path / "state", wait=False)
+        handle.wait()
+        samples.pack([("one", b"a sample")], tmp_path / "store")
+        with samples.mount(tmp_path / "store") as store:
+            values = (run, run.trace, run.plan, run.timeline, run.hardware, report, handle)
+            for value in (*values, store, samples.Loader(store, 1)):
+                assert 20 < len(repr(value)) < 250 and "\n" not in repr(value), repr(value)
+    assert f"{run.trace.kernels} kernels" in repr(run.trace)
+    assert f"{len(run.plan.evictions)} evictions" in repr(run.plan)
+    assert "400.0 KiB" in repr(report) and "saved" in repr(handle)
+    assert "an endurance of 600.00 TB lasts" in str(report)
+
+
+def test_a_notebook_shows_a_table(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    with penstock.offload(device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
+        with run.step():
+            FAMILIES["gpt"].loss(FAMILIES["gpt"].make(), 0).backward()
+        shown = run.report()._repr_html_()
+    assert shown.count("<tr>") == 5 and "<th>measured</th>" in shown
+    assert "the step&#x27;s" in shown, "what a reason says is text"
