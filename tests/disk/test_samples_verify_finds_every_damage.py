@@ -267,7 +267,7 @@ def test_a_disk_that_hangs_ends_the_wait(store: Path, monkeypatch: pytest.Monkey
 HANGING = """
 import os, sys, threading
 from penstock.errors import SampleError
-from penstock.samples.upkeep import scanning, verification
+from penstock.samples.maintenance import scanning, verification
 
 scanning.READ_TIMEOUT_S = 0.05
 os.preadv = lambda *_: threading.Event().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ REAL = machine(host_bytes=2**40)
         ({"expand_bytes_per_s": math.nan}, "expand_bytes_per_s is nan"),
         ({"duplex": 0.0}, "duplex is 0.0"),
         ({"duplex": math.nan}, "duplex is nan"),
+        ({"copy_overhead_s": -1e-6}, "copy_overhead_s is -1e-06: give seconds"),
+        ({"copy_overhead_s": math.inf}, "copy_overhead_s is inf"),
         ({"measured_rates": {"tape": ((1, 1.0),)}}, "names the link 'tape'"),
         ({"measured_rates": {"disk_read": ((4096, 0.0),)}}, "disk_read are .* give rates above 0"),
         ({"measured_rates": {"disk_read": ((4096, math.nan),)}}, "give rates above 0"),
@@ -46,8 +49,18 @@ def test_a_number_that_cannot_be(changes: dict[str, Any], words: str) -> None:
         replace(REAL, **changes)
 
 
+def test_files_that_do_not_know_what_a_copy_costs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    replace(REAL, copy_overhead_s=1e-4).save(path)
+    assert Hardware.load(path).copy_overhead_s == 1e-4
+    document = json.loads(path.read_text())
+    del document["value"]["copy_overhead_s"]
+    path.write_text(json.dumps(document))
+    assert Hardware.load(path) == REAL
+
+
 @pytest.mark.parametrize("link", LINKS)
-def test_a_tier_without_a_way(link: str) -> None:
+def test_a_tier_without_a_link(link: str) -> None:
     cut = replace(REAL, **{f"{link}_bytes_per_s": 0.0})
     with pytest.raises(InvalidArgument, match=f"cannot be reached: {link}_bytes_per_s is 0"):
         cut.require_rates()

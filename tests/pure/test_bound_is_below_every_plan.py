@@ -124,26 +124,26 @@ def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
     periods = trace.inactive_periods
     (index,) = (index for index, period in enumerate(periods) if period.tensor == 1)
     assert found.fractions[index, RECOMPUTE] == pytest.approx(1.0, abs=1e-6)
-    dropped = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
-    assert not check(trace, dropped, nowhere)
-    assert simulate(trace, dropped, nowhere).iteration_s == pytest.approx(6.0)
+    released = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
+    assert not check(trace, released, nowhere)
+    assert simulate(trace, released, nowhere).iteration_s == pytest.approx(6.0)
 
 
 def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None:
-    """Asked back before they are written, a and b stay as an eighth of themselves, and need no link: both
-    there and back, each would take 8 s of it."""
+    """Asked back before they are written, a and b stay as a fifth of themselves, and need no link: both
+    there and back, each would take 13 s of it."""
     trace = replace(five_kernels(), tensor_density=np.full(3, 0.05))
     slow = replace(machine(3.0), compress_bytes_per_s=1e3, expand_bytes_per_s=1e3)
     evictions = (
         Evict(0, after=0, begin=1, end=4, prefetch_at=1, tier="disk", codec="csr"),
         Evict(1, after=1, begin=2, end=3, prefetch_at=2, tier="disk", codec="csr"),
     )
-    plan = Plan(policy="", device_budget_bytes=136, evictions=evictions)
+    plan = Plan(policy="", device_budget_bytes=160, evictions=evictions)
     assert not check(trace, plan, slow)
     predicted_s = simulate(trace, plan, slow).iteration_s
     assert predicted_s == pytest.approx(5.4)
     for slots in (2, 3, 1000):
-        assert bound(trace, slow, 136, slots) <= predicted_s * (1 + 1e-9)
+        assert bound(trace, slow, 160, slots) <= predicted_s * (1 + 1e-9)
 
 
 def test_a_copy_from_the_iteration_before_serves_this_one() -> None:

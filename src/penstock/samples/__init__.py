@@ -24,8 +24,8 @@ from penstock.samples.writer.pack import pack
 
 # What needs torch is imported at its first use: packing and looking at stores do without.
 if TYPE_CHECKING:
-    from penstock.samples.reader.collective import pack_together
     from penstock.samples.dataloader.loader import Loader, SampleDataset
+    from penstock.samples.reader.collective import pack_together
 else:
     _MODULES = {
         "Loader": "penstock.samples.dataloader.loader",
