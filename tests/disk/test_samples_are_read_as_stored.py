@@ -112,7 +112,7 @@ def test_several_feeds_share_a_reader(tmp_path: Path) -> None:
     with mounted(tmp_path, buffers=4) as store:
         feeds = [store.feed(kind) for kind in KINDS * 2]
         found: list[list[tuple[int, bytes]]] = [[] for _ in feeds]
-        for _ in range(20):
+        for _ in range(50):
             for feed, got in zip(feeds, found, strict=True):
                 batch = feed.bread(8, WAIT_S)
                 assert batch is not None

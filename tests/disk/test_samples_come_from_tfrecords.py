@@ -168,5 +168,5 @@ def test_other_bytes_are_no_example(data: bytes) -> None:
     [b"\x0a\xff\xff\xff\xff\x0f", b"\x08\x01", b"\x0b", b"\xff" * 11, field(1, field(1, field(1, b"\xff")))],
 )
 def test_what_is_cut_off_or_wrong_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidFile, match=r"no tf\.train\.Example"):
+    with pytest.raises(InvalidFile, match=r"not a tf\.train\.Example"):
         example(data)

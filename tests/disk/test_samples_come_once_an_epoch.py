@@ -194,7 +194,7 @@ def test_reading_does_without_io_uring_and_says_so_once(
     content = some_samples()
     plain = functools.partial(_native.SampleReader, ring=False)
     monkeypatch.setattr(_native, "SampleReader", plain)
-    monkeypatch.setattr(reading, "_said_no_ring", False)
+    monkeypatch.setattr(reading, "_warned_without_io_uring", False)
     mounted(tmp_path, content).close()
     with caplog.at_level(logging.WARNING, "penstock"):
         for _ in range(2):
