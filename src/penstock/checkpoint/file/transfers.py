@@ -50,8 +50,11 @@ def transfer(
         try:
             completion = completions.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            hangs = True
-            completion = Completion(next(iter(incomplete.values())), errno.ETIMEDOUT, 0.0, 0.0)
+            if late := list(incomplete.values()):
+                hangs = True
+                completion = Completion(late[0], errno.ETIMEDOUT, 0.0, 0.0)
+            else:  # it comes at this moment
+                completion = completions.get()
         on_done(completion)
 
     interrupted: KeyboardInterrupt | None = None
