@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.core import files, published
+from penstock.core import files
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections import Counter
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import NamedTuple
 
 import torch
@@ -32,11 +34,22 @@ class Held(NamedTuple):
     files: int
 
 
+def is_of_an_abc(thing: object) -> bool:
+    """Python's caches of `isinstance` for abstract classes hold a weak reference, and its callback, for each class
+    that was ever asked about, by whomever."""
+    callback = thing.__callback__ if type(thing) is weakref.ReferenceType else thing
+    return isinstance(callback, BuiltinFunctionType) and callback.__name__ == "_destroy"
+
+
 def held(run: penstock.Offload) -> Held:
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Held(
-        Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects()),
+        Counter(
+            f"{type(thing).__module__}.{type(thing).__qualname__}"
+            for thing in gc.get_objects()
+            if not is_of_an_abc(thing)
+        ),
         run.report().disk_bytes,
         len(Path("/proc/self/maps").read_text().splitlines()),
         int(status["VmSize"].split()[0]) << 10,
