@@ -29,7 +29,7 @@ class HeldTransport:
     """Requests wait until it is let go."""
 
     def __init__(self, inner: Transport) -> None:
-        self.ways = inner.ways
+        self.methods = inner.methods
         self.inner = inner
         self.goes = threading.Event()
         self.began = threading.Event()

@@ -90,21 +90,21 @@ class TestPieces:
         transport.close()
         return gathered.wait()[0].error_number
 
-    @pytest.mark.parametrize("way", ["direct", "staged", "buffered"])
+    @pytest.mark.parametrize("method", ["direct", "staged", "buffered"])
     def test_they_are_carried_out_by_several_threads(
-        self, file: File, way: str, monkeypatch: pytest.MonkeyPatch
+        self, file: File, method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         meeting, read = threading.Barrier(4), os.preadv
         pieces: list[tuple[int, int]] = []
 
         def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
             pieces.append((offset, len(buffers[0])))
-            meeting.wait(WAIT_S)  # four of them are under way at once, or this raises
+            meeting.wait(WAIT_S)  # four of them are under method at once, or this raises
             return read(descriptor, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", preadv)
         buffer = AlignedBuffer(self.SIZE)
-        assert self.run(Request("read", file, 0, buffer.address, self.SIZE, way, keep=buffer)) == 0
+        assert self.run(Request("read", file, 0, buffer.address, self.SIZE, method, keep=buffer)) == 0
         assert buffer.view() == ORIGINAL[: self.SIZE]
         assert sorted(pieces) == [(begin, self.PIECE) for begin in range(0, self.SIZE, self.PIECE)]
 
@@ -161,10 +161,10 @@ class TestPieces:
             == errno.ENOSPC
         )
 
-    @pytest.mark.parametrize("way", ["direct", "staged", "buffered"])
+    @pytest.mark.parametrize("method", ["direct", "staged", "buffered"])
     @pytest.mark.parametrize("short_bytes", [5000, 8192])
     def test_short_and_busy_calls_are_made_again(
-        self, file: File, way: str, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+        self, file: File, method: str, short_bytes: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read, write, turns = os.preadv, os.pwrite, itertools.count()
 
@@ -186,7 +186,7 @@ class TestPieces:
         source.view()[:] = DATA[: self.SIZE]
         for offset, size in ((0, self.SIZE), (333, 200_001)):
             for kind, buffer in (("write", source), ("read", target)):
-                request = Request(kind, file, offset, buffer.address, size, way, keep=buffer)
+                request = Request(kind, file, offset, buffer.address, size, method, keep=buffer)
                 assert self.run(request) == 0
             assert target.view()[:size] == DATA[:size]
 

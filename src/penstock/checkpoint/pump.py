@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.engine import shared_transport
+from penstock.storage.io_paths import shared_transport
 from penstock.storage.transports.contract import Completion, Request
 
 PIECE_BYTES = 4 << 20

@@ -41,9 +41,9 @@ from penstock.runtime.report import Report
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
-from penstock.storage.rounds import ChoiceReport
-from penstock.storage.spill import Directories, SpillSpace, as_paths
-from penstock.storage.tables import Tables
+from penstock.storage.autotune.rounds import ChoiceReport
+from penstock.storage.autotune.tables import Tables
+from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
 from penstock.units import format_bytes, parse_bytes
 
 # Planning takes no longer than so many steps of the trace, within these limits.
@@ -270,13 +270,15 @@ class Offload:
         )
         self._spill = SpillSpace(
             spill_dirs,
-            disk_budget_bytes,
-            page_cache_bytes=page_cache_bytes,
-            ways=ways,
-            tables_path=way_tables,
-            reexplore=reexplore,
-            verify=verify_spill,
-            gpu=not on_cpu,
+            SpillOptions(
+                capacity_bytes=disk_budget_bytes,
+                page_cache_bytes=page_cache_bytes,
+                paths=ways,
+                tables_path=way_tables,
+                reexplore=reexplore,
+                verify=verify_spill,
+                gpu=not on_cpu,
+            ),
         )
         self._device: Device
         try:
@@ -480,7 +482,7 @@ class Offload:
     @property
     def ways(self) -> tuple[str, ...]:
         """The ways there are to move a tensor between memory and disk."""
-        return (*self._spill.ways, *filter(None, [self._spill.gpu_direct]))
+        return (*self._spill.paths, *filter(None, [self._spill.gpu_direct]))
 
     def way_tables(self) -> Tables:
         """What the ways cost, by size of tensor, as far as it is known."""
@@ -528,7 +530,9 @@ class Offload:
             clock_s=statistics.median(self._clock_s) if self._clock_s else self._clock.clock_s,
             operators=self._operators,
             disk_bytes=self._spill.file_bytes,
-            moved_bytes_by_way={way: moved for way, moved in self._spill.moved_bytes_by_way.items() if moved},
+            moved_bytes_by_way={
+                way: moved for way, moved in self._spill.moved_bytes_by_path.items() if moved
+            },
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._recorded_steps,

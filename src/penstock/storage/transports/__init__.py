@@ -32,8 +32,8 @@ GPU_TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "kvikio": GpuDirectTransport,
 }
 
-# Where each way leaves what it writes: a way reads only what was written to the same place.
-DOMAINS = {
+# The medium that each method leaves what it writes in: a method reads only what was written to the same.
+MEDIA = {
     "direct": "disk",
     "staged": "disk",
     "gpu-direct": "disk",
@@ -43,9 +43,9 @@ DOMAINS = {
 
 __all__ = [
     "DEMAND",
-    "DOMAINS",
     "EVICT",
     "GPU_TRANSPORTS",
+    "MEDIA",
     "PREFETCH",
     "TRANSPORTS",
     "Completion",

@@ -43,10 +43,10 @@ class PosixTransport:
     takes less time than handing it over.
     """
 
-    ways: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
+    methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
 
     def __init__(self, threads: int = 4, request_bytes: int = 4 << 20) -> None:
-        self._workers = Workers(threads, "posix", self.ways, lambda: _Mover().perform, request_bytes)
+        self._workers = Workers(threads, "posix", self.methods, lambda: _Mover().perform, request_bytes)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         self._workers.check(requests)
@@ -66,7 +66,7 @@ class PosixTransport:
 
 def _moved_at_once(request: Request, on_complete: OnComplete) -> bool:
     """Carry out a small request now. False: it is none, or would wait for the disk."""
-    if request.way != "buffered" or request.size_bytes > _AT_ONCE_BYTES:
+    if request.method != "buffered" or request.size_bytes > _AT_ONCE_BYTES:
         return False
     started_s = time.perf_counter()
     error_number = 0
@@ -100,9 +100,9 @@ class _Mover:
 
     def _route(self, request: Request, low: int, high: int) -> list[tuple[_Move, int, int]]:
         """By which calls the bytes [low, high) of the file are moved."""
-        if request.way == "mapped":
+        if request.method == "mapped":
             return [(_move_mapped, low, high)]
-        if request.way == "buffered" or request.file.direct < 0:
+        if request.method == "buffered" or request.file.direct < 0:
             return [(_move_buffered, low, high)]
         alignment = request.file.alignment_bytes
         inner_low, inner_high = align_up(low, alignment), align_down(high, alignment)
@@ -110,7 +110,7 @@ class _Mover:
         shared = request.kind == "write" and not request.padded
         edges = _move_buffered if shared else self._move_staged
         inner = self._move_staged
-        if request.way == "direct" and (request.address - request.offset) % alignment == 0:
+        if request.method == "direct" and (request.address - request.offset) % alignment == 0:
             inner = _move_direct
         odd = (inner_low, inner_high) != (low, high)
         if odd and request.kind == "read" and high - low <= _COPIED_READ_BYTES:

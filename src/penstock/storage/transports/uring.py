@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
 import logging
 import threading
@@ -48,7 +49,7 @@ class UringTransport:
     Raises TransportUnavailable where the kernel, or a container's policy, refuses io_uring.
     """
 
-    ways: tuple[str, ...] = ("direct", "staged", "buffered")
+    methods: tuple[str, ...] = ("direct", "staged", "buffered")
 
     def __init__(
         self,
@@ -61,14 +62,9 @@ class UringTransport:
             raise TransportUnavailable("penstock was built without it: it is Linux's")
         self._tokens = itertools.count(1)
         self._requests: dict[int, tuple[Request, OnComplete]] = {}
-        complete_all = weakref.WeakMethod(self._complete_all)
-
-        def deliver(finished: list[tuple[int, int, float, float, bool]]) -> None:
-            if (method := complete_all()) is not None:
-                method(finished)
-
+        complete = functools.partial(_complete, self._requests)  # without the transport, which it would keep
         try:
-            self._transfers = _native.Transfers(depth, piece_bytes, slot_bytes, slots, deliver)
+            self._transfers = _native.Transfers(depth, piece_bytes, slot_bytes, slots, complete)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
         self.registered: bool = self._transfers.registered
@@ -115,16 +111,14 @@ class UringTransport:
 
     def _deliver(self) -> None:
         while finished := self._transfers.wait():
-            self._complete_all(finished)
+            _complete(self._requests, finished)
 
-    def _complete_all(self, finished: list[tuple[int, int, float, float, bool]]) -> None:
-        for one in finished:
-            self._complete(*one)
 
-    def _complete(
-        self, token: int, error_number: int, started_s: float, finished_s: float, abandoned: bool
-    ) -> None:
-        request, on_complete = self._requests.pop(token)
+def _complete(
+    requests: dict[int, tuple[Request, OnComplete]], finished: list[tuple[int, int, float, float, bool]]
+) -> None:
+    for token, error_number, started_s, finished_s, abandoned in finished:
+        request, on_complete = requests.pop(token)
         if abandoned:
             _abandoned.append(request)
         try:
