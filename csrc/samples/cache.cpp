@@ -1,6 +1,7 @@
 #include "cache.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "checksum.hpp"
@@ -138,7 +139,13 @@ Chunk* ChunkCache::use(std::uint64_t number, const Body& body, const std::atomic
   extent.offset = chunk->read_begin_;
   std::vector<Read> reads;
   reads.push_back({extent, chunk->memory_, chunk->shared_from_this(), 0});
-  reads_.submit(Traffic::chunks, std::move(reads));
+  try {
+    reads_.submit(Traffic::chunks, std::move(reads));
+  } catch (...) {  // nobody else would end it
+    chunk->arrived(0, ENOMEM);
+    let_go(chunk);
+    throw;
+  }
   return chunk;
 }
 

@@ -1,9 +1,6 @@
 // Threads that share what one thread has to do at once.
 #pragma once
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -11,23 +8,23 @@
 #include <thread>
 #include <vector>
 
+#include "threads.hpp"
+
 namespace penstock::samples {
 
 class Copiers {
  public:
   explicit Copiers(unsigned threads) {
-    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
   Copiers(const Copiers&) = delete;
   Copiers& operator=(const Copiers&) = delete;
-  ~Copiers() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-      begun_.notify_all();
-    }
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Copiers() { end(); }
   std::size_t size() const { return threads_.size(); }
 
   // Calls `part` with 0 to parts - 1, each once, here and on the threads; returns when all have. It must not
@@ -43,6 +40,14 @@ class Copiers {
   }
 
  private:
+  void end() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+      begun_.notify_all();
+    }
+    for (auto& thread : threads_) thread.join();
+  }
   void work(std::unique_lock<std::mutex>& lock) {
     while (next_ < parts_) {
       const auto number = next_++;
@@ -54,10 +59,7 @@ class Copiers {
     }
   }
   void serve() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
-    pthread_setname_np(pthread_self(), "penstock-copy");
+    begin_thread("penstock-copy");
     std::unique_lock lock(mutex_);
     while (true) {
       begun_.wait(lock, [this] { return stop_ || next_ < parts_; });

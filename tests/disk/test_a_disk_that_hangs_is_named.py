@@ -117,12 +117,12 @@ def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.L
 HANGING_READ = """
 import os, sys
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.transports import uring
+from penstock.storage.transports import native
 from penstock.storage.transports.contract import File, Request
 
 try:
-    transport = uring.UringTransport()
-except uring.TransportUnavailable as reason:
+    transport = native.UringTransport()
+except native.TransportUnavailable as reason:
     sys.exit(f"unavailable: {reason}")
 reading, writing = os.pipe()
 buffer = AlignedBuffer(4096)
@@ -131,7 +131,7 @@ transport.submit([Request("read", File(reading), 0, buffer.address, 4096, "buffe
 
 
 @pytest.mark.parametrize(
-    "then", ["assert not transport.close(0.05)", "uring.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
+    "then", ["assert not transport.close(0.05)", "native.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
 )
 def test_a_process_ends_though_io_uring_waits_for_its_disk(then: str) -> None:
     ended = subprocess.run(

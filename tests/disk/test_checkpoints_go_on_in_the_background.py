@@ -20,7 +20,7 @@ from penstock.checkpoint import pump
 from penstock.errors import CheckpointError
 from penstock.storage.transports.contract import OnComplete, Request, Transport
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.disk.states import STATES, numbers, same
 from tests.support.families import iterate, small_gpt, weights
 

@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.transports.contract import Request
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.disk.states import numbers, same
 
 OLD = {"old": numbers(50)}

@@ -19,7 +19,7 @@ from penstock.errors import BudgetTooSmall, SpillError, SpillSpaceFull
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedRun, checked_run
 
 TENSORS, ELEMENTS = 10, 3000  # 12,000 bytes: three staging buffers each

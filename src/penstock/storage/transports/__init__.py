@@ -18,8 +18,7 @@ from penstock.storage.transports.contract import (
     TransportUnavailable,
 )
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from penstock.storage.transports.posix import PosixTransport
-from penstock.storage.transports.uring import UringTransport
+from penstock.storage.transports.native import PosixTransport, UringTransport
 
 # In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
 TRANSPORTS: dict[str, Callable[[], Transport]] = {

@@ -1,4 +1,4 @@
-"""io_uring: reads and writes that the kernel carries out while no thread of ours waits for each."""
+"""Transports that native threads carry out without the GIL: io_uring, and calls that block."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from penstock import _native
 from penstock.storage.transports.contract import (
+    DEMAND,
+    EVICT,
     Completion,
     OnComplete,
     Request,
     TransportUnavailable,
 )
-
-try:
-    from penstock import _native
-except ImportError:  # not built: not Linux
-    _native = None  # type: ignore[assignment]
+from penstock.storage.transports.workers import complete
 
 logger = logging.getLogger("penstock")
 
@@ -34,47 +33,50 @@ SLOT_BYTES = 1 << 20
 SLOTS = 4
 EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
+# About what is copied in the time that another thread takes to wake up twice.
+_AT_ONCE_BYTES = 1 << 20
 
-class UringTransport:
-    """Satisfies Transport with io_uring: a native thread drives the ring without the GIL. It hands out
-    completions while there is nothing else to do; otherwise a thread of Python's does.
 
-    depth         operations in flight at most
+class _NativeTransport:
+    """Satisfies Transport. The native threads hand out completions while there is nothing else to do;
+    otherwise a thread of Python's does.
+
+    depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
     slot_bytes    size of a staging buffer, and of the operations on it
     slots         staging buffers, in registered memory on huge pages where the system gives them
+    threads       native threads
 
     registered    whether the system registered the staging buffers; else it pins them at each use
 
-    Raises TransportUnavailable where the kernel, or a container's policy, refuses io_uring.
+    Raises TransportUnavailable where the system refuses it.
     """
 
-    methods: tuple[str, ...] = ("direct", "staged", "buffered")
+    methods: tuple[str, ...]
 
     def __init__(
-        self,
-        depth: int = DEPTH,
-        piece_bytes: int = PIECE_BYTES,
-        slot_bytes: int = SLOT_BYTES,
-        slots: int = SLOTS,
+        self, kind: str, depth: int, piece_bytes: int, slot_bytes: int, slots: int, threads: int
     ) -> None:
-        if not hasattr(_native, "Transfers"):
-            raise TransportUnavailable("penstock was built without it: it is Linux's")
+        self._kind = kind
         self._tokens = itertools.count(1)
         self._requests: dict[int, tuple[Request, OnComplete]] = {}
-        complete = functools.partial(_complete, self._requests)  # without the transport, which it would keep
+        deliver = functools.partial(_complete, self._requests)  # without the transport, which it would keep
         try:
-            self._transfers = _native.Transfers(depth, piece_bytes, slot_bytes, slots, complete)
+            self._transfers = _native.Transfers(kind, depth, piece_bytes, slot_bytes, slots, threads, deliver)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
         self.registered: bool = self._transfers.registered
-        self._deliverer = threading.Thread(target=self._deliver, name="penstock-io_uring", daemon=True)
+        self._deliverer = threading.Thread(target=self._deliver, name=f"penstock-{kind}", daemon=True)
         self._deliverer.start()
         _open.add(self)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         tokens = []
         for request in requests:
+            if request.method not in self.methods:
+                for token in tokens:
+                    del self._requests[token]
+                raise ValueError(f"there is no method {request.method!r}, only {', '.join(self.methods)}")
             tokens.append(token := next(self._tokens))
             self._requests[token] = (request, on_complete)
         accepted = False
@@ -114,6 +116,63 @@ class UringTransport:
             _complete(self._requests, finished)
 
 
+class UringTransport(_NativeTransport):
+    """io_uring: reads and writes that the kernel carries out while no thread of ours waits for each.
+
+    Raises TransportUnavailable where the kernel, or a container's policy, refuses io_uring.
+    """
+
+    methods = ("direct", "staged", "buffered")
+
+    def __init__(
+        self,
+        depth: int = DEPTH,
+        piece_bytes: int = PIECE_BYTES,
+        slot_bytes: int = SLOT_BYTES,
+        slots: int = SLOTS,
+    ) -> None:
+        super().__init__("io_uring", depth, piece_bytes, slot_bytes, slots, 1)
+
+
+class PosixTransport(_NativeTransport):
+    """Blocking reads, writes and mappings on a few threads: works on every POSIX system.
+
+    A small "buffered" request is carried out in `submit`, where that need not wait for the disk: copying
+    takes less time than handing it over.
+    """
+
+    methods = ("direct", "staged", "buffered", "mapped")
+
+    def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
+        super().__init__("blocking", 1, piece_bytes, SLOT_BYTES, threads, threads)
+        self._closed = False
+
+    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+        if not self._closed and all(map(self._is_sound, requests)):
+            requests = [request for request in requests if not _moved_at_once(request, on_complete)]
+        if requests:
+            super().submit(requests, on_complete)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        self._closed = True
+        return super().close(timeout_s)
+
+    def _is_sound(self, request: Request) -> bool:
+        return request.method in self.methods and DEMAND <= request.priority <= EVICT
+
+
+def _moved_at_once(request: Request, on_complete: OnComplete) -> bool:
+    """Carry out a small request now. False: it is none, or would wait for the disk."""
+    if request.method != "buffered" or request.size_bytes > _AT_ONCE_BYTES:
+        return False
+    started_s = time.perf_counter()
+    error_number: int | None = _native.Transfers.move_now(request)
+    if error_number is None:
+        return False
+    complete(on_complete, Completion(request, error_number, started_s, time.perf_counter()))
+    return True
+
+
 def _complete(
     requests: dict[int, tuple[Request, OnComplete]], finished: list[tuple[int, int, float, float, bool]]
 ) -> None:
@@ -130,7 +189,7 @@ def _complete(
 # The memory of what was in flight when a ring broke: nobody knows when the kernel is done with it.
 _abandoned: list[Request] = []
 
-_open: weakref.WeakSet[UringTransport] = weakref.WeakSet()
+_open: weakref.WeakSet[_NativeTransport] = weakref.WeakSet()
 
 
 @atexit.register
@@ -138,7 +197,9 @@ def _close_all() -> None:
     # Nothing may be delivered to an interpreter that is being taken apart.
     for transport in list(_open):
         if not transport.close(0.0 if id(transport._transfers) in _kept else EXIT_TIMEOUT_S):
-            logger.error("transfers by io_uring did not end: the disk hangs. The process ends without them.")
+            logger.error(
+                "transfers by %s did not end: the disk hangs. The process ends without them.", transport._kind
+            )
 
 
 _kept: set[int] = set()
