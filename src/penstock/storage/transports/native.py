@@ -71,7 +71,7 @@ class _NativeTransport:
         _open.add(self)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        tokens = []
+        tokens: list[int] = []
         for request in requests:
             if request.method not in self.methods:
                 for token in tokens:
@@ -122,7 +122,7 @@ class UringTransport(_NativeTransport):
     Raises TransportUnavailable where the kernel, or a container's policy, refuses io_uring.
     """
 
-    methods = ("direct", "staged", "buffered")
+    methods: tuple[str, ...] = ("direct", "staged", "buffered")
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class PosixTransport(_NativeTransport):
     takes less time than handing it over.
     """
 
-    methods = ("direct", "staged", "buffered", "mapped")
+    methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__("blocking", 1, piece_bytes, SLOT_BYTES, threads, threads)
