@@ -15,6 +15,6 @@ NB_MODULE(_native, module) {
 #ifdef __linux__
   penstock::bind_arena(module);
   penstock::bind_sample_reader(module);
-  penstock::bind_transfers(module);
 #endif
+  penstock::bind_transfers(module);
 }

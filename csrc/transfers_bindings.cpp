@@ -1,17 +1,22 @@
-// What Python sees of io_uring.
+// What Python sees of reads and writes in the background.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string_view>
 #include <system_error>
 
 #include "bindings.hpp"
-#include "ring.hpp"
-#include "transfers.hpp"
+#include "io/blocking.hpp"
+#include "io/transfers.hpp"
+#ifdef __linux__
+#include "io/ring.hpp"
+#endif
 
 namespace nb = nanobind;
 
@@ -19,11 +24,12 @@ namespace penstock {
 
 namespace {
 
-Way way_of(std::string_view name) {
-  if (name == "direct") return Way::direct;
-  if (name == "staged") return Way::staged;
-  if (name == "buffered") return Way::buffered;
-  throw nb::value_error("no such way");
+Method method_of(std::string_view name) {
+  if (name == "direct") return Method::direct;
+  if (name == "staged") return Method::staged;
+  if (name == "buffered") return Method::buffered;
+  if (name == "mapped") return Method::mapped;
+  throw nb::value_error("no such method");
 }
 
 // Keeps what Python knows of this thread until it ends, instead of making it anew for each call.
@@ -42,7 +48,7 @@ class ThreadState {
   PyThreadState* saved_;
 };
 
-nb::list list_of(const std::vector<Finished>& finished) {
+nb::list list_of(const std::list<Finished>& finished) {
   nb::list result;
   for (const auto& one : finished) {
     result.append(nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned));
@@ -50,16 +56,25 @@ nb::list list_of(const std::vector<Finished>& finished) {
   return result;
 }
 
-void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::uint64_t slot_bytes,
-               std::size_t slots, const nb::callable& deliver) {
-  if (depth == 0 || piece_bytes == 0 || slot_bytes == 0 || slots == 0)
+Transfers::MakeIo maker_of(std::string_view kind, unsigned depth) {
+  if (kind == "blocking") return [] { return std::make_unique<BlockingIo>(); };
+#ifdef __linux__
+  if (kind == "io_uring") return [depth] { return std::make_unique<Ring>(depth); };
+#endif
+  (void)depth;
+  throw std::system_error(ENOSYS, std::generic_category());
+}
+
+void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint64_t piece_bytes,
+               std::uint64_t slot_bytes, std::size_t slots, unsigned threads, const nb::callable& deliver) {
+  if (depth == 0 || piece_bytes == 0 || slot_bytes == 0 || slots == 0 || threads == 0)
     throw nb::value_error("limits must be above zero");
   // Its last owner may be a thread without the GIL.
   const std::shared_ptr<nb::callable> callable(new nb::callable(deliver), [](nb::callable* held) {
     const nb::gil_scoped_acquire acquire;
     delete held;
   });
-  const auto call = [callable](const std::vector<Finished>& finished) {
+  const auto call = [callable](const std::list<Finished>& finished) {
     static thread_local ThreadState known;
     const nb::gil_scoped_acquire acquire;
     try {
@@ -72,8 +87,7 @@ void construct(Transfers* self, unsigned depth, std::uint64_t piece_bytes, std::
   {
     const nb::gil_scoped_release release;
     try {
-      new (self) Transfers([depth] { return std::make_unique<Ring>(depth); },
-                           {depth, piece_bytes, slot_bytes, slots}, call);
+      new (self) Transfers(maker_of(kind, depth), {depth, piece_bytes, slot_bytes, slots, threads}, call);
     } catch (const std::system_error& failure) {
       error = failure.code().value();
     }
@@ -95,11 +109,9 @@ Request request_of(std::uint64_t token, const nb::tuple& fields) {
   const auto file = nb::cast<nb::tuple>(fields[1]);
   return {token,
           nb::cast<std::string_view>(fields[0]) == "write",
-          way_of(nb::cast<std::string_view>(fields[5])),
+          method_of(nb::cast<std::string_view>(fields[5])),
           nb::cast<bool>(fields[6]),
-          nb::cast<int>(file[0]),
-          nb::cast<int>(file[1]),
-          nb::cast<std::uint32_t>(file[2]),
+          {nb::cast<Handle>(file[0]), nb::cast<Handle>(file[1]), nb::cast<std::uint32_t>(file[2])},
           nb::cast<std::uint64_t>(fields[2]),
           reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[3])),
           nb::cast<std::uint64_t>(fields[4]),
@@ -115,8 +127,20 @@ bool submit(Transfers& self, const std::vector<std::uint64_t>& tokens, const nb:
   return self.submit(requests);
 }
 
+// Gives 0 or an errno; None where the request would wait for the disk, or has to go on.
+std::optional<int> move_now(const nb::tuple& fields) {
+  const auto request = request_of(0, fields);
+  const Operation operation{request.write, request.target.cached, request.offset, request.address,
+                            static_cast<std::uint32_t>(request.size_bytes)};
+  const nb::gil_scoped_release release;
+  const auto moved = move_at_once(operation);
+  if (moved == static_cast<int>(operation.size_bytes)) return 0;
+  if (moved >= 0 || moved == -EAGAIN || moved == -EINTR || !request.write) return std::nullopt;
+  return -moved;
+}
+
 nb::list wait(Transfers& self) {
-  std::vector<Finished> finished;
+  std::list<Finished> finished;
   {
     const nb::gil_scoped_release release;
     finished = self.wait();
@@ -128,9 +152,10 @@ nb::list wait(Transfers& self) {
 
 void bind_transfers(nb::module_& module) {
   nb::class_<Transfers>(module, "Transfers",
-                        "Reads and writes by io_uring. Raises OSError where it is refused.")
-      .def("__init__", &construct, nb::arg("depth"), nb::arg("piece_bytes"), nb::arg("slot_bytes"),
-           nb::arg("slots"), nb::arg("deliver"))
+                        "Reads and writes by io_uring, or by blocking calls. Raises OSError where it is refused.")
+      .def("__init__", &construct, nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
+           nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads"), nb::arg("deliver"))
+      .def_static("move_now", &move_now, nb::arg("request"))
       .def("submit", &submit, nb::arg("tokens"), nb::arg("requests"))
       .def(
           "cancel",

@@ -15,8 +15,8 @@ import msgspec
 
 from io_bench.measure import Tensors, rotated, settle, tensors_in_sample, timed
 from io_bench.rows import Spilled
-from penstock.storage.choose import Choice
-from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,8 +240,10 @@ def contenders(directory: Path, tensors: Tensors, choices: Choices) -> Iterator[
     room_bytes = sum(-(-size_bytes // 4096) * 4096 for size_bytes in tensors.sizes_bytes)
     if len(set(tensors.sizes_bytes)) > 1:
         room_bytes *= 2  # different sizes leave gaps
-    with SpillSpace(directory, capacity_bytes=2 * room_bytes, page_cache_bytes=room_bytes) as space:
-        ways = {way.name: way.domain for way in space.ways.values()}
+    with SpillSpace(
+        directory, SpillOptions(capacity_bytes=2 * room_bytes, page_cache_bytes=room_bytes)
+    ) as space:
+        ways = {path.name: path.medium for path in space.paths.values()}
     with ExitStack() as stack:
         compared = []
         for name, domains in [*CHOICES.items(), *((way, (domain,)) for way, domain in ways.items())]:
@@ -249,9 +251,11 @@ def contenders(directory: Path, tensors: Tensors, choices: Choices) -> Iterator[
             space = stack.enter_context(
                 SpillSpace(
                     directory,
-                    capacity_bytes=room_bytes + cache_bytes,
-                    page_cache_bytes=cache_bytes,
-                    ways=None if name in CHOICES else [name],
+                    SpillOptions(
+                        capacity_bytes=room_bytes + cache_bytes,
+                        page_cache_bytes=cache_bytes,
+                        paths=None if name in CHOICES else [name],
+                    ),
                 )
             )
             if name in CHOICES:

@@ -19,7 +19,7 @@ from torch import Tensor
 from io_bench.formats import FORMATS, Format
 from io_bench.measure import Sample, Tensors, remove
 from penstock.storage.aligned import view_at
-from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import PREFETCH
 
 KINDS = ("write", "write+fsync", "cold read", "warm read")
@@ -224,7 +224,8 @@ class Spill(Row):
         slots_bytes = sum(-(-size_bytes // 4096) * 4096 for size_bytes in self.tensors.sizes_bytes)
         cache_bytes = slots_bytes if self.page_cache else 0
         self.space = SpillSpace(
-            place.directory, capacity_bytes=slots_bytes + cache_bytes, page_cache_bytes=cache_bytes
+            place.directory,
+            SpillOptions(capacity_bytes=slots_bytes + cache_bytes, page_cache_bytes=cache_bytes),
         )
         self._spilled = Spilled(self.space, self.tensors)
         try:
@@ -257,7 +258,7 @@ class Spill(Row):
         return self.tensors.destinations
 
     def settings(self) -> dict[str, Any]:
-        return {"moved_bytes_by_way": self.space.moved_bytes_by_way}
+        return {"moved_bytes_by_path": self.space.moved_bytes_by_path}
 
     def close(self) -> None:
         self.space.close()

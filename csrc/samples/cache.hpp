@@ -12,7 +12,7 @@
 
 #include "catalog.hpp"
 #include "reads.hpp"
-#include "staging.hpp"
+#include "io/staging.hpp"
 
 namespace penstock::samples {
 

@@ -1,15 +1,14 @@
 // Threads that share what one thread has to do at once.
 #pragma once
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "threads.hpp"
 
 namespace penstock::samples {
 
@@ -60,10 +59,7 @@ class Copiers {
     }
   }
   void serve() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
-    pthread_setname_np(pthread_self(), "penstock-copy");
+    begin_thread("penstock-copy");
     std::unique_lock lock(mutex_);
     while (true) {
       begun_.wait(lock, [this] { return stop_ || next_ < parts_; });

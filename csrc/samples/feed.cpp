@@ -1,14 +1,13 @@
 #include "feed.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
 #include <system_error>
 #include <utility>
+
+#include "threads.hpp"
 
 namespace penstock::samples {
 
@@ -48,10 +47,7 @@ void Feed::close() {
 // -- the thread ----------------------------------------------------------------------------------
 
 void Feed::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
-  pthread_setname_np(pthread_self(), "penstock-feed");
+  begin_thread("penstock-feed");
   while (true) {
     std::size_t samples;
     {

@@ -1,22 +1,21 @@
 #include "reads.hpp"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/uio.h>
 
 #include <cerrno>
 #include <system_error>
 #include <utility>
 
-#include "plain_io.hpp"
-#include "ring.hpp"
+#include "io/blocking.hpp"
+#include "io/ring.hpp"
+#include "threads.hpp"
 
 namespace penstock::samples {
 
 namespace {
 
 constexpr std::uint64_t kPieceBytes = 4U << 20;
-constexpr std::size_t kPlainLanes = 4;
+constexpr unsigned kBlockingThreads = 4;
 
 }  // namespace
 
@@ -27,35 +26,50 @@ void leave_behind(std::shared_ptr<void> what) {
   all->push_back(std::move(what));
 }
 
-Lane::Lane(const std::function<std::unique_ptr<Io>()>& make_io, const Limits& limits)
-    : state_(std::make_shared<State>(make_io, limits)) {
+ReadQueue::ReadQueue(Transfers::MakeIo make_io, const Limits& limits)
+    : state_(std::make_shared<State>(std::move(make_io), limits)) {
   // The thread keeps what it works with: it may have to be left behind.
   thread_ = std::thread([state = state_] { learn(*state); });
 }
 
-void Lane::submit(const Catalog& catalog, bool direct, std::vector<Read> reads) {
+void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> reads) {
   std::vector<Request> requests;
-  std::vector<Read*> begun;
-  requests.reserve(reads.size());
-  begun.reserve(reads.size());
+  std::vector<std::unique_ptr<Read>> held;  // theirs who learn of their end, once they have begun
   for (auto& read : reads) {
     const auto& node = catalog.node(read.extent);
     const bool by_direct = direct && node.direct_file >= 0;
-    auto* held = new Read(std::move(read));
-    begun.push_back(held);
-    requests.push_back({reinterpret_cast<std::uintptr_t>(held), false, by_direct ? Way::direct : Way::buffered,
-                        true, node.buffered_file, node.direct_file, node.alignment_bytes, held->extent.offset,
-                        held->address, held->extent.size_bytes});
+    held.push_back(std::make_unique<Read>(std::move(read)));
+    const auto& one = *held.back();
+    requests.push_back({reinterpret_cast<std::uintptr_t>(&one), false, by_direct ? Method::direct : Method::buffered,
+                        true, {node.buffered_file, node.direct_file, node.alignment_bytes}, one.extent.offset,
+                        one.address, one.extent.size_bytes});
   }
-  {
+  const auto forget = [&] {
     const std::lock_guard lock(state_->mutex);
-    state_->under_way.insert(begun.begin(), begun.end());
+    for (const auto& read : held) state_->under_way.erase(read.get());
+    if (state_->under_way.empty()) state_->emptied.notify_all();
+  };
+  bool begun;
+  try {
+    {
+      const std::lock_guard lock(state_->mutex);
+      for (const auto& read : held) state_->under_way.insert(read.get());
+    }
+    begun = state_->transfers.submit(requests);
+  } catch (...) {
+    forget();
+    throw;
   }
-  if (state_->transfers.submit(requests)) return;
-  for (auto* read : begun) end(*state_, read, ECANCELED, false);
+  for (auto& read : held) {
+    if (begun) {
+      read.release();
+    } else {
+      end(*state_, read.release(), ECANCELED, false);
+    }
+  }
 }
 
-void Lane::end(State& state, Read* read, int error, bool abandoned) {
+void ReadQueue::end(State& state, Read* read, int error, bool abandoned) {
   // Memory that the kernel may still write to is never given back.
   if (abandoned) leave_behind(read->target);
   read->target->arrived(read->number, error);
@@ -65,11 +79,8 @@ void Lane::end(State& state, Read* read, int error, bool abandoned) {
   if (state.under_way.empty()) state.emptied.notify_all();
 }
 
-void Lane::learn(State& state) {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the program's own threads
-  pthread_setname_np(pthread_self(), "penstock-reads");
+void ReadQueue::learn(State& state) {
+  begin_thread("penstock-reads");
   while (true) {
     const auto finished = state.transfers.wait();
     if (finished.empty()) return;
@@ -78,7 +89,7 @@ void Lane::learn(State& state) {
   }
 }
 
-bool Lane::close(Clock::time_point deadline) {
+bool ReadQueue::close(Clock::time_point deadline) {
   if (!thread_.joinable()) return !stuck_;
   std::vector<std::uint64_t> tokens;
   {
@@ -103,29 +114,28 @@ bool Lane::close(Clock::time_point deadline) {
 Reads::Reads(const Catalog& catalog, bool direct, bool ring, unsigned depth, MakeIo make_io)
     : catalog_(catalog), direct_(direct), ring_(ring), depth_(depth), make_io_(std::move(make_io)) {}
 
-std::unique_ptr<Lane> Reads::make_lane(Traffic traffic) {
+std::unique_ptr<ReadQueue> Reads::make_queue(Traffic traffic) {
   Limits limits{depth_, kPieceBytes, 64U << 10, 1};  // chunks are aligned: they need no staging
   if (traffic == Traffic::samples && direct_) limits = {depth_, kPieceBytes, 256U << 10, 16};
-  if (make_io_) return std::make_unique<Lane>([this] { return make_io_(depth_); }, limits);
+  if (make_io_) return std::make_unique<ReadQueue>([this] { return make_io_(depth_); }, limits);
   if (ring_ && uses_ring_ != 0) {
     try {
-      auto lane = std::make_unique<Lane>([this] { return std::make_unique<Ring>(depth_); }, limits);
+      auto queue = std::make_unique<ReadQueue>([depth = depth_] { return std::make_unique<Ring>(depth); }, limits);
       uses_ring_ = 1;
-      return lane;
+      return queue;
     } catch (const std::system_error&) {  // refused: counters() say so
     }
   }
   uses_ring_ = 0;
-  return std::make_unique<Lane>([] { return std::make_unique<PlainIo>(); }, limits);
+  limits.depth = 1;
+  limits.threads = kBlockingThreads;
+  return std::make_unique<ReadQueue>([] { return std::make_unique<BlockingIo>(); }, limits);
 }
 
-std::vector<std::unique_ptr<Lane>>& Reads::lanes_of(Traffic traffic) {
-  auto& lanes = lanes_[static_cast<int>(traffic)];
-  if (lanes.empty()) {
-    lanes.push_back(make_lane(traffic));
-    while (uses_ring_ == 0 && lanes.size() < kPlainLanes) lanes.push_back(make_lane(traffic));
-  }
-  return lanes;
+ReadQueue& Reads::queue_of(Traffic traffic) {
+  auto& queue = queues_[static_cast<int>(traffic)];
+  if (!queue) queue = make_queue(traffic);
+  return *queue;
 }
 
 void Reads::submit(Traffic traffic, std::vector<Read> reads) {
@@ -138,13 +148,9 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
     for (const auto& read : reads) read.target->arrived(read.number, ECANCELED);
     return;
   }
-  auto& lanes = lanes_of(traffic);
-  auto& turn = turns_[static_cast<int>(traffic)];
-  std::vector<std::vector<Read>> shares(lanes.size());
-  for (auto& read : reads) shares[turn++ % lanes.size()].push_back(std::move(read));
-  lock.unlock();  // lanes stay as long as this object
-  for (std::size_t i = 0; i < shares.size(); ++i)
-    if (!shares[i].empty()) lanes[i]->submit(catalog_, direct_, std::move(shares[i]));
+  auto& queue = queue_of(traffic);
+  lock.unlock();  // queues stay as long as this object
+  queue.submit(catalog_, direct_, std::move(reads));
 }
 
 bool Reads::read_cached(const Extent& extent, std::byte* to) {
@@ -166,8 +172,8 @@ bool Reads::close(Clock::time_point deadline) {
     closed_ = true;
   }
   bool whole = true;
-  for (auto& lanes : lanes_)
-    for (auto& lane : lanes) whole = lane->close(deadline) && whole;
+  for (auto& queue : queues_)
+    if (queue) whole = queue->close(deadline) && whole;
   return whole;
 }
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "catalog.hpp"
-#include "io.hpp"
-#include "transfers.hpp"
+#include "io/io.hpp"
+#include "io/transfers.hpp"
 
 namespace penstock::samples {
 
@@ -38,22 +38,21 @@ struct Read {
   std::uint64_t number;  // the target's own
 };
 
-// One ring, or one thread that reads plainly, and the thread that learns what it has done.
-class Lane {
+// Transfers, and the thread that learns what they have done.
+class ReadQueue {
  public:
-  Lane(const std::function<std::unique_ptr<Io>()>& make_io, const Limits& limits);
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  ReadQueue(Transfers::MakeIo make_io, const Limits& limits);
+  ReadQueue(const ReadQueue&) = delete;
+  ReadQueue& operator=(const ReadQueue&) = delete;
 
   void submit(const Catalog& catalog, bool direct, std::vector<Read> reads);
   // Lets go of what has not begun, and waits for the rest. False: a read is stuck, and left behind.
   bool close(Clock::time_point deadline);
 
  private:
-  // Shared with the thread, which may outlive the lane where a read is stuck.
+  // Shared with the thread, which may outlive the queue where a read is stuck.
   struct State {
-    State(const std::function<std::unique_ptr<Io>()>& make_io, const Limits& limits)
-        : transfers(make_io, limits) {}
+    State(Transfers::MakeIo make_io, const Limits& limits) : transfers(std::move(make_io), limits) {}
     Transfers transfers;
     std::mutex mutex;
     std::condition_variable emptied;
@@ -87,16 +86,15 @@ class Reads {
   std::uint64_t count(Traffic traffic) const { return counts_[static_cast<int>(traffic)]; }
 
  private:
-  std::vector<std::unique_ptr<Lane>>& lanes_of(Traffic traffic);
-  std::unique_ptr<Lane> make_lane(Traffic traffic);
+  ReadQueue& queue_of(Traffic traffic);
+  std::unique_ptr<ReadQueue> make_queue(Traffic traffic);
 
   const Catalog& catalog_;
   const bool direct_, ring_;
   const unsigned depth_;
   const MakeIo make_io_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Lane>> lanes_[2];
-  std::size_t turns_[2] = {};
+  std::unique_ptr<ReadQueue> queues_[2];
   bool closed_ = false;
   std::atomic<int> uses_ring_ = -1;
   std::atomic<bool> never_cached_ = false;  // the file system cannot say

@@ -20,8 +20,8 @@
 #include "check.hpp"
 #include "checksum.hpp"
 #include "samples/copiers.hpp"
+#include "io/blocking.hpp"
 #include "samples/feed.hpp"
-#include "samples/plain_io.hpp"
 #include "samples/reader.hpp"
 
 using namespace penstock;
@@ -31,6 +31,7 @@ namespace {
 
 constexpr std::uint64_t kChunk = 4096;
 constexpr auto kLong = std::chrono::seconds(60);
+constexpr auto kShort = std::chrono::milliseconds(500);  // long enough to begin
 
 // A store of one node in memory.
 struct Store {
@@ -139,7 +140,7 @@ class Stalling final : public Io {
 
  private:
   const std::shared_ptr<Gate> gate_;
-  PlainIo inner_;
+  BlockingIo inner_;
   int prepared_ = 0;
 };
 
@@ -219,12 +220,12 @@ TEST(a_read_that_takes_too_long_is_named_and_may_still_come) {
       if (full && one == &small) continue;  // the page cache has it
       const auto gate = std::make_shared<Gate>();
       const auto reader =
-          std::make_shared<Reader>(one->members(), ReaderOptions{0, false, true, true, 0, 8},
+          std::make_shared<Reader>(one->members(), ReaderOptions{0, false, true, true, 0, 1},
                                    [gate](unsigned) { return std::make_unique<Stalling>(gate); });
       Feed feed(reader, one->order(full, 2), {1, 0, false});
       std::shared_ptr<SampleBatch> batch;
       std::vector<std::uint64_t> found;
-      CHECK(feed.take(4, Clock::now() + std::chrono::milliseconds(30), batch) == Feed::Outcome::late);
+      CHECK(feed.take(4, Clock::now() + kShort, batch) == Feed::Outcome::late);
       const auto failure = feed.late();
       CHECK(failure.fault == Fault::timeout);
       CHECK(failure.extent.size_bytes > 0);
@@ -242,15 +243,15 @@ TEST(a_stuck_read_is_left_behind_and_harms_nobody) {
   const auto& store = *kept;
   const auto gate = std::make_shared<Gate>();
   const auto reader =
-      std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 8},
+      std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 1},
                                [gate](unsigned) { return std::make_unique<Stalling>(gate); });
   leave_behind(kept);
   leave_behind(reader);
   {
     Feed feed(reader, store.order(false, 2), {1, 0, false});
     std::shared_ptr<SampleBatch> batch;
-    CHECK(feed.take(4, Clock::now() + std::chrono::milliseconds(30), batch) == Feed::Outcome::late);
-    CHECK(!reader->close(Clock::now() + std::chrono::milliseconds(30)));
+    CHECK(feed.take(4, Clock::now() + kShort, batch) == Feed::Outcome::late);
+    CHECK(!reader->close(Clock::now() + kShort));
     CHECK(!reader->close(Clock::now()));
   }
   gate->set(true);

@@ -6,17 +6,19 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
-#include "transfers.hpp"
+#include "io/transfers.hpp"
 
 using namespace penstock;
 
@@ -72,7 +74,7 @@ class Device final : public Io {
     const auto draw = random_() % 10;
     if (faults_.busy && draw < 3) return draw == 0 ? -EINTR : -EAGAIN;
     if (faults_.error != 0 && draw == 9) return -faults_.error;
-    if (operation.file == kDirect) {
+    if (operation.handle == kDirect) {
       CHECK(operation.offset % kAlignment == 0 && operation.size_bytes % kAlignment == 0);
       CHECK(reinterpret_cast<std::uintptr_t>(operation.address) % kAlignment == 0);
     }
@@ -117,7 +119,7 @@ std::map<std::uint64_t, int> wait_for(Transfers& transfers, std::size_t count) {
 }
 
 // Requests of every kind over one file, each with room of its own.
-void check_everything_moves(const Device::Faults& faults) {
+void check_everything_moves(const Device::Faults& faults, unsigned threads = 1) {
   constexpr std::size_t kRoom = 8 * kPiece, kCount = 60;
   auto file = random_bytes(kRoom * kCount, 7);
   auto expected = file;
@@ -128,8 +130,8 @@ void check_everything_moves(const Device::Faults& faults) {
   for (std::size_t index = 0; index < kCount; ++index) {
     const auto offset = index * kRoom + random() % (2 * kAlignment), size = 1 + random() % (6 * kPiece);
     const auto place = index * kRoom + (random() % 2 != 0 ? 0 : random() % kAlignment);
-    requests.push_back({index, random() % 2 == 0, static_cast<Way>(random() % 3), false, kBuffered,
-                        random() % 4 == 0 ? -1 : kDirect, kAlignment, offset, memory.data() + place, size});
+    requests.push_back({index, random() % 2 == 0, static_cast<Method>(random() % 3), false,
+                        {kBuffered, random() % 4 == 0 ? -1 : kDirect, kAlignment}, offset, memory.data() + place, size});
     auto& asked = requests.back();
     if (asked.write) {
       std::memcpy(expected.data() + offset, asked.address, size);
@@ -137,7 +139,7 @@ void check_everything_moves(const Device::Faults& faults) {
       std::memcpy(expected_memory.data() + place, file.data() + offset, size);
     }
   }
-  Transfers transfers([&] { return std::make_unique<Device>(file, faults); }, {4, kPiece, kPiece / 2, 2});
+  Transfers transfers([&] { return std::make_unique<Device>(file, faults); }, {4, kPiece, kPiece / 2, 2, threads});
   CHECK(transfers.submit(requests));
   for (const auto& [token, error] : wait_for(transfers, kCount)) {
     CHECK(error == 0 || error == faults.error);
@@ -161,7 +163,7 @@ struct Gate {
   std::vector<std::uint64_t> began;  // offsets, in this order
   std::uint64_t in_flight_bytes = 0, most_bytes = 0;
   std::size_t permits = 0;
-  bool woken = false;
+  int error = 0;  // that every operation ends with
 
   void let(std::size_t count) {
     const std::lock_guard lock(mutex);
@@ -190,8 +192,8 @@ class HeldDevice final : public Io {
   void submit() override {}
   void wait() override {
     std::unique_lock lock(gate_.mutex);
-    gate_.changed.wait(lock, [&] { return gate_.woken || (gate_.permits > 0 && !in_flight_.empty()); });
-    gate_.woken = false;
+    gate_.changed.wait(lock, [&] { return woken_ || (gate_.permits > 0 && !in_flight_.empty()); });
+    woken_ = false;
   }
   bool next(Result& result) override {
     const std::lock_guard lock(gate_.mutex);
@@ -199,23 +201,25 @@ class HeldDevice final : public Io {
     --gate_.permits;
     result = in_flight_.front();
     gate_.in_flight_bytes -= static_cast<std::uint64_t>(result.moved);
+    if (gate_.error != 0) result.moved = -gate_.error;
     in_flight_.pop_front();
     return true;
   }
   void wake() override {
     const std::lock_guard lock(gate_.mutex);
-    gate_.woken = true;
+    woken_ = true;
     gate_.changed.notify_all();
   }
 
  private:
   Gate& gate_;
   std::deque<Result> in_flight_;
+  bool woken_ = false;
 };
 
 // Token and place are the same number; `pieces` pieces each.
 Request asked_of(std::uint64_t number, Priority priority, std::byte* memory, std::uint64_t pieces = 1) {
-  return {number,  number % 2 == 0, Way::buffered,          true, kBuffered, kDirect, kAlignment,
+  return {number,  number % 2 == 0, Method::buffered,          true, {kBuffered, kDirect, kAlignment},
           number * 8 * kPiece, memory, pieces * kPiece, priority};
 }
 
@@ -303,22 +307,128 @@ TEST(an_error_ends_its_own_request_alone) {
 
 TEST(a_busy_device_is_tried_again) { check_everything_moves({1, true, true, true}); }
 
+TEST(a_pool_of_threads_moves_everything_too) {
+  for (unsigned seed = 1; seed <= 6; ++seed) check_everything_moves({seed, true, false, true, ENOSPC}, 3);
+}
+
+TEST(pieces_of_a_request_are_carried_out_by_all_threads) {
+  std::vector<std::byte> memory(8 * kPiece);
+  Gate gate;
+  Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, {1, kPiece, kPiece, 1, 4});
+  const auto asked = asked_of(1, Priority::demand, memory.data(), 4);
+  CHECK(transfers.submit({&asked, 1}));
+  CHECK_EQUAL(gate.wait_until_began(4).size(), 4U);
+  const std::uint64_t token = 1;
+  CHECK_EQUAL(transfers.cancel({&token, 1}), 0U);  // what has begun is not recalled
+  gate.let(4);
+  CHECK_EQUAL(wait_for(transfers, 1).at(1), 0);
+}
+
+TEST(no_piece_begins_after_one_has_failed) {
+  for (const unsigned threads : {1U, 4U}) {
+    std::vector<std::byte> memory(8 * kPiece);
+    Gate gate;
+    gate.error = ENOSPC;
+    Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, {1, kPiece, kPiece, 1, threads});
+    const auto asked = asked_of(1, Priority::demand, memory.data(), 8);
+    CHECK(transfers.submit({&asked, 1}));
+    gate.wait_until_began(threads);
+    gate.let(100);
+    CHECK_EQUAL(wait_for(transfers, 1).at(1), ENOSPC);  // once, however many failed together
+    transfers.close();
+    CHECK(gate.began.size() < 8);
+    CHECK(threads > 1 || gate.began.size() == 1);
+  }
+}
+
+TEST(threads_that_do_not_all_start_are_ended_and_the_reason_thrown) {
+  std::vector<std::byte> file;
+  std::atomic<int> made = 0;
+  bool thrown = false;
+  try {
+    Transfers transfers(
+        [&]() -> std::unique_ptr<Io> {
+          if (++made == 3) throw std::bad_alloc();
+          return std::make_unique<Device>(file, Device::Faults{});
+        },
+        {1, kPiece, kPiece, 1, 4});
+  } catch (const std::system_error& error) {
+    thrown = error.code().value() == ENOMEM;
+  }
+  CHECK(thrown);
+  CHECK_EQUAL(made, 4);
+}
+
+TEST(what_a_thread_throws_ends_what_was_submitted_and_not_the_process) {
+  struct Breaking final : public Io {
+    bool register_memory(std::byte*, std::size_t) override { return false; }
+    void prepare(const Operation&, std::uint64_t) override { throw std::runtime_error("no such thing"); }
+    void submit() override {}
+    void wait() override {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [this] { return woken; });
+      woken = false;
+    }
+    bool next(Result&) override { return false; }
+    void wake() override {
+      const std::lock_guard lock(mutex);
+      woken = true;
+      changed.notify_all();
+    }
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool woken = false;
+  };
+  std::vector<std::byte> memory(8 * kPiece);
+  for (const unsigned threads : {1U, 3U}) {
+    Transfers transfers([] { return std::make_unique<Breaking>(); }, {1, kPiece, kPiece, 1, threads});
+    std::vector<Request> asked;
+    for (std::uint64_t number = 0; number < 5; ++number)
+      asked.push_back(asked_of(number, Priority::evict, memory.data(), 3));
+    CHECK(transfers.submit(asked));
+    for (const auto& [token, error] : wait_for(transfers, 5)) CHECK_EQUAL(error, EIO);
+    CHECK(transfers.close());
+    CHECK(transfers.wait().empty());
+  }
+}
+
+TEST(close_from_a_delivery_does_not_wait_for_itself) {
+  std::vector<std::byte> file = random_bytes(kPiece, 1), memory = file;
+  std::atomic<Transfers*> made = nullptr;
+  std::atomic<int> refused = 0;
+  std::atomic<bool> ready = false;
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); },
+                      {1, kPiece, kPiece, 1, 2}, [&](const std::list<Finished>&) {
+                        while (!ready) std::this_thread::yield();
+                        refused += !made.load()->close();
+                        ready = false;
+                      });
+  made = &transfers;
+  const auto asked = asked_of(0, Priority::demand, memory.data());
+  CHECK(transfers.submit({&asked, 1}));
+  ready = true;
+  std::thread other([&] { CHECK(transfers.close()); });
+  CHECK(transfers.close());
+  other.join();
+  CHECK_EQUAL(refused, 1);
+}
+
 TEST(the_end_of_a_file) {
   auto file = random_bytes(3 * kAlignment + 100, 1);
   std::vector<std::byte> memory(8 * kAlignment);
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); },
                       {4, kPiece, kPiece / 2, 2});
-  const auto read = [&](Way way, std::uint64_t offset, std::uint64_t size) {
-    const Request asked{1,   false, way, false, kBuffered, kDirect, kAlignment, offset, memory.data() + 1,
+  const auto read = [&](Method method, std::uint64_t offset, std::uint64_t size) {
+    const Request asked{1,   false, method, false, {kBuffered, kDirect, kAlignment}, offset, memory.data() + 1,
                         size};
     CHECK(transfers.submit({&asked, 1}));
     return wait_for(transfers, 1).at(1);
   };
-  for (const auto way : {Way::direct, Way::staged, Way::buffered}) {
-    CHECK(read(way, 10, file.size() - 10) == 0);
+  for (const auto method : {Method::direct, Method::staged, Method::buffered}) {
+    CHECK(read(method, 10, file.size() - 10) == 0);
     CHECK(std::memcmp(memory.data() + 1, file.data() + 10, file.size() - 10) == 0);
-    CHECK(read(way, 10, file.size() - 9) == EIO);
-    CHECK(read(way, file.size(), 1) == EIO);
+    CHECK(read(method, 10, file.size() - 9) == EIO);
+    CHECK(read(method, file.size(), 1) == EIO);
   }
 }
 
@@ -331,7 +441,7 @@ TEST(cancel_and_close) {
   std::vector<Request> requests;
   std::vector<std::uint64_t> tokens;
   for (std::uint64_t index = 0; index < kCount; ++index) {
-    requests.push_back({index, true, Way::direct, true, kBuffered, -1, kAlignment, index * kPiece,
+    requests.push_back({index, true, Method::direct, true, {kBuffered, -1, kAlignment}, index * kPiece,
                         memory.data() + index * kPiece, kPiece});
     tokens.push_back(index);
   }
@@ -358,13 +468,13 @@ TEST(close_finishes_what_was_submitted) {
   auto memory = random_bytes(100 * kPiece, 5);
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{2, true, true, true}); },
                       {3, kPiece, kPiece / 2, 2});
-  const Request asked{9,       true,       Way::staged, false,         kBuffered,
-                      kDirect, kAlignment, 0,           memory.data(), memory.size()};
+  const Request asked{9, true, Method::staged, false, {kBuffered, kDirect, kAlignment}, 0, memory.data(),
+                      memory.size()};
   CHECK(transfers.submit({&asked, 1}));
   transfers.close();
   CHECK(file == memory);
   const auto finished = transfers.wait();
-  CHECK(finished.size() == 1 && finished[0].error == 0);
+  CHECK(finished.size() == 1 && finished.front().error == 0);
   CHECK(transfers.wait().empty());
 }
 
@@ -374,10 +484,10 @@ TEST(a_broken_ring_ends_everything) {
   Transfers transfers(
       [&] { return std::make_unique<Device>(file, Device::Faults{1, false, false, false, 0, true}); },
       {4, kPiece, kPiece / 2, 2});
-  const Request asked{1, true, Way::direct, true, kBuffered, kDirect, kAlignment, 0, memory.data(), kPiece};
+  const Request asked{1, true, Method::direct, true, {kBuffered, kDirect, kAlignment}, 0, memory.data(), kPiece};
   CHECK(transfers.submit({&asked, 1}));
   const auto finished = transfers.wait();
-  CHECK(finished.size() == 1 && finished[0].error == EBADF && finished[0].abandoned);
+  CHECK(finished.size() == 1 && finished.front().error == EBADF && finished.front().abandoned);
   transfers.close();
   CHECK(!transfers.submit({&asked, 1}));
 }
@@ -405,8 +515,8 @@ TEST(many_threads) {
     threads.emplace_back([&, thread] {
       for (std::size_t index = thread * kEach; index < (thread + 1) * kEach; ++index) {
         const Request asked{
-            index,      true,           static_cast<Way>(index % 3),    true,  kBuffered, kDirect,
-            kAlignment, index * kPiece, memory.data() + index * kPiece, kPiece};
+            index,      true,           static_cast<Method>(index % 3),    true,  {kBuffered, kDirect, kAlignment},
+            index * kPiece, memory.data() + index * kPiece, kPiece};
         CHECK(transfers.submit({&asked, 1}));
       }
     });

@@ -100,10 +100,12 @@ Finished = list[tuple[int, int, float, float, bool]]
 class Transfers:
     def __init__(
         self,
+        kind: str,
         depth: int,
         piece_bytes: int,
         slot_bytes: int,
         slots: int,
+        threads: int,
         deliver: Callable[[Finished], None],
     ) -> None: ...
     @property
@@ -113,6 +115,8 @@ class Transfers:
     def hurry(self, tokens: list[int]) -> None: ...
     def wait(self) -> Finished: ...
     def close(self, timeout_s: float | None = None) -> bool: ...
+    @staticmethod
+    def move_now(request: tuple[Any, ...]) -> int | None: ...
 
 class Replay:
     def __init__(self, trace: dict[str, Any], machine: dict[str, Any]) -> None: ...

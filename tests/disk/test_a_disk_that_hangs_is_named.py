@@ -15,9 +15,9 @@ import pytest
 
 from penstock.errors import SpillError
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.sharing import add_tables, read_tables
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.tables import Entry, Tables
+from penstock.storage.autotune.sharing import add_tables, read_tables
+from penstock.storage.autotune.tables import Entry, Tables
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import EVICT, TRANSPORTS, Request
 from penstock.storage.transports.memory import MemoryTransport
 
@@ -40,7 +40,7 @@ def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
         return 0
 
     monkeypatch.setitem(TRANSPORTS, "hanging", lambda: MemoryTransport(1, fault=wait))
-    return SpillSpace(tmp_path, ways=["hanging direct"], timeout_s=0.1)
+    return SpillSpace(tmp_path, SpillOptions(paths=["hanging direct"], timeout_s=0.1))
 
 
 def is_named(error: SpillError | None, directory: Path) -> bool:
@@ -96,18 +96,18 @@ def test_close_gives_up_and_what_has_not_begun_fails(
 
 
 def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     tables = Tables(
-        (Entry(class_bytes=1 << 20, kind="write", way="x", domain="disk", samples=3, s_per_byte=1e-9),)
+        (Entry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9),)
     )
     add_tables(path, "disk", tables)
-    holder = os.open(tmp_path / ".ways.json.lock", os.O_RDWR)
+    holder = os.open(tmp_path / ".costs.json.lock", os.O_RDWR)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX)
         add_tables(path, "other", tables, timeout_s=0.02)
     finally:
         os.close(holder)
-    assert str(tmp_path / ".ways.json.lock") in caplog.text and "was not saved" in caplog.text
+    assert str(tmp_path / ".costs.json.lock") in caplog.text and "was not saved" in caplog.text
     assert read_tables(path, "other") == Tables()
     add_tables(path, "other", tables, timeout_s=0.02)
     assert read_tables(path, "other") == tables
@@ -117,12 +117,12 @@ def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.L
 HANGING_READ = """
 import os, sys
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.transports import uring
+from penstock.storage.transports import native
 from penstock.storage.transports.contract import File, Request
 
 try:
-    transport = uring.UringTransport()
-except uring.TransportUnavailable as reason:
+    transport = native.UringTransport()
+except native.TransportUnavailable as reason:
     sys.exit(f"unavailable: {reason}")
 reading, writing = os.pipe()
 buffer = AlignedBuffer(4096)
@@ -131,7 +131,7 @@ transport.submit([Request("read", File(reading), 0, buffer.address, 4096, "buffe
 
 
 @pytest.mark.parametrize(
-    "then", ["assert not transport.close(0.05)", "uring.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
+    "then", ["assert not transport.close(0.05)", "native.EXIT_TIMEOUT_S = 0.05"], ids=["closed", "left open"]
 )
 def test_a_process_ends_though_io_uring_waits_for_its_disk(then: str) -> None:
     ended = subprocess.run(

@@ -21,7 +21,7 @@ from penstock.checkpoint.file import transfers
 from penstock.errors import CheckpointError
 from penstock.storage.transports.contract import OnComplete, Request, Transport
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.disk.states import STATES, numbers, same
 from tests.support.families import iterate, small_gpt, weights
 
@@ -30,7 +30,7 @@ class HeldTransport:
     """Requests wait until it is let go."""
 
     def __init__(self, inner: Transport) -> None:
-        self.ways = inner.ways
+        self.methods = inner.methods
         self.inner = inner
         self.goes = threading.Event()
         self.began = threading.Event()

@@ -22,7 +22,7 @@ from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.transports.contract import OnComplete, Request
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.disk.states import numbers, same
 
 OLD = {"old": numbers(50)}
@@ -181,7 +181,7 @@ class HangingTransport:
 
     def __init__(self) -> None:
         self.inner = PosixTransport()
-        self.ways = self.inner.ways
+        self.methods = self.inner.methods
         self.answers = threading.Event()
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:

@@ -89,9 +89,9 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
         (("probe", "--device", "abacus"), "abacus"),
         (
             ("samples", "pack", "photos", "photos", "store"),
-            "2 sources of the format folder",
+            "format 'folder' takes one path, not 2",
         ),
-        (("samples", "pack", "empty", "store"), "folder empty has no regular files: nothing to pack"),
+        (("samples", "pack", "empty", "store"), "empty has no files: nothing to pack"),
         (("report", "nowhere"), "nowhere is not a folder"),
         (("report", "."), "has no trace.json.gz"),
         (("report", "given.json"), "given.json alone is not a report: give FOLDER, or TRACE PLAN"),

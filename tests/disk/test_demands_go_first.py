@@ -10,7 +10,7 @@ import pytest
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import DEMAND, EVICT, PREFETCH, TRANSPORTS, Request
 from penstock.storage.transports.memory import MemoryTransport
 
@@ -55,7 +55,7 @@ class Mover:
         self._buffer = AlignedBuffer(SIZE)
         self._over = threading.Semaphore(0)
 
-    def move(self, kind: str, extent: Extent, priority: int) -> PendingTransfer:
+    def move(self, kind: str, extent: Extent, priority: int) -> Transfer:
         start = self.space.write if kind == "write" else self.space.read
         return start(extent, self._buffer.address, SIZE, self._buffer, self._on_done, priority=priority)
 
@@ -81,7 +81,7 @@ def mover(request: pytest.FixtureRequest, tmp_path: Path, gate: Gate, monkeypatc
     """Of as many threads as the parameter says."""
     threads = request.param
     monkeypatch.setitem(TRANSPORTS, "memory", lambda: MemoryTransport(threads, fault=gate.pass_through))
-    with SpillSpace(tmp_path, ways=["memory direct"], reexplore=0) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=["memory direct"], reexplore=0)) as space:
         yield Mover(space)
         gate.open()
 
@@ -164,13 +164,13 @@ def test_a_long_row_that_ends_at_once_needs_no_stack(mover: Mover) -> None:
     space, extent, left = mover.space, mover.space.allocate(SIZE), [3000]
     buffer, over = AlignedBuffer(SIZE), threading.Event()
 
-    def again(transfer: Transfer) -> None:
+    def again(transfer: Transfer | None) -> None:
         left[0] -= 1
-        if transfer.error is not None or not left[0]:
+        if (transfer is not None and transfer.error is not None) or not left[0]:
             over.set()
         else:
             space.write(extent, buffer.address, SIZE, buffer, again, priority=DEMAND)
 
-    again(Transfer(None, 0.0, 0.0))
+    again(None)
     assert over.wait(WAIT_S)
     assert left == [0]

@@ -27,10 +27,10 @@ from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.engine import Engine
 from penstock.storage.extents import Extent
 from penstock.storage.files import open_file
-from penstock.storage.spill import SpillSpace
+from penstock.storage.io_paths import IoPaths
+from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 from penstock.storage.transports.memory import MemoryTransport
@@ -44,7 +44,7 @@ from tests.disk.test_transport_contract import (  # noqa: F401
     test_a_file_grows_to_the_byte,
     test_a_huge_request_completes_once,
     test_an_exception_in_a_completion_stops_nothing,
-    test_an_unknown_way_is_refused_before_anything_begins,
+    test_an_unknown_method_is_refused_before_anything_begins,
     test_cancelled_requests_are_not_carried_out,
     test_close_waits_for_everything_and_is_idempotent,
     test_every_odd_combination_is_read,
@@ -66,7 +66,7 @@ MIB = 1 << 20
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
-    monkeypatch.setattr("penstock.storage.engine._logged", set())
+    monkeypatch.setattr("penstock.storage.io_paths._logged", set())
     yield stand_in
     stand_in.pool.shutdown()
 
@@ -144,26 +144,24 @@ def test_without_nvidia_fs_it_is_used_where_cufile_may_not_fall_back(kvikio: Sta
     GpuDirectTransport().close()
 
 
-def test_an_engine_has_no_such_way_unless_asked(kvikio: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    with Engine() as engine:
-        assert not engine.gpu_ways and not engine.unavailable.keys() & GPU_TRANSPORTS.keys()
-    with Engine(gpu=True) as engine:
-        assert [way.domain for way in engine.gpu_ways.values()] == ["disk"]
-        assert list(engine.gpu_ways) == [WAY] and WAY not in engine.ways
-    with Engine([WAY], gpu=True) as engine:
-        assert list(engine.gpu_ways) == [WAY] and {way.transport for way in engine.ways.values()} <= {
-            *TRANSPORTS
-        }
-        assert engine.ways
-    with Engine(["posix direct"], gpu=True) as engine:
-        assert not engine.gpu_ways
+def test_io_paths_has_no_such_way_unless_asked(kvikio: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    with IoPaths() as io:
+        assert not io.gpu_paths and not io.unavailable.keys() & GPU_TRANSPORTS.keys()
+    with IoPaths(gpu=True) as io:
+        assert [path.medium for path in io.gpu_paths.values()] == ["disk"]
+        assert list(io.gpu_paths) == [WAY] and WAY not in io.paths
+    with IoPaths([WAY], gpu=True) as io:
+        assert list(io.gpu_paths) == [WAY] and {path.partition(" ")[0] for path in io.paths} <= {*TRANSPORTS}
+        assert io.paths
+    with IoPaths(["posix direct"], gpu=True) as io:
+        assert not io.gpu_paths
     with pytest.raises(InvalidArgument, match="nothing but the memory of a GPU"):
-        Engine([WAY])
+        IoPaths([WAY])
     assert not caplog.records
 
 
 @pytest.mark.parametrize("expected", [True, False])
-def test_an_engine_warns_only_of_what_was_to_be_expected_there(
+def test_io_paths_warns_only_of_what_was_to_be_expected_there(
     kvikio: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, expected: bool
 ) -> None:
     if expected:
@@ -172,12 +170,12 @@ def test_an_engine_warns_only_of_what_was_to_be_expected_there(
         kvikio.compatible = True
     with caplog.at_level(logging.INFO, "penstock"):
         for _ in range(2):
-            with Engine(gpu=True) as engine:
-                assert engine.ways and not engine.gpu_ways and "kvikio" in engine.unavailable
+            with IoPaths(gpu=True) as io:
+                assert io.paths and not io.gpu_paths and "kvikio" in io.unavailable
     (record,) = caplog.records
     assert record.levelno == (logging.INFO if expected else logging.WARNING)
     with pytest.raises(InvalidArgument, match=r"kvikio gpu-direct cannot be used.*kvikio: "):
-        Engine([WAY], gpu=True)
+        IoPaths([WAY], gpu=True)
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -267,14 +265,14 @@ def test_what_the_disk_says_is_passed_on(kvikio: StandIn, tmp_path: Path, error:
 
 
 def test_spill_space_moves_a_gpus_memory_beside_the_choice(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace([tmp_path, tmp_path], gpu=True) as space:
-        assert space.gpu_direct == WAY and not space.gpu_direct_only and WAY not in space.ways
+    with SpillSpace([tmp_path, tmp_path], SpillOptions(gpu=True)) as space:
+        assert space.gpu_direct == WAY and not space.gpu_direct_only and WAY not in space.paths
         memory, size = Memory(2 * len(DATA)), 5 * MIB + 1001
         source, target = memory.take(DATA[:size], 77), memory.take(bytes(size), 5)
         over = threading.Semaphore(0)
         extent = space.allocate(size)
-        for move, address in ((space.write_from_gpu, source), (space.read_to_gpu, target)):
-            move(extent, address, size, memory, lambda _: over.release())
+        for move, address in ((space.write, source), (space.read, target)):
+            move(extent, address, size, memory, lambda _: over.release(), on_gpu=True)
             assert over.acquire(timeout=WAIT_S)
         memory.expect(target, DATA[:size])
         # What one path wrote the other reads.
@@ -283,10 +281,10 @@ def test_spill_space_moves_a_gpus_memory_beside_the_choice(kvikio: StandIn, tmp_
         assert over.acquire(timeout=WAIT_S)
         memory.expect(target, DATA[:size])
         memory.check()
-        assert space.moved_bytes_by_way[WAY] == 2 * size
-        assert sum(space.moved_bytes_by_way.values()) == 3 * size
+        assert space.moved_bytes_by_path[WAY] == 2 * size
+        assert sum(space.moved_bytes_by_path.values()) == 3 * size
         assert (space.written_bytes, space.read_bytes) == (size, 2 * size)
-        assert all(entry.way != WAY for entry in space.choice.tables().entries)
+        assert all(entry.path != WAY for entry in space.choice.tables().entries)
         space.release(extent)
         assert space.used_bytes == 0
 
@@ -295,27 +293,29 @@ def test_spill_space_does_without_where_a_file_is_refused(
     kvikio: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kvikio.refusal = "GPUDirect Storage not supported on current file"
-    with SpillSpace(tmp_path, gpu=True) as space:
+    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
         assert space.gpu_direct is None
         assert kvikio.refusal in space.unavailable["kvikio"]
         with pytest.raises(InvalidArgument, match="directly"):
-            space.write_from_gpu(space.allocate(4096), 0, 4096, None, print)
+            space.write(space.allocate(4096), 0, 4096, None, print, on_gpu=True)
     assert caplog.text.count("kvikio is not used") == 1
     with pytest.raises(InvalidArgument, match=r"kvikio gpu-direct cannot be used.*not supported"):
-        SpillSpace(tmp_path, gpu=True, ways=[WAY])
+        SpillSpace(tmp_path, SpillOptions(gpu=True, paths=[WAY]))
 
 
 def test_spill_space_verifies_nothing_that_it_cannot_see(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, gpu=True, verify=True) as space:
+    with SpillSpace(tmp_path, SpillOptions(gpu=True, verify=True)) as space:
         assert space.gpu_direct is None and "verify" in space.unavailable["kvikio"]
 
 
 def test_the_page_cache_holds_nothing_of_it(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, gpu=True, page_cache_bytes=64 * MIB, pinned="posix buffered") as space:
+    with SpillSpace(
+        tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, pinned="posix buffered")
+    ) as space:
         extent = space.allocate(MIB)
         assert extent.space == "page cache"
         with pytest.raises(InvalidArgument, match="directly"):
-            space.read_to_gpu(extent, 0, MIB, None, print)
+            space.read(extent, 0, MIB, None, print, on_gpu=True)
 
 
 # -- the choice between the paths -------------------------------------------------------------------------
@@ -364,31 +364,31 @@ class Runner:
 
 @contextlib.contextmanager
 def runner(directory: Path, bounce_s: float = 0.0, **options: Any) -> Iterator[Runner]:
-    with SpillSpace(directory, gpu=True, **options) as space:
+    with SpillSpace(directory, SpillOptions(gpu=True, **options)) as space:
         yield Runner(space, bounce_s)
 
 
 @pytest.mark.parametrize("faster", ["direct", "bounce"])
 def test_the_faster_path_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
     class Memories(MemoryTransport):
-        ways = ("gpu-direct",)
+        methods = ("gpu-direct",)
 
     delay_s, bounce_s = (0.0, 0.03) if faster == "direct" else (0.03, 0.0)
     monkeypatch.setitem(GPU_TRANSPORTS, "kvikio", lambda: Memories(delay_s=delay_s))
     with runner(tmp_path, bounce_s, reexplore=0) as chosen:
         chosen.cycle(64 << 10, 15)
         assert chosen.paths.choice is not None
-        assert {entry.way for entry in chosen.paths.choice.tables().entries} == {BOUNCE, WAY}
+        assert {entry.path for entry in chosen.paths.choice.tables().entries} == {BOUNCE, WAY}
     # Three trials of each, for writes and for reads.
     assert chosen.bounced <= 6 if faster == "direct" else chosen.bounced >= 24
 
 
 def test_a_pinned_direct_path_moves_all_but_the_smallest(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, ways=[WAY], page_cache_bytes=64 * MIB) as pinned:
-        trial_bytes = pinned.space.moved_bytes_by_way[WAY]
+    with runner(tmp_path, paths=[WAY], page_cache_bytes=64 * MIB) as pinned:
+        trial_bytes = pinned.space.moved_bytes_by_path[WAY]
         moved = pinned.cycle(MIB, 5)
         assert pinned.bounced == 0
-        assert pinned.space.moved_bytes_by_way[WAY] - trial_bytes == 10 * MIB
+        assert pinned.space.moved_bytes_by_path[WAY] - trial_bytes == 10 * MIB
         assert pinned.waits == 10  # for the kernels, before each
         links = [one.link for one in moved]
         assert links == ["device_to_host", "disk_write", "disk_read", "host_to_device"] * 5
@@ -403,14 +403,14 @@ def test_what_outlives_a_step_goes_where_it_is_checksummed(kvikio: StandIn, tmp_
         for _ in range(10):
             both.paths.write(both.copy(storage, block, lasts=True), both._bounce)
         assert both.bounced == 10
-    with runner(tmp_path, ways=[WAY]) as pinned:
+    with runner(tmp_path, paths=[WAY]) as pinned:
         block = pinned.paths.allocate(MIB)
         pinned.paths.write(pinned.copy(storage, block, lasts=True), pinned._bounce)
         assert pinned.bounced == 0
 
 
 def test_other_ways_only_means_the_bounce_path_only(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, ways=["posix direct"]) as other:
+    with runner(tmp_path, paths=["posix direct"]) as other:
         other.cycle(MIB, 4)
         assert other.paths.choice is None and other.bounced == 8 and not kvikio.registered
 
@@ -435,12 +435,12 @@ def test_a_path_that_does_not_bring_bytes_back_is_not_used(
         ]
         assert bouncing.space.used_bytes == 0
     assert "kvikio is not used" in caplog.text
-    with pytest.raises(InvalidArgument, match="cannot be used"), runner(tmp_path, ways=[WAY]):
+    with pytest.raises(InvalidArgument, match="cannot be used"), runner(tmp_path, paths=[WAY]):
         pass
 
 
 def test_a_failed_transfer_is_reported_and_teaches_nothing(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, ways=[WAY]) as pinned:
+    with runner(tmp_path, paths=[WAY]) as pinned:
         storage = torch.UntypedStorage(MIB)
         block = pinned.paths.allocate(MIB)
         kvikio.move_error = errno.ENOSPC
@@ -455,13 +455,13 @@ def test_memory_is_kept_alive_until_it_was_moved(kvikio: StandIn, tmp_path: Path
             gone.set()
 
     gone, going, over = threading.Event(), threading.Event(), threading.Event()
-    with SpillSpace(tmp_path, gpu=True) as space:
+    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
         buffer, held = AlignedBuffer(MIB), Held()
         extent = space.allocate(MIB)
         try:
             for _ in range(8):
                 kvikio.pool.submit(going.wait)  # the transfer waits behind these
-            space.write_from_gpu(extent, buffer.address, MIB, held, lambda _: over.set())
+            space.write(extent, buffer.address, MIB, held, lambda _: over.set(), on_gpu=True)
             del held
             assert not gone.is_set()
         finally:

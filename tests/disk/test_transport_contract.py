@@ -32,31 +32,31 @@ from penstock.storage.transports.contract import (
 )
 from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.memory import MemoryTransport
-from penstock.storage.transports.posix import STAGING_BYTES, PosixTransport
-from penstock.storage.transports.uring import UringTransport
+from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
 from tests.disk.transports import DATA, FILE_BYTES, ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference
 
 HUGE_BYTES = 64 << 20
 
 
 class Case(NamedTuple):
-    """A transport, and the way its requests go. Adding one takes a line in CASES."""
+    """A transport, and the method of its requests. Adding one takes a line in CASES."""
 
     make: Callable[[], Transport]
-    way: str
+    method: str
     has_direct: bool = True  # False: as on a file system that takes no direct I/O
     memory: Callable[[int], Memory] = Memory
-    workers: int = 4  # threads of its own that carry out requests
+    workers: int = 4  # threads of its own that wait while a completion is told; 0 where one thread tells all
 
 
 CASES = {
-    **{f"posix {way}": Case(PosixTransport, way) for way in PosixTransport.ways},
-    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=3),
-    "posix direct, none there": Case(PosixTransport, "direct", has_direct=False),
-    "posix staged, none there": Case(PosixTransport, "staged", has_direct=False),
-    **{f"io_uring {way}": Case(UringTransport, way, workers=1) for way in UringTransport.ways},
+    **{f"posix {method}": Case(PosixTransport, method, workers=0) for method in PosixTransport.methods},
+    "posix direct, one thread": Case(lambda: PosixTransport(1), "direct", workers=1),
+    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=0),
+    "posix direct, none there": Case(PosixTransport, "direct", has_direct=False, workers=0),
+    "posix staged, none there": Case(PosixTransport, "staged", has_direct=False, workers=0),
+    **{f"io_uring {method}": Case(UringTransport, method, workers=1) for method in UringTransport.methods},
     "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
-    "faulty posix": Case(lambda: FaultyTransport(PosixTransport(), lambda request: 0), "direct"),
+    "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda request: 0), "direct", workers=1),
     "memory": Case(MemoryTransport, "direct"),
     "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped"),
 }
@@ -67,7 +67,7 @@ class Bench:
 
     def __init__(self, transport: Transport, case: Case, file: File, path: Path) -> None:
         self.transport = transport
-        self.way = case.way
+        self.method = case.method
         self.workers = case.workers
         self._make_memory = case.memory
         self._memories: list[Memory] = []
@@ -88,7 +88,7 @@ class Bench:
         return self.path.read_bytes()
 
     def request(self, kind: Kind, offset: int, address: int, size_bytes: int, **others: Any) -> Request:
-        return Request(kind, self.file, offset, address, size_bytes, **{"way": self.way, **others})
+        return Request(kind, self.file, offset, address, size_bytes, **{"method": self.method, **others})
 
     def run(self, *requests: Request) -> list[Completion]:
         """Submit, and wait for all."""
@@ -135,8 +135,8 @@ SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 12_289]
 COMBINATIONS = [
     *itertools.product(ODD, ODD, SIZES),
     *itertools.product([0, 511], [0, 511], [300_000]),
-    (511, 511, STAGING_BYTES - 1),
-    (511, 64, STAGING_BYTES + 4097),
+    (511, 511, SLOT_BYTES - 1),
+    (511, 64, SLOT_BYTES + 4097),
 ]
 
 
@@ -240,15 +240,15 @@ def test_many_threads_use_one_file_at_once(bench: Bench) -> None:
     bench.check_changes(ORIGINAL, {0: DATA[: threads * per_thread * size]})
 
 
-def test_each_way_reads_what_another_wrote(bench: Bench) -> None:
+def test_each_method_reads_what_another_wrote(bench: Bench) -> None:
     memory = bench.memory()
     offset, size = 12_345, 300_001
-    for turn, (writer, reader) in enumerate(itertools.product(bench.transport.ways, repeat=2)):
+    for turn, (writer, reader) in enumerate(itertools.product(bench.transport.methods, repeat=2)):
         data = DATA[turn : turn + size]
         source, target = memory.take(data, offset % PAGE), memory.take(bytes(size), offset % PAGE)
-        bench.done(bench.request("read", offset, target, size, way=reader))  # what caches may now hold
-        bench.done(bench.request("write", offset, source, size, way=writer))
-        bench.done(bench.request("read", offset, target, size, way=reader))
+        bench.done(bench.request("read", offset, target, size, method=reader))  # what caches may now hold
+        bench.done(bench.request("write", offset, source, size, method=writer))
+        bench.done(bench.request("read", offset, target, size, method=reader))
         memory.expect(target, data)
     memory.check()
 
@@ -287,7 +287,7 @@ def test_a_huge_request_completes_once(bench: Bench) -> None:
     for begin in range(0, size, FILE_BYTES):
         part = source.view()[begin : begin + FILE_BYTES]
         part[:] = DATA[: len(part)]
-    if bench.way == "mapped":
+    if bench.method == "mapped":
         os.posix_fallocate(bench.file.buffered, 0, size + 77)
     bench.done(bench.request("write", 77, source.address, size, keep=source))
     bench.done(bench.request("read", 77, target.address, size, keep=target))
@@ -296,7 +296,7 @@ def test_a_huge_request_completes_once(bench: Bench) -> None:
 
 
 def test_a_file_grows_to_the_byte(bench: Bench) -> None:
-    if bench.way == "mapped":
+    if bench.method == "mapped":
         pytest.skip("mappings do not let files grow")
     memory = bench.memory()
     data = DATA[:50_001]
@@ -328,8 +328,8 @@ def test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error(bench: Bench) 
 
 
 def test_a_mapping_beyond_the_end_of_the_file_is_an_error(bench: Bench) -> None:
-    if bench.way != "mapped" or isinstance(bench.transport, MemoryTransport):
-        pytest.skip("the other ways let the file grow")
+    if bench.method != "mapped" or isinstance(bench.transport, MemoryTransport):
+        pytest.skip("the other methods let the file grow")
     memory = bench.memory()
     address = memory.take(DATA[:100_000])
     for offset in (FILE_BYTES - 99_999, FILE_BYTES, FILE_BYTES + 100_000):
@@ -350,11 +350,11 @@ def test_a_bad_descriptor_fails_alone(bench: Bench) -> None:
     memory.check()
 
 
-def test_an_unknown_way_is_refused_before_anything_begins(bench: Bench) -> None:
+def test_an_unknown_method_is_refused_before_anything_begins(bench: Bench) -> None:
     memory = bench.memory()
     request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
-    with pytest.raises(ValueError, match="way"):
-        bench.run(request, request._replace(way="by mail"))
+    with pytest.raises(ValueError, match="method"):
+        bench.run(request, request._replace(method="by mail"))
     bench.transport.close()
     bench.check_changes(ORIGINAL, {})
 
@@ -411,6 +411,8 @@ class Hold:
     """Keeps a transport still: every thread that could begin a request waits in a completion."""
 
     def __init__(self, bench: Bench) -> None:
+        if not bench.workers:
+            pytest.skip("its threads carry out requests while a completion waits")
         self._released = threading.Event()
         holding = threading.Semaphore(0)
 

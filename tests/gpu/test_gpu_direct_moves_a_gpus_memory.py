@@ -19,7 +19,7 @@ import penstock
 from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
 from penstock.storage.files import open_file
-from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
@@ -30,10 +30,10 @@ from tests.disk.test_transport_contract import (  # noqa: F401
     test_a_bad_descriptor_fails_alone,
     test_a_file_grows_to_the_byte,
     test_an_exception_in_a_completion_stops_nothing,
-    test_an_unknown_way_is_refused_before_anything_begins,
+    test_an_unknown_method_is_refused_before_anything_begins,
     test_cancelled_requests_are_not_carried_out,
     test_close_waits_for_everything_and_is_idempotent,
-    test_each_way_reads_what_another_wrote,
+    test_each_method_reads_what_another_wrote,
     test_every_odd_combination_is_read,
     test_every_odd_combination_is_written,
     test_many_threads_use_one_file_at_once,
@@ -143,7 +143,7 @@ def test_a_file_that_is_open_for_reading_only_cannot_be_written(tmp_path: Path) 
 @pytest.mark.usefixtures("usable")
 def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
     size = 3 * MIB + 1001
-    with SpillSpace(tmp_path, gpu=True) as space:
+    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
         assert space.gpu_direct == WAY
         transfers: list[Transfer] = []
         over = threading.Semaphore(0)
@@ -158,14 +158,14 @@ def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
             on_gpu = content.cuda() if direct_first else target.cuda()
             torch.cuda.synchronize()
             if direct_first:
-                space.write_from_gpu(extent, on_gpu.data_ptr(), size, on_gpu, on_done)
+                space.write(extent, on_gpu.data_ptr(), size, on_gpu, on_done, on_gpu=True)
                 assert over.acquire(timeout=WAIT_S)
                 space.read(extent, target.data_ptr(), size, target, on_done)
                 assert over.acquire(timeout=WAIT_S)
             else:
                 space.write(extent, content.data_ptr(), size, content, on_done)
                 assert over.acquire(timeout=WAIT_S)
-                space.read_to_gpu(extent, on_gpu.data_ptr(), size, on_gpu, on_done)
+                space.read(extent, on_gpu.data_ptr(), size, on_gpu, on_done, on_gpu=True)
                 assert over.acquire(timeout=WAIT_S)
                 target = on_gpu.cpu()
             assert torch.equal(content, target)
@@ -176,9 +176,9 @@ def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("usable")
 def test_the_trial_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
     before = torch.cuda.get_rng_state()
-    with SpillSpace(tmp_path, gpu=True) as space:
+    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
         paths = Paths(space, torch.device("cuda"))
-        assert paths.choice is not None and {*paths.choice.ways} == {BOUNCE, WAY}
+        assert paths.choice is not None and {*paths.choice.paths} == {BOUNCE, WAY}
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 

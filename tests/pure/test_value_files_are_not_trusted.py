@@ -23,8 +23,9 @@ from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
-from penstock.storage.sharing import WayTables
-from penstock.storage.tables import Entry, Tables
+from penstock.storage.autotune.sharing import CostTables
+from penstock.storage.autotune.tables import Entry, Tables
+from penstock.studies import published
 
 from .traces import five_kernels, machine
 
@@ -121,7 +122,7 @@ def full_trace() -> Trace:
     return dataclasses.replace(trace, tensor_density=density, tensor_itemsize=itemsize)
 
 
-ENTRY = Entry(class_bytes=1 << 20, kind="write", way="x", domain="disk", samples=3, s_per_byte=1e-9)
+ENTRY = Entry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9)
 PUBLISHED = {
     "schema": published.TRACE_SCHEMA,
     "model": "tiny",
@@ -151,7 +152,7 @@ VALUES: dict[str, tuple[type, Any]] = {
         dataclasses.replace(machine(), measured_rates={"disk_read": ((4096, 1e8), (8192, 2e8))}),
     ),
     "timeline": (Timeline, spans()),
-    "tables": (WayTables, WayTables({"ext4 on x": Tables((ENTRY,))})),
+    "tables": (CostTables, CostTables({"ext4 on x": Tables((ENTRY,))})),
 }
 
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400]

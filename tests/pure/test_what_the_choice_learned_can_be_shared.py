@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile, SpillSpaceFull
-from penstock.storage.choose import Choice
-from penstock.storage.rounds import ChoiceReport
-from penstock.storage.tables import Entry, Tables, merge
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.rounds import ChoiceReport
+from penstock.storage.autotune.tables import Entry, Tables, merge
 
-from .ways import WAYS, Costs, Machine, train
+from .io_paths import PATHS, Costs, Machine, train
 
 MIB = 1 << 20
 COSTS: Costs = {
-    "write": dict(zip(WAYS, (1.0, 1.2, 1.3, 1.5, 2.0), strict=True)),
-    "read": dict(zip(WAYS, (1.0, 1.1, 0.9, 1.6, 1.9), strict=True)),
+    "write": dict(zip(PATHS, (1.0, 1.2, 1.3, 1.5, 2.0), strict=True)),
+    "read": dict(zip(PATHS, (1.0, 1.1, 0.9, 1.6, 1.9), strict=True)),
 }
 QUIET = {"sigma": 0.0, "outliers": 0.0}
 TABLES = st.builds(
     lambda entries: Tables(tuple(entries.values())),
     st.dictionaries(
         st.tuples(
-            st.sampled_from([4096, MIB]), st.sampled_from(["write", "read"]), st.sampled_from(list(WAYS))
+            st.sampled_from([4096, MIB]), st.sampled_from(["write", "read"]), st.sampled_from(list(PATHS))
         ),
         st.tuples(st.integers(1, 100), st.floats(1e-12, 1e-3)),
         max_size=12,
@@ -35,19 +35,19 @@ TABLES = st.builds(
 )
 
 
-def entry(class_bytes: int, kind: str, way: str, samples: int = 9, s_per_byte: float = 1e-9) -> Entry:
+def entry(class_bytes: int, kind: str, path: str, samples: int = 9, s_per_byte: float = 1e-9) -> Entry:
     return Entry(
         class_bytes=class_bytes,
         kind=kind,  # type: ignore[arg-type]
-        way=way,
-        domain=WAYS.get(way, "disk"),
+        path=path,
+        medium=PATHS.get(path, "disk"),
         samples=samples,
         s_per_byte=s_per_byte,
     )
 
 
 def learned(costs: Costs = COSTS, steps: int = 20) -> Choice:
-    choice = Choice(WAYS)
+    choice = Choice(PATHS)
     train(choice, Machine(costs, **QUIET), [MIB] * 10 + [64 * MIB] * 10, steps)
     return choice
 
@@ -66,31 +66,31 @@ def test_tables_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
 
 
 def test_loaded_tables_spare_the_first_trials() -> None:
-    again = Choice(WAYS, tables=learned().tables(), reexplore=0)
-    assert {again.way_to_write(MIB) for _ in range(20)} == {"io_uring direct"}
-    assert {again.way_to_read(64 * MIB, "disk") for _ in range(20)} == {"posix direct"}
-    assert Choice(WAYS, tables=learned().tables()).tables().rows()[0].write_samples == 3
+    again = Choice(PATHS, tables=learned().tables(), reexplore=0)
+    assert {again.path_to_write(MIB) for _ in range(20)} == {"io_uring direct"}
+    assert {again.path_to_read(64 * MIB, "disk") for _ in range(20)} == {"posix direct"}
+    assert Choice(PATHS, tables=learned().tables()).tables().rows()[0].write_samples == 3
 
 
 def test_loaded_tables_are_checked() -> None:
-    """A way became slower since, another faster: both are found out."""
+    """A path became slower since, another faster: both are found out."""
     costs: Costs = {
         "write": {**COSTS["write"], "io_uring direct": 9.0, "posix direct": 0.5},
         "read": COSTS["read"],
     }
-    again = Choice(WAYS, tables=learned().tables())
+    again = Choice(PATHS, tables=learned().tables())
     moved = train(again, Machine(costs, **QUIET), [MIB] * 20, 60)
-    used = Counter(moved.way for step in moved[50:] for moved in step if moved.kind == "write")
+    used = Counter(moved.path for step in moved[50:] for moved in step if moved.kind == "write")
     assert used.most_common(1)[0][0] == "posix direct"
-    first = Counter(moved.way for step in moved for moved in step if moved.kind == "write")
+    first = Counter(moved.path for step in moved for moved in step if moved.kind == "write")
     assert first["io_uring direct"] < 10
 
 
-def test_ways_no_longer_there_are_ignored_and_new_ones_are_tried() -> None:
-    ways = {way: domain for way, domain in WAYS.items() if way != "io_uring direct"}
-    ways |= {"kvikio gpu-direct": "disk", "posix mapped": "disk"}  # mapped now writes elsewhere
-    choice = Choice(ways, tables=learned().tables(), reexplore=0)
-    asked = Counter(choice.way_to_write(MIB) for _ in range(40))
+def test_paths_no_longer_there_are_ignored_and_new_ones_are_tried() -> None:
+    paths = {path: medium for path, medium in PATHS.items() if path != "io_uring direct"}
+    paths |= {"kvikio gpu-direct": "disk", "posix mapped": "disk"}  # mapped now writes elsewhere
+    choice = Choice(paths, tables=learned().tables(), reexplore=0)
+    asked = Counter(choice.path_to_write(MIB) for _ in range(40))
     assert asked == {"kvikio gpu-direct": 3, "posix mapped": 3, "io_uring staged": 34}
 
 
@@ -100,14 +100,14 @@ def test_merging_commutes_and_loses_nothing(a: Tables, b: Tables) -> None:
     assert both == merge(b, a)
     assert sum(one.samples for one in both.entries) == sum(one.samples for one in a.entries + b.entries)
     assert merge(both, Tables()) == both
-    by_key = {(one.class_bytes, one.kind, one.way): one.s_per_byte for one in both.entries}
+    by_key = {(one.class_bytes, one.kind, one.path): one.s_per_byte for one in both.entries}
     for one in a.entries + b.entries:
         others = [
             other.s_per_byte
             for other in a.entries + b.entries
-            if (other.class_bytes, other.kind, other.way) == (one.class_bytes, one.kind, one.way)
+            if (other.class_bytes, other.kind, other.path) == (one.class_bytes, one.kind, one.path)
         ]
-        merged = by_key[one.class_bytes, one.kind, one.way]
+        merged = by_key[one.class_bytes, one.kind, one.path]
         assert min(others) * (1 - 1e-12) <= merged <= max(others) * (1 + 1e-12)
 
 
@@ -128,9 +128,9 @@ def test_rows_mark_what_each_mode_uses() -> None:
         ("read", "posix buffered", "posix buffered"),
     ):
         rows = [row for row in tables.rows(mode) if row.class_bytes == MIB]  # type: ignore[arg-type]
-        assert [row.way for row in rows if row.writes] == [write]
-        assert [row.way for row in rows if row.reads] == [read]
-    rates = {row.way: row.write_bytes_per_s for row in tables.rows()}
+        assert [row.path for row in rows if row.writes] == [write]
+        assert [row.path for row in rows if row.reads] == [read]
+    rates = {row.path: row.write_bytes_per_s for row in tables.rows()}
     assert rates["posix mapped"] == pytest.approx(0.5e9)
     assert all(text in tables.describe() for text in ("io_uring direct  disk", "500.00 MB/s  ", "GB/s *"))
 
@@ -142,8 +142,8 @@ def test_an_entry_that_cannot_be_is_refused(change: dict[str, float]) -> None:
     values = {
         "class_bytes": MIB,
         "kind": "write",
-        "way": "a",
-        "domain": "d",
+        "path": "a",
+        "medium": "d",
         "samples": 1,
         "s_per_byte": 1e-9,
     }
@@ -154,14 +154,14 @@ def test_an_entry_that_cannot_be_is_refused(change: dict[str, float]) -> None:
 # Pins
 
 
-def test_one_way_can_be_pinned_for_everything() -> None:
-    moved = train(Choice(WAYS, pinned="posix buffered"), Machine(COSTS), [MIB, 64 * MIB] * 5, 5)
-    assert {moved.way for step in moved for moved in step} == {"posix buffered"}
+def test_one_path_can_be_pinned_for_everything() -> None:
+    moved = train(Choice(PATHS, pinned="posix buffered"), Machine(COSTS), [MIB, 64 * MIB] * 5, 5)
+    assert {moved.path for step in moved for moved in step} == {"posix buffered"}
 
 
 def test_the_most_exact_pin_counts() -> None:
     choice = Choice(
-        WAYS,
+        PATHS,
         pinned={
             "write": "posix direct",
             "4MiB": "posix buffered",
@@ -169,52 +169,52 @@ def test_the_most_exact_pin_counts() -> None:
             "read": "io_uring staged",
         },
     )
-    assert choice.way_to_write(MIB) == "posix direct"
-    assert choice.way_to_read(MIB, "disk") == "io_uring staged"
-    assert choice.way_to_write(5 * MIB) == "posix buffered", "a size stands for its class"
-    assert choice.way_to_read(5 * MIB, "page cache") == "posix mapped"
+    assert choice.path_to_write(MIB) == "posix direct"
+    assert choice.path_to_read(MIB, "disk") == "io_uring staged"
+    assert choice.path_to_write(5 * MIB) == "posix buffered", "a size stands for its class"
+    assert choice.path_to_read(5 * MIB, "page cache") == "posix mapped"
 
 
-def test_pinned_reads_leave_writes_a_choice_in_their_domain() -> None:
-    choice = Choice(WAYS, pinned={"read": "posix mapped"})
+def test_pinned_reads_leave_writes_a_choice_in_their_medium() -> None:
+    choice = Choice(PATHS, pinned={"read": "posix mapped"})
     moved = train(choice, Machine(COSTS, **QUIET), [MIB] * 20, 10)
-    written = Counter(moved.way for step in moved for moved in step if moved.kind == "write")
+    written = Counter(moved.path for step in moved for moved in step if moved.kind == "write")
     assert set(written) == {"posix buffered", "posix mapped"}
     assert written.most_common(1)[0][0] == "posix buffered"
-    assert {moved.way for step in moved for moved in step if moved.kind == "read"} == {"posix mapped"}
+    assert {moved.path for step in moved for moved in step if moved.kind == "read"} == {"posix mapped"}
 
 
-def test_what_lies_in_another_domain_can_still_be_read() -> None:
-    assert WAYS[Choice(WAYS, pinned="posix buffered").way_to_read(MIB, "disk")] == "disk"
+def test_what_lies_in_another_medium_can_still_be_read() -> None:
+    assert PATHS[Choice(PATHS, pinned="posix buffered").path_to_read(MIB, "disk")] == "disk"
 
 
-def test_a_pinned_way_without_room_is_an_error_not_another_way() -> None:
+def test_a_pinned_path_without_room_is_an_error_not_another_path() -> None:
     with pytest.raises(SpillSpaceFull, match="'page cache' only, as pinned"):
-        Choice(WAYS, pinned="posix buffered").way_to_write(MIB, {"disk"})
+        Choice(PATHS, pinned="posix buffered").path_to_write(MIB, {"disk"})
 
 
 @pytest.mark.parametrize(
     ("pinned", "said"),
     [
-        ("pigeon", "'pigeon' is no way .* 'io_uring direct', .*'posix mapped'"),
-        ({"write": "pigeon"}, "ways are"),
+        ("pigeon", "'pigeon' is no path .* 'io_uring direct', .*'posix mapped'"),
+        ({"write": "pigeon"}, "paths are"),
         ({"wirte": "posix direct"}, "'wirte' cannot be pinned: write 'write', 'read'"),
         ({"write 0": "posix direct"}, "'write 0' cannot be pinned"),
-        ({"write": "posix direct", "read": "posix mapped"}, "pin both to one domain"),
+        ({"write": "posix direct", "read": "posix mapped"}, "pin both to one medium"),
         ({"write": "posix direct", "4MiB": "posix direct", "read 4MiB": "posix mapped"}, "4.00 MiB and more"),
     ],
 )
 def test_pins_that_cannot_be_are_refused(pinned: str | dict[str, str], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        Choice(WAYS, pinned=pinned)
+        Choice(PATHS, pinned=pinned)
 
 
 # The report
 
 
 def two_halves(steps: int = 150) -> ChoiceReport:
-    """A machine on which the best way changes a third of the way through."""
-    machine, choice = Machine(COSTS, seed=3), Choice(WAYS, reexplore=0.05)
+    """A machine on which the best path changes a third of the path through."""
+    machine, choice = Machine(COSTS, seed=3), Choice(PATHS, reexplore=0.05)
     train(choice, machine, [MIB] * 20, steps)
     machine.cost = Machine({**COSTS, "write": {**COSTS["write"], "io_uring staged": 0.4}}).cost
     train(choice, machine, [MIB] * 20, 2 * steps)
@@ -230,8 +230,8 @@ def test_report_counts_add_up() -> None:
         shares = report.shares[row.kind]
         assert shares["Best"].best == pytest.approx(row.wins[row.best] / row.rounds)
         assert shares["First"].best == pytest.approx(row.wins[row.first] / row.rounds)
-        for way, wins in row.wins.items():
-            assert shares[way].best == pytest.approx(wins / row.rounds)
+        for path, wins in row.wins.items():
+            assert shares[path].best == pytest.approx(wins / row.rounds)
         assert all(share.speed is not None and 0 < share.speed <= 1 for share in shares.values())
         assert sum(
             share.best for policy, share in shares.items() if policy not in ("First", "Running", "Best")
@@ -249,7 +249,7 @@ def test_report_tells_first_from_running() -> None:
     assert "io_uring staged" in report.describe() and "rounds won" in report.describe()
 
 
-def test_writes_with_their_reads_are_won_by_pairs_of_one_domain() -> None:
+def test_writes_with_their_reads_are_won_by_pairs_of_one_medium() -> None:
     report = learned(steps=60).report()
     for row in report.rows:
         if row.kind == "write+read":
@@ -259,6 +259,6 @@ def test_writes_with_their_reads_are_won_by_pairs_of_one_domain() -> None:
 
 
 def test_a_report_before_the_first_round_is_empty() -> None:
-    choice = Choice(WAYS)
+    choice = Choice(PATHS)
     choice.observe("write", MIB, "posix direct", 1e-3)
     assert choice.report().rows == () and choice.report().describe() == ""

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from penstock.errors import BudgetTooSmall, SpillError, SpillSpaceFull
-from penstock.storage.spill import SpillSpace
+from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.posix import PosixTransport
+from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedRun, checked_run
 
 TENSORS, ELEMENTS = 10, 3000  # 12,000 bytes: three staging buffers each
@@ -51,7 +51,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def spill(disk: Disk, tmp_path: Path) -> Iterator[SpillSpace]:
-    with SpillSpace(tmp_path, ways=["posix direct"]) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as space:
         yield space
         if disk.hang is not None:
             disk.hang.set()
@@ -109,7 +109,10 @@ def test_a_failed_transfer_loses_nothing(error: int, spill: SpillSpace, disk: Di
 
 
 def test_a_full_spill_space_is_an_error_and_the_next_step_works(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, 3 * 12288) as spill, checked_run(spill, BUDGET, host_bytes=0) as run:
+    with (
+        SpillSpace(tmp_path, SpillOptions(capacity_bytes=3 * 12288)) as spill,
+        checked_run(spill, BUDGET, host_bytes=0) as run,
+    ):
         tensors = [torch.full((ELEMENTS,), float(index)) for index in range(6)]
         with pytest.raises(SpillSpaceFull, match="disk budget"):
             tensors += [torch.full((ELEMENTS,), float(index)) for index in range(6, 12)]

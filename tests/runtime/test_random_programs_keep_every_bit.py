@@ -15,7 +15,7 @@ import torch
 from penstock.capture.recorder import make_trace
 from penstock.runtime.clock import Recording
 from penstock.runtime.schedule import Action, Evict, Prefetch, Release, Schedule, unplanned
-from penstock.storage.spill import SpillSpace
+from penstock.storage.spill import SpillOptions, SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
 
@@ -26,7 +26,7 @@ PARTS = 10
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, ways=["posix buffered"], page_cache_bytes=64 << 20) as space:
+    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as space:
         yield space
 
 

@@ -35,8 +35,8 @@ class Held(NamedTuple):
 
 
 def is_of_an_abc(thing: object) -> bool:
-    """Python's caches of `isinstance` for abstract classes hold a weak reference, and its callback, for each class
-    that was ever asked about, by whomever."""
+    """Python's caches of `isinstance` for abstract classes hold a weak reference, and its callback, for each
+    class that was ever asked about, by whomever."""
     callback = thing.__callback__ if type(thing) is weakref.ReferenceType else thing
     return isinstance(callback, BuiltinFunctionType) and callback.__name__ == "_destroy"
 

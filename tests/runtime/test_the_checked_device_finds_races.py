@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.copies import DEMAND, CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY, LEAVING
-from penstock.storage.spill import SpillSpace
+from penstock.storage.spill import SpillOptions, SpillSpace
 from tests.support.checked import (
     CheckedDriver,
     CheckedEvent,
@@ -29,7 +29,7 @@ TRIES = 12
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, ways=["posix buffered"], page_cache_bytes=64 << 20) as space:
+    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as space:
         yield space
 
 

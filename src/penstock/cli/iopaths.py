@@ -13,8 +13,8 @@ import numpy as np
 from penstock.cli.output import Answer, Table, own_files
 from penstock.runtime.run import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.tables import Tables
+from penstock.storage.autotune.tables import Tables
+from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 
 SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
@@ -26,14 +26,14 @@ def io_paths(options: Namespace) -> Answer:
         own_files(),
         SpillSpace(
             directories,
-            page_cache_bytes=options.page_cache_budget,
-            tables_path=options.io_costs,
-            reexplore=0.5,
+            SpillOptions(
+                page_cache_bytes=options.page_cache_budget, tables_path=options.io_costs, reexplore=0.5
+            ),
         ) as space,
     ):
         _transfer(space, options.seconds)
         tables = space.tables()
-        known = [f"{path.name}: bytes go to the {path.domain}" for path in space.ways.values()]
+        known = [f"{path.name}: bytes go to the {path.medium}" for path in space.paths.values()]
         missing = [f"{transport} is not used: {why}" for transport, why in space.unavailable.items()]
         device = space.device_kind
         unavailable = dict(space.unavailable)
@@ -73,7 +73,7 @@ def _transfer(space: SpillSpace, seconds: float) -> None:
 def _table(tables: Tables) -> Table:
     rows = [
         (
-            f"{format_bytes(row.class_bytes)} {row.way}",
+            f"{format_bytes(row.class_bytes)} {row.path}",
             _rate(row.write_bytes_per_s),
             _rate(row.read_bytes_per_s),
             "both"

@@ -49,9 +49,9 @@ from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
-from penstock.storage.rounds import ChoiceReport
-from penstock.storage.spill import Directories, SpillSpace, as_paths
-from penstock.storage.tables import Tables
+from penstock.storage.autotune.rounds import ChoiceReport
+from penstock.storage.autotune.tables import Tables
+from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
 from penstock.units import format_bytes, parse_bytes, parse_endurance
 
 # Planning takes no longer than so many steps of the trace, within these limits.
@@ -288,13 +288,15 @@ class Offload:
         )
         self._spill = SpillSpace(
             spill_dirs,
-            disk_budget_bytes,
-            page_cache_bytes=page_cache_bytes,
-            ways=io_paths,
-            tables_path=io_costs,
-            reexplore=reexplore,
-            verify=verify_spill,
-            gpu=not on_cpu,
+            SpillOptions(
+                capacity_bytes=disk_budget_bytes,
+                page_cache_bytes=page_cache_bytes,
+                paths=io_paths,
+                tables_path=io_costs,
+                reexplore=reexplore,
+                verify=verify_spill,
+                gpu=not on_cpu,
+            ),
         )
         self._device: Device
         try:
@@ -526,7 +528,7 @@ class Offload:
     @property
     def io_paths(self) -> tuple[str, ...]:
         """The I/O paths of this machine between memory and disk."""
-        return (*self._spill.ways, *filter(None, [self._spill.gpu_direct]))
+        return (*self._spill.paths, *filter(None, [self._spill.gpu_direct]))
 
     def io_costs(self) -> Tables:
         """What each I/O path costs, by size of tensor, as far as it is known."""
@@ -578,7 +580,7 @@ class Offload:
             operators=self._operators,
             disk_bytes=self._spill.file_bytes,
             moved_bytes_by_io_path={
-                path: size for path, size in self._spill.moved_bytes_by_way.items() if size
+                path: size for path, size in self._spill.moved_bytes_by_path.items() if size
             },
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,

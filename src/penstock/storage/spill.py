@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import errno
-import logging
-import math
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import align_up
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.rounds import ChoiceReport
+from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
+from penstock.storage.autotune.tables import Mode, Tables
 from penstock.storage.checksum import crc32c_at
-from penstock.storage.choose import Choice
-from penstock.storage.directions import DirectionQueue
-from penstock.storage.engine import Engine, Way
-from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
-from penstock.storage.rounds import ChoiceReport
-from penstock.storage.sharing import add_tables, device_kind, read_tables
+from penstock.storage.extents import ALIGNMENT_BYTES, Extent
+from penstock.storage.io_paths import IoPath, IoPaths
+from penstock.storage.region import Region
+from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
 from penstock.storage.spillfile import SpillFile
-from penstock.storage.stripes import Stripes
-from penstock.storage.tables import Mode, Tables
-from penstock.storage.transports import DEMAND, EVICT, Completion, Kind, Request
+from penstock.storage.transports import DEMAND, EVICT, Completion
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
-logger = logging.getLogger("penstock")
+__all__ = ["Directories", "OnDone", "SpillOptions", "SpillSpace", "Transfer", "as_paths"]
 
-
-class Transfer(NamedTuple):
-    """A write or a read that is over.
-
-    error                  None, or what went wrong: then the destination holds anything
-    started_s, finished_s  time.perf_counter() when its first piece began and its last one ended
-    """
-
-    error: SpillError | None
-    started_s: float
-    finished_s: float
-
-
-OnDone = Callable[[Transfer], None]
-
-# Of the transfers by the way in use, one in so many is measured, to see whether it is still the best.
+# Of the transfers by the I/O path in use, one in so many is measured, to see whether it is still the best.
 _MEASURED_EVERY = 64
 
 TIMEOUT_S = 120.0
-
-_CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -65,113 +43,111 @@ def as_paths(directories: Directories) -> list[Path]:
     return paths
 
 
-class SpillSpace:
-    """Extents of spill space, written from memory and read back in the background. A context manager.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillOptions:
+    """What a spill space may use, and how it chooses.
 
-    directories       where the spill files go; with several, every tensor is striped over all of them
     capacity_bytes    most bytes on disk, None for as many as the disks hold
-    page_cache_bytes  most bytes to leave in the page cache, which is memory: ways that pass through it
+    page_cache_bytes  most bytes to leave in the page cache, which is memory: I/O paths that pass through it
                       are tried only if this is above zero
-    ways              names of the ways that may be used, None for all there are
+    paths             names of the I/O paths that may be used, None for all there are
     mode, reexplore, pinned   as of Choice
-    tables_path       a file that other processes share: read now, added to by `save_tables`, and on
-                      `close`
+    tables_path       a file of I/O cost tables that other processes share: read at the beginning, added to by
+                      `save_tables`, and on `close`
     verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
                       a gigabyte each
-    gpu               also look for a way between the memory of a GPU and the disk
+    gpu               also look for an I/O path between the memory of a GPU and the disk
     timeout_s         the disk hangs where no transfer ends for so long: then what waits for its turn
                       fails, and so does `close`. What the system has begun cannot be taken back: its
                       memory stays in use
+    """
 
-    ways, unavailable   as of Engine
-    choice              chooses among the ways, and learns
-    gpu_direct          name of the way between the memory of a GPU and the disk, None where there is
-                        none. It is not among ``ways``: who has the memory chooses it
-    gpu_direct_only     no other way was wanted
+    capacity_bytes: int | None = None
+    page_cache_bytes: int = 0
+    paths: Sequence[str] | None = None
+    mode: Mode = "write+read"
+    reexplore: float = 0.005
+    pinned: str | Mapping[str, str] | None = None
+    tables_path: Path | None = None
+    verify: bool = False
+    gpu: bool = False
+    timeout_s: float = TIMEOUT_S
+
+
+class SpillSpace:
+    """Extents of spill space, written from memory and read back in the background. A context manager.
+
+    directories   where the spill files go; with several, every tensor is striped over all of them
+
+    paths, unavailable  as of IoPaths
+    choice              chooses among the I/O paths, and learns
+    gpu_direct          name of the I/O path between the memory of a GPU and the disk, None where there is
+                        none. It is not among ``paths``: who has the memory chooses it
+    gpu_direct_only     no other I/O path was wanted
     device_kind         what the directories lie on
     direct              every file can bypass the page cache
-    written_bytes, read_bytes, moved_bytes_by_way   moved so far
+    written_bytes, read_bytes, moved_bytes_by_path   moved so far
 
     Every method may be called from any thread. Raises SpillError where a directory cannot be used.
     """
 
-    def __init__(
-        self,
-        directories: Directories,
-        capacity_bytes: int | None = None,
-        *,
-        page_cache_bytes: int = 0,
-        ways: Sequence[str] | None = None,
-        mode: Mode = "write+read",
-        reexplore: float = 0.005,
-        pinned: str | Mapping[str, str] | None = None,
-        tables_path: Path | None = None,
-        verify: bool = False,
-        gpu: bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        paths = as_paths(directories)
-        self.timeout_s = timeout_s
-        self._capacity_bytes = capacity_bytes
+    def __init__(self, directories: Directories, options: SpillOptions | None = None) -> None:
+        self.options = options = options or SpillOptions()
+        directories = as_paths(directories)
+        capacity_bytes, page_cache_bytes = options.capacity_bytes, options.page_cache_bytes
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
-        self._engine = Engine(ways, domains=None if page_cache_bytes else ("disk",), gpu=gpu)
-        self.ways = self._engine.ways
-        self._regions: dict[str, _Region] = {}
+        media = None if page_cache_bytes else ("disk",)
+        self._io = IoPaths(options.paths, media=media, gpu=options.gpu)
+        self.paths = self._io.paths
+        self._regions: dict[str, Region] = {}
         self._swap: SpillFile | None = None
         try:
-            self._regions["disk"] = _Region("disk", paths, capacity_bytes)
-            if any(way.domain == "page cache" for way in self._engine.ways.values()):
-                self._regions["page cache"] = _Region("page cache", paths, page_cache_bytes)
-            self.device_kind = device_kind(paths)
+            self._regions["disk"] = Region("disk", directories, capacity_bytes)
+            if any(path.medium == "page cache" for path in self.paths.values()):
+                self._regions["page cache"] = Region("page cache", directories, page_cache_bytes)
+            self.device_kind = device_kind(directories)
             self.choice = Choice(
-                {way.name: way.domain for way in self.ways.values()},
-                mode=mode,
-                reexplore=reexplore,
-                pinned=pinned,
-                copying=[way.name for way in self.ways.values() if way.kind == "staged"],
-                tables=read_tables(tables_path, self.device_kind) if tables_path else None,
+                {path.name: path.medium for path in self.paths.values()},
+                mode=options.mode,
+                reexplore=options.reexplore,
+                pinned=options.pinned,
+                copying=[path.name for path in self.paths.values() if path.method == "staged"],
+                tables=read_tables(options.tables_path, self.device_kind) if options.tables_path else None,
             )
-            self._gpu_way = self._usable_gpu_way(verify)
+            self._gpu_path = self._usable_gpu_path()
         except BaseException:
             self._close_files()
-            self._engine.close()
+            self._io.close()
             raise
-        self.unavailable = self._engine.unavailable
+        self.unavailable = self._io.unavailable
         self.direct = self._regions["disk"].direct
-        self.gpu_direct_only = (
-            ways is not None and self.gpu_direct is not None and set(ways) == {self.gpu_direct}
-        )
-        self.moved_bytes_by_way: dict[str, int] = dict.fromkeys((*self.ways, *self._engine.gpu_ways), 0)
-        self._tables_path = tables_path
+        self.gpu_direct_only = self.gpu_direct is not None and set(options.paths or ()) == {self.gpu_direct}
+        self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
         self.written_bytes = 0
         self.read_bytes = 0
-        self._verify = verify
+        self._scheduler = Scheduler(options.timeout_s, self._error, self._note, self.hang_error)
+        self._lock = self._scheduler.lock
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
-        self._chosen: dict[Extent, str] = {}  # the way to write, from allocation on
-        self._queues: dict[Kind, DirectionQueue[PendingTransfer]] = {
-            "write": DirectionQueue(),
-            "read": DirectionQueue(),
-        }
-        self._first_directory = paths[0]
-        self._watch: threading.Timer | None = None  # while something waits for its turn
-        self._hangs = False  # `close` gave up
-        self._starting = threading.local()
-        self._telling: set[PendingTransfer] = set()  # they are over, and somebody is being told
-        self._asked: dict[Kind, int] = {"write": 0, "read": 0}
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        # From allocation on: the I/O path to write by, and whether that explores.
+        self._chosen: dict[Extent, tuple[str, bool]] = {}
+        self._asked_writes = self._asked_reads = 0
+        self._first_directory = directories[0]
         self._closed = False
 
     @property
+    def timeout_s(self) -> float:
+        return self.options.timeout_s
+
+    @property
     def gpu_direct(self) -> str | None:
-        return None if self._gpu_way is None else self._gpu_way.name
+        return None if self._gpu_path is None else self._gpu_path.name
 
     @property
     def place_text(self) -> str:
         """The directories, for messages."""
-        return ", ".join(str(file.directory) for file in self._regions["disk"].files)
+        return self._regions["disk"].place_text
 
     @property
     def used_bytes(self) -> int:
@@ -204,8 +180,8 @@ class SpillSpace:
             if self._swap is None:
                 self._swap = SpillFile(self._first_directory)
             left_bytes = self._swap.free_bytes() + self._swap_bytes()
-            if self._capacity_bytes is not None:
-                left_bytes = min(left_bytes, max(self._capacity_bytes - self.used_bytes, 0))
+            if (most_bytes := self.options.capacity_bytes) is not None:
+                left_bytes = min(left_bytes, max(most_bytes - self.used_bytes, 0))
             if capacity_bytes is not None:
                 left_bytes = min(left_bytes, capacity_bytes)
             return self._swap.file.direct, self._swap.file.buffered, left_bytes
@@ -218,17 +194,20 @@ class SpillSpace:
         with self._lock:
             self._check_open()
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
-            self._leave_room_to_swap(size_bytes)
-            way = self.choice.way_to_write(size_bytes, ("disk",) if on_disk else self._roomy(size_bytes))
+            if self._swap is not None:
+                self._leave_room_to_swap(size_bytes)
+            media = ("disk",) if on_disk else self._roomy(size_bytes)
+            name = self.choice.path_to_write(size_bytes, media)
             try:
-                extent = self._regions[self.ways[way].domain].allocate(size_bytes)
+                extent = self._regions[self.paths[name].medium].allocate(size_bytes)
             except SpillSpaceFull:
-                self.choice.withdraw("write", size_bytes, way)
-                if self.ways[way].domain == "disk":
+                if self.choice.explores:
+                    self.choice.withdraw("write", size_bytes, name)
+                if self.paths[name].medium == "disk":
                     raise
-                way = self.choice.way_to_write(size_bytes, ("disk",))  # the room was in pieces
+                name = self.choice.path_to_write(size_bytes, ("disk",))  # the room was in pieces
                 extent = self._regions["disk"].allocate(size_bytes)
-            self._chosen[extent] = way
+            self._chosen[extent] = name, self.choice.explores
             return extent
 
     def release(self, extent: Extent) -> None:
@@ -236,8 +215,7 @@ class SpillSpace:
         with self._lock:
             self._checksums.pop((extent.space, extent.offset), None)
             self._regions[extent.space].extents.release(extent)
-            if (unused := self._chosen.pop(extent, None)) is not None:
-                self.choice.withdraw("write", extent.size_bytes, unused)
+            self._withdraw(extent)
 
     def write(
         self,
@@ -249,7 +227,8 @@ class SpillSpace:
         *,
         checksum: bool = False,
         priority: int = EVICT,
-    ) -> PendingTransfer:
+        on_gpu: bool = False,
+    ) -> Transfer:
         """Copy memory to the extent; ``on_done`` is called once, on any thread, maybe before this returns.
 
         address    of the memory; a multiple of 4096 spares a copy
@@ -258,24 +237,47 @@ class SpillSpace:
                    verify everything
         priority   DEMAND, PREFETCH or EVICT: which of those that wait for the disk goes first, of both
                    directions. A demand waits for no measurement
+        on_gpu     the memory is that of a GPU, ``address`` a device pointer, and what makes the content there
+                   is over. The extent is on disk, and the I/O path `gpu_direct`
         """
-        self._check(extent, size_bytes)
+        if self._closed or not 0 < size_bytes <= extent.size_bytes:
+            self._refuse(extent, size_bytes)
         with self._lock:
-            name = self._chosen.pop(extent, None)
-            if name is None:  # it is written once more
-                name = self.choice.way_to_write(extent.size_bytes, (extent.space,))
-        self._checksums.pop((extent.space, extent.offset), None)
-        return self._add(
+            self._checksums.pop((extent.space, extent.offset), None)
+            if on_gpu:
+                self._withdraw(extent)
+                path, explores = self._path_to_gpu(extent), False
+            elif (chosen := self._chosen.pop(extent, None)) is not None:
+                path, explores = self.paths[chosen[0]], chosen[1]
+            else:  # it is written once more
+                path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
+                explores = self.choice.explores
+            self._asked_writes += not on_gpu
+            measured = explores or (not on_gpu and not self._asked_writes % _MEASURED_EVERY)
+            region, end = self._regions[extent.space], extent.offset + extent.size_bytes
+            # Where nothing was written before, a write costs more, once: pages and blocks are made.
+            rehearsed = measured and end > region.written_bytes
+            region.written_bytes = max(region.written_bytes, end)
+        checked = not on_gpu and (checksum or self.options.verify)
+        transfer = Transfer(
+            self._scheduler,
             "write",
-            self.ways[name],
+            path,
             extent,
             address,
             size_bytes,
             keep,
             on_done,
             priority,
-            self._verify or checksum,
+            measured,
+            checked,
         )
+        transfer.explores, transfer.rehearsed = explores, rehearsed
+        # Pages of the page cache that are made by mapping them are small: the first time it is "buffered".
+        method = "buffered" if rehearsed and path.method == "mapped" else path.method
+        transfer.requests = region.requests(transfer, method)
+        self._scheduler.submit(transfer)
+        return transfer
 
     def read(
         self,
@@ -286,83 +288,67 @@ class SpillSpace:
         on_done: OnDone,
         *,
         priority: int = DEMAND,
-    ) -> PendingTransfer:
-        """Copy from the extent to memory; as `write`."""
-        self._check(extent, size_bytes)
+        on_gpu: bool = False,
+    ) -> Transfer:
+        """Copy from the extent to memory; as `write`. On a GPU, what used the memory before is over."""
+        if self._closed or not 0 < size_bytes <= extent.size_bytes:
+            self._refuse(extent, size_bytes)
         with self._lock:
-            # What cannot be measured teaches nothing: it goes by the way that is known to be good.
-            explore = priority != DEMAND or self._queues["read"].is_idle
-            name = self.choice.way_to_read(extent.size_bytes, extent.space, explore)
-        return self._add("read", self.ways[name], extent, address, size_bytes, keep, on_done, priority)
+            if on_gpu:
+                path, explores = self._path_to_gpu(extent), False
+            else:
+                # What cannot be measured teaches nothing: it goes by the path that is known to be good.
+                explore = priority != DEMAND or self._scheduler.is_idle("read")
+                path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
+                explores = self.choice.explores
+            self._asked_reads += not on_gpu
+            measured = explores or (not on_gpu and not self._asked_reads % _MEASURED_EVERY)
+        checked = not on_gpu and (extent.space, extent.offset) in self._checksums
+        transfer = Transfer(
+            self._scheduler,
+            "read",
+            path,
+            extent,
+            address,
+            size_bytes,
+            keep,
+            on_done,
+            priority,
+            measured,
+            checked,
+        )
+        transfer.explores = explores
+        transfer.requests = self._regions[extent.space].requests(transfer, path.method)
+        self._scheduler.submit(transfer)
+        return transfer
 
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
         region = self._regions[extent.space]
         return [
-            (
-                region.files[segment.file].file.buffered,
-                segment.offset,
-                segment.begin,
-                segment.size_bytes,
-            )
-            for segment in region.stripes.segments(extent.offset, size_bytes)
+            (region.files[file].file.buffered, offset, begin, segment_bytes)
+            for file, offset, begin, segment_bytes in region.segments(extent, size_bytes)
         ]
-
-    def write_from_gpu(
-        self,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        *,
-        priority: int = EVICT,
-    ) -> PendingTransfer:
-        """As `write`, from the memory of a GPU, by `gpu_direct`. The extent is on disk.
-
-        address   a device pointer. What makes the content there is over
-        """
-        self._check(extent, size_bytes)
-        with self._lock:
-            if (unused := self._chosen.pop(extent, None)) is not None:
-                self.choice.withdraw("write", extent.size_bytes, unused)
-        way = self._way_to_gpu(extent)
-        return self._add("write", way, extent, address, size_bytes, keep, on_done, priority)
-
-    def read_to_gpu(
-        self,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        *,
-        priority: int = DEMAND,
-    ) -> PendingTransfer:
-        """As `read`, to the memory of a GPU, by `gpu_direct`. What used the memory before is over."""
-        self._check(extent, size_bytes)
-        way = self._way_to_gpu(extent)
-        return self._add("read", way, extent, address, size_bytes, keep, on_done, priority)
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""
-        if (way := self._gpu_way) is not None:
-            self._gpu_way = None
-            self._engine.give_up(way, reason)
+        if (path := self._gpu_path) is not None:
+            self._gpu_path = None
+            self._io.give_up(path, reason)
 
     def save_tables(self) -> None:
         """Add what was learned to the file that was given as ``tables_path``, if any."""
-        if self._tables_path is not None:
-            add_tables(self._tables_path, self.device_kind, self.tables(), self.timeout_s)
+        if (path := self.options.tables_path) is not None:
+            add_tables(path, self.device_kind, self.tables(), self.timeout_s)
 
     def tables(self) -> Tables:
-        """What the ways cost, as far as it is known."""
+        """What the I/O paths cost, as far as it is known."""
         with self._lock:
             return self.choice.tables()
 
     def report(self) -> ChoiceReport:
-        """How often each way was the fastest."""
+        """How often each I/O path was the fastest."""
         with self._lock:
             return self.choice.report()
 
@@ -375,11 +361,10 @@ class SpillSpace:
         with self._lock:
             first = not self._closed
             self._closed = True
-            if self._watch is not None:
-                self._watch.cancel()
-        timeout_s = 0.0 if self._hangs else self.timeout_s
-        if not self._drain(timeout_s) or not self._engine.close(timeout_s):
-            self._give_up()
+        timeout_s = 0.0 if self._scheduler.hangs else self.timeout_s
+        if not self._scheduler.close(timeout_s) or not self._io.close(timeout_s):
+            self._scheduler.give_up()
+            self._io.close(0.0)
             raise self.hang_error()
         self._close_files()
         if first:
@@ -400,6 +385,52 @@ class SpillSpace:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- what the scheduler asks ---------------------------------------------------------------
+
+    def _error(self, transfer: Transfer, failed: Completion | None) -> SpillError | None:
+        """What is wrong with a transfer that is over. One that is checked is checksummed here, on a thread
+        that is not the program's."""
+        extent, size_bytes = transfer.extent, transfer.size_bytes
+        region = self._regions[extent.space]
+        if failed is not None:
+            hung = failed.error_number == errno.ECANCELED and self._scheduler.hangs
+            return self.hang_error() if hung else region.error(failed)
+        found = crc32c_at(transfer.address, size_bytes)
+        key = extent.space, extent.offset
+        if transfer.kind == "write":
+            self._checksums[key] = found, size_bytes
+            return None
+        written, written_bytes = self._checksums.get(key, (found, size_bytes))
+        if written_bytes != size_bytes or written == found:
+            return None
+        return SpillError(
+            f"{format_bytes(size_bytes)} came back from {region.place_text} other than they were written: "
+            "the disk, its driver or memory is at fault. Check them (dmesg, smartctl), and choose another "
+            "spill_dir."
+        )
+
+    def _note(self, transfer: Transfer, now_s: float) -> None:
+        """What a transfer cost that is over. Called with the lock."""
+        kind, name, moved = transfer.kind, transfer.path.name, transfer.error is None
+        if moved and transfer.measured:
+            self.choice.observe(kind, transfer.extent.size_bytes, name, now_s - transfer.began_s)
+        elif transfer.explores:
+            self.choice.withdraw(kind, transfer.extent.size_bytes, name)
+        if moved:
+            if kind == "write":
+                self.written_bytes += transfer.size_bytes
+            else:
+                self.read_bytes += transfer.size_bytes
+            self.moved_bytes_by_path[name] += transfer.size_bytes
+
+    def _withdraw(self, extent: Extent) -> None:
+        """The extent is not going to be written by the I/O path that was chosen."""
+        name, explores = self._chosen.pop(extent, ("", False))
+        if explores:
+            self.choice.withdraw("write", extent.size_bytes, name)
+
+    # -- the rest ------------------------------------------------------------------------------
+
     def _close_files(self) -> None:
         for region in self._regions.values():
             region.close()
@@ -411,424 +442,44 @@ class SpillSpace:
         return 0 if self._swap is None else os.fstat(self._swap.file.buffered).st_blocks * 512
 
     def _leave_room_to_swap(self, size_bytes: int) -> None:
-        if self._swap is None or self._capacity_bytes is None:
+        if (capacity_bytes := self.options.capacity_bytes) is None:
             return
         swap_bytes, used_bytes = self._swap_bytes(), self.used_bytes
-        if (missing_bytes := swap_bytes + used_bytes + size_bytes - self._capacity_bytes) > 0:
+        if (missing_bytes := swap_bytes + used_bytes + size_bytes - capacity_bytes) > 0:
             raise SpillSpaceFull(
-                f"the disk budget of {format_bytes(self._capacity_bytes)} is full: spilled tensors hold "
+                f"the disk budget of {format_bytes(capacity_bytes)} is full: spilled tensors hold "
                 f"{format_bytes(used_bytes + swap_bytes)}, and {format_bytes_up(size_bytes)} more are "
                 f"needed. Raise disk_budget by {format_bytes_up(missing_bytes)}."
             )
 
-    def _usable_gpu_way(self, verify: bool) -> Way | None:
-        """The first way to move the memory of a GPU that takes all files. None is tried where bytes are to
+    def _usable_gpu_path(self) -> IoPath | None:
+        """The first I/O path for the memory of a GPU that takes all files. None is tried where bytes are to
         be verified: the processor does not see them."""
-        for way in list(self._engine.gpu_ways.values()):
-            refusals = [self._engine.refusal(way, file.file) for file in self._regions["disk"].files]
-            reasons = ["it cannot verify what it moves"] if verify else [*filter(None, refusals)]
+        for path in list(self._io.gpu_paths.values()):
+            refusals = [self._io.refusal(path, file.file) for file in self._regions["disk"].files]
+            reasons = ["it cannot verify what it moves"] if self.options.verify else [*filter(None, refusals)]
             if not reasons:
-                return way
-            self._engine.give_up(way, reasons[0])
+                return path
+            self._io.give_up(path, reasons[0])
         return None
 
-    def _way_to_gpu(self, extent: Extent) -> Way:
-        if self._gpu_way is None or extent.space != self._gpu_way.domain:
+    def _path_to_gpu(self, extent: Extent) -> IoPath:
+        if self._gpu_path is None or extent.space != self._gpu_path.medium:
             raise InvalidArgument(f"{extent} cannot be moved to or from the memory of a GPU directly")
-        return self._gpu_way
+        return self._gpu_path
 
-    def _roomy(self, size_bytes: int) -> list[str]:
-        """The domains that may have room. The disk says itself why it has none."""
+    def _roomy(self, size_bytes: int) -> Sequence[str] | None:
+        """The media that may have room, None for all. The disk says itself why it has none."""
+        if len(self._regions) == 1:
+            return None
         return [
             name for name, region in self._regions.items() if name == "disk" or region.has_room(size_bytes)
         ]
 
-    def _check(self, extent: Extent, size_bytes: int) -> None:
+    def _refuse(self, extent: Extent, size_bytes: int) -> None:
         self._check_open()
-        if not 0 < size_bytes <= extent.size_bytes:
-            raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
+        raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SpillError(_CLOSED)
-
-    def _add(
-        self,
-        kind: Kind,
-        way: Way,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        priority: int,
-        checksum: bool = False,
-    ) -> PendingTransfer:
-        transfer = PendingTransfer(
-            self, kind, way, extent, address, size_bytes, keep, on_done, priority, checksum
-        )
-        queue = self._queues[kind]
-        with self._lock:
-            measured = transfer.measured = self._is_measured(kind, way, extent)
-            # Where nothing was written before, a write costs more, once: pages and blocks are made.
-            transfer.rehearsed = self._regions[extent.space].is_first_write(kind, extent) and measured
-            ready = queue.add(transfer)
-            if queue.waiting_count and self._watch is None:
-                self._begin_watch()
-        self._start_all(ready)
-        return transfer
-
-    def _start_all(self, ready: Sequence[PendingTransfer]) -> None:
-        if not ready:
-            return
-        # In a loop: a transfer may be over before its start returns, and be the turn of another.
-        if (under_way := getattr(self._starting, "transfers", None)) is not None:
-            under_way.extend(ready)
-            return
-        self._starting.transfers = transfers = deque(ready)
-        interrupt: BaseException | None = None
-        while transfers:
-            transfer = transfers.popleft()
-            try:
-                transfer.start()
-            except BaseException as error:  # an interrupt: whether the transfer began is not known
-                interrupt = error
-                with self._lock:
-                    transfers.extend(self._queues[transfer.kind].ended(transfer, time.perf_counter()))
-                    self._tell_if_idle()
-        self._starting.transfers = None
-        if interrupt is not None:
-            raise interrupt
-
-    def _hurry(self, transfer: PendingTransfer) -> None:
-        with self._lock:
-            if transfer.priority == DEMAND:
-                return
-            ready = self._queues[transfer.kind].hurry(transfer)
-            requests = transfer.requests
-        self._start_all(ready)
-        if requests:
-            self._engine.transport(transfer.way).hurry(requests)
-
-    def _over(
-        self,
-        transfer: PendingTransfer,
-        failed: Completion | None,
-        error: SpillError | None,
-        times: tuple[float, float],
-    ) -> None:
-        """``transfer`` is over: note what it cost, tell who asked for it, and start who waited for it.
-
-        failed   of its requests, if any. One that never began has an ``error`` only
-        """
-        kind, extent, size_bytes = transfer.kind, transfer.extent, transfer.size_bytes
-        now_s = time.perf_counter()
-        if failed is not None:
-            hung = failed.error_number == errno.ECANCELED and self._hangs
-            error = self.hang_error() if hung else self._regions[extent.space].error(failed)
-        moved = error is None
-        if moved and kind == "read":
-            error = self._damage(extent, transfer.address, size_bytes)
-        with self._lock:
-            name = transfer.way.name
-            if name in self.ways:
-                if moved and transfer.measured:
-                    self.choice.observe(kind, extent.size_bytes, name, now_s - transfer.began_s)
-                else:
-                    self.choice.withdraw(kind, extent.size_bytes, name)
-            if moved:
-                if kind == "write":
-                    self.written_bytes += size_bytes
-                else:
-                    self.read_bytes += size_bytes
-                self.moved_bytes_by_way[name] += size_bytes
-            ready = self._queues[kind].ended(transfer, now_s)
-            self._telling.add(transfer)
-        try:
-            transfer.on_done(Transfer(error, *times))
-        finally:
-            self._telling.discard(transfer)
-            if self._closed:
-                with self._lock:
-                    self._tell_if_idle()
-            if ready:
-                self._start_all(ready)
-
-    def _tell_if_idle(self) -> None:
-        if self._closed and self._is_idle():
-            self._idle.notify_all()
-
-    def _is_idle(self) -> bool:
-        return not self._telling and all(queue.is_idle for queue in self._queues.values())
-
-    def _drain(self, timeout_s: float) -> bool:
-        """Wait until every transfer is over. False: none was over for so long."""
-        with self._lock:
-            began_s = time.perf_counter()
-            while not self._is_idle():
-                progress_s = max(began_s, *(queue.progress_s for queue in self._queues.values()))
-                left_s = progress_s + timeout_s - time.perf_counter()
-                if left_s <= 0:
-                    return False
-                self._idle.wait(left_s)
-        return True
-
-    def _give_up(self) -> None:
-        """The disk hangs: end what has not begun."""
-        self._hangs = True
-        with self._lock:
-            waiting = [each for queue in self._queues.values() for each in queue.take_overdue(math.inf, 0.0)]
-            in_flight = [each for queue in self._queues.values() for each in queue.in_flight]
-        self._fail(waiting)
-        for transfer in in_flight:
-            if requests := transfer.requests:
-                self._engine.transport(transfer.way).cancel(requests)
-        self._engine.close(0.0)
-
-    def _fail(self, transfers: Sequence[PendingTransfer]) -> None:
-        """They never began."""
-        now_s = time.perf_counter()
-        for transfer in transfers:
-            try:
-                self._over(transfer, None, self.hang_error(), (now_s, now_s))
-            except Exception:  # the requester's fault: the others are told all the same
-                logger.exception("what follows a transfer failed")
-
-    def _begin_watch(self) -> None:
-        """Look after those that wait for their turn, soon. Called with the lock."""
-        self._watch = threading.Timer(self.timeout_s / 4, self._look)
-        self._watch.daemon = True
-        self._watch.name = "penstock-watch"
-        self._watch.start()
-
-    def _look(self) -> None:
-        with self._lock:
-            now_s, self._watch = time.perf_counter(), None
-            overdue, ready = [], []
-            for queue in self._queues.values():
-                overdue += queue.take_overdue(now_s, self.timeout_s)
-                ready += queue.take_ready()
-            if not self._closed and any(queue.waiting_count for queue in self._queues.values()):
-                self._begin_watch()
-        self._fail(overdue)
-        self._start_all(ready)
-
-    def _is_measured(self, kind: Kind, way: Way, extent: Extent) -> bool:
-        """Whether what the transfer costs is worth that others wait for it."""
-        if way.name not in self.ways:
-            return False
-        self._asked[kind] += 1
-        refresh = self._asked[kind] % _MEASURED_EVERY == 0
-        return refresh or self.choice.is_trial(kind, extent.size_bytes, way.name)
-
-    def _damage(self, extent: Extent, address: int, size_bytes: int) -> SpillError | None:
-        """What is wrong with the bytes that were read."""
-        written, written_bytes = self._checksums.get((extent.space, extent.offset), (None, 0))
-        if written is None or written_bytes != size_bytes or crc32c_at(address, size_bytes) == written:
-            return None
-        places = ", ".join(str(file.directory) for file in self._regions[extent.space].files)
-        return SpillError(
-            f"{format_bytes(size_bytes)} came back from {places} other than they were written: the disk, its "
-            "driver or memory is at fault. Check them (dmesg, smartctl), and choose another spill_dir."
-        )
-
-
-class PendingTransfer:
-    """A write or a read that was asked for. Made by a SpillSpace.
-
-    priority   DEMAND, PREFETCH or EVICT
-    """
-
-    __slots__ = (
-        "_failed",
-        "_finished_s",
-        "_keep",
-        "_left",
-        "_space",
-        "_started_s",
-        "address",
-        "began_s",
-        "checksum",
-        "extent",
-        "kind",
-        "measured",
-        "on_done",
-        "priority",
-        "queued_s",
-        "rehearsed",
-        "requests",
-        "size_bytes",
-        "way",
-    )
-
-    def __init__(
-        self,
-        space: SpillSpace,
-        kind: Kind,
-        way: Way,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        priority: int,
-        checksum: bool = False,
-    ) -> None:
-        self.checksum = checksum
-        self.kind: Kind = kind
-        self.way = way
-        self.extent = extent
-        self.address = address
-        self.size_bytes = size_bytes
-        self.on_done = on_done
-        self.priority = priority
-        self.measured = False
-        self.rehearsed = False  # it is carried out twice, and the second time is measured
-        self.queued_s = time.perf_counter()
-        self.began_s = 0.0
-        self.requests: Sequence[Request] = ()  # while they are under way
-        self._space = space
-        self._keep = keep
-
-    def hurry(self) -> None:
-        """Somebody waits for it now: it is a demand from here on. Costs little where that changes nothing."""
-        if self.priority != DEMAND:
-            self._space._hurry(self)
-
-    def start(self) -> None:
-        """Its turn has come."""
-        self._begin("buffered" if self.rehearsed and self.way.kind == "mapped" else self.way.kind)
-
-    def _begin(self, way_kind: str) -> None:
-        space, priority = self._space, self.priority
-        region = space._regions[self.extent.space]
-        self.requests = requests = [
-            Request(
-                self.kind,
-                region.files[segment.file].file,
-                segment.offset,
-                self.address + segment.begin,
-                segment.size_bytes,
-                way_kind,
-                True,
-                self,
-                priority,
-            )
-            for segment in region.stripes.segments(self.extent.offset, self.size_bytes)
-        ]
-        self._left = len(requests)
-        self._failed: Completion | None = None
-        self._started_s, self._finished_s = math.inf, 0.0
-        self.began_s = time.perf_counter()
-        transport = space._engine.transport(self.way)
-        try:
-            transport.submit(requests, self._completed)
-        except ValueError as error:  # closed meanwhile
-            self.requests = ()
-            reason = SpillError(f"{_CLOSED}: {error}")
-            space._over(self, None, reason, (self.began_s, self.began_s))
-            return
-        if self.priority != priority:
-            transport.hurry(requests)
-
-    def _completed(self, completion: Completion) -> None:
-        if len(self.requests) == 1:
-            self._note(completion)
-        else:
-            with self._space._lock:
-                self._note(completion)
-            if self._left:
-                return
-        self.requests = ()
-        if self._failed is None:
-            if self.rehearsed and self.measured:
-                # Pages of the page cache that are made by mapping them are small ones: that was "buffered".
-                self.rehearsed = False
-                self._begin(self.way.kind)
-                return
-            if self.checksum:  # here, not before it began: this is no thread of the program's
-                sum_of_bytes = crc32c_at(self.address, self.size_bytes)
-                key = self.extent.space, self.extent.offset
-                self._space._checksums[key] = sum_of_bytes, self.size_bytes
-            self._keep = None  # whoever is told that it is over can free the memory
-        self._space._over(self, self._failed, None, (self._started_s, self._finished_s))
-
-    def _note(self, completion: Completion) -> None:
-        self._left -= 1
-        self._started_s = min(self._started_s, completion.started_s)
-        self._finished_s = max(self._finished_s, completion.finished_s)
-        if completion.error_number and self._failed is None:
-            self._failed = completion
-
-
-class _Region:
-    """The space of one domain: extents, striped over one file in each directory."""
-
-    def __init__(self, domain: str, directories: Sequence[Path], capacity_bytes: int | None) -> None:
-        self.extents = Extents(capacity_bytes, space=domain)
-        self.stripes = Stripes(len(directories))
-        self.files: list[SpillFile] = []
-        self._backed_bytes = 0  # of the space: the files reach that far
-        self._written_bytes = 0  # of the space: beyond, nothing was ever written
-        try:
-            for directory in directories:
-                self.files.append(SpillFile(directory))
-        except BaseException:
-            self.close()
-            raise
-        self.direct = all(file.direct for file in self.files)
-
-    def allocate(self, size_bytes: int) -> Extent:
-        extent = self.extents.allocate(size_bytes)
-        try:
-            while not self._back(extent.end):
-                pass
-        except BaseException:
-            self.extents.release(extent)
-            raise
-        return extent
-
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether the capacity allows it, if its free space is in one piece."""
-        capacity_bytes = self.extents.capacity_bytes
-        return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
-
-    def is_first_write(self, kind: Kind, extent: Extent) -> bool:
-        """Whether ``extent``, which is about to be moved, reaches where nothing was written before."""
-        if kind == "read" or extent.end <= self._written_bytes:
-            return False
-        self._written_bytes = extent.end
-        return True
-
-    def _back(self, end: int) -> bool:
-        """Have the files reach ``end``. False: another try may do, without a file that is full."""
-        if end <= self._backed_bytes:
-            return True
-        capacity_bytes = self.extents.capacity_bytes
-        for index, size_bytes in enumerate(self.stripes.file_bytes(end)):
-            most_bytes = None if capacity_bytes is None else self.stripes.file_bytes(capacity_bytes)[index]
-            try:
-                self.files[index].grow_to(size_bytes, most_bytes)
-            except SpillSpaceFull:
-                if len(self.stripes.files) == 1:
-                    raise
-                self.stripes.leave_out(index, self._backed_bytes)
-                return False
-        self._backed_bytes = end
-        return True
-
-    def error(self, failed: Completion) -> SpillError:
-        request, number = failed.request, failed.error_number
-        directory = next(file.directory for file in self.files if file.file == request.file)
-        full = number in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
-        error = (SpillSpaceFull if full else SpillError)(
-            f"the {request.kind} of {format_bytes(request.size_bytes)} at offset {request.offset} of the "
-            f"spill file in {directory} failed: {os.strerror(number)}. {remedy}, or choose another spill_dir."
-        )
-        error.errno = number
-        return error
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()
+            raise SpillError(CLOSED)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.engine import shared_transport
 from penstock.storage.files import OpenFile
+from penstock.storage.io_paths import shared_transport
 from penstock.storage.transports.contract import Completion, Request
 
 PIECE_BYTES = 4 << 20

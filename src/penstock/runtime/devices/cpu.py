@@ -23,7 +23,7 @@ from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
-from penstock.storage.spill import PendingTransfer, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes_up
 
 logger = logging.getLogger("penstock")
@@ -65,7 +65,7 @@ class CpuDevice:
         self._faults_before = before.faults
         self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
         self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
-        self._pending: dict[int, PendingTransfer] = {}  # by key: reads under way
+        self._pending: dict[int, Transfer] = {}  # by key: reads under way
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
@@ -176,7 +176,7 @@ class CpuDevice:
         with self.engine.lock:
             self._note_events()
             if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
-                transfer = transfer._replace(error=None)
+                transfer.error = None
         report(transfer)
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:

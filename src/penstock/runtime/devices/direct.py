@@ -11,16 +11,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.queues import Copy, Outcome
-from penstock.storage.choose import Choice
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.tables import Kind
 from penstock.storage.extents import Extent
-from penstock.storage.spill import OnDone, SpillSpace, Transfer
-from penstock.storage.tables import Kind
+from penstock.storage.spill import SpillSpace, Transfer
 
 BOUNCE = "bounce"  # its part between host memory and disk goes by I/O paths of its own
 SMALLEST_DIRECT_BYTES = 16 << 10  # kvikio itself copies less than this through host memory
@@ -73,9 +72,9 @@ class Paths:
             return bounce(copy)  # it is checksummed, which takes a processor that sees the bytes
         with self._lock:
             if kind == "write":
-                path = choice.way_to_write(size_bytes)
+                path = choice.path_to_write(size_bytes)
             else:
-                path = choice.way_to_read(size_bytes, "disk")
+                path = choice.path_to_read(size_bytes, "disk")
         begun_s = time.perf_counter()
         moved_well = False
         try:
@@ -94,8 +93,7 @@ class Paths:
     def _directly(self, kind: Kind, copy: Copy) -> Outcome:
         copy.wait()  # no stream carries it out that could wait
         assert copy.storage is not None
-        move = self._spill.write_from_gpu if kind == "write" else self._spill.read_to_gpu
-        transfer = _wait_for(self._spill, move, copy.block, copy.storage)
+        transfer = _move_directly(self._spill, kind, copy.block, copy.storage)
         if transfer.error is not None:
             return transfer.error, []
         # It occupies both links at once.
@@ -110,8 +108,8 @@ class Paths:
         read = torch.zeros(TRIAL_BYTES, dtype=torch.uint8).to(device)
         try:
             extent = self._spill.allocate(TRIAL_BYTES, on_disk=True)
-            for move, content in ((self._spill.write_from_gpu, written), (self._spill.read_to_gpu, read)):
-                transfer = _wait_for(self._spill, move, extent, content.untyped_storage())
+            for kind, content in (("write", written), ("read", read)):
+                transfer = _move_directly(self._spill, kind, extent, content.untyped_storage())
                 if transfer.error is not None:
                     break
             self._spill.release(extent)  # not where the trial hangs: it may still write there
@@ -122,14 +120,10 @@ class Paths:
         return None if torch.equal(written, read) else "bytes come back from it other than they were written"
 
 
-def _wait_for(
-    spill: SpillSpace,
-    move: Callable[[Extent, int, int, object, OnDone], Any],
-    extent: Extent,
-    storage: torch.UntypedStorage,
-) -> Transfer:
+def _move_directly(spill: SpillSpace, kind: str, extent: Extent, storage: torch.UntypedStorage) -> Transfer:
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
-    move(extent, storage.data_ptr(), storage.nbytes(), storage, over.put)
+    move = spill.write if kind == "write" else spill.read
+    move(extent, storage.data_ptr(), storage.nbytes(), storage, over.put, on_gpu=True)
     try:
         return over.get(timeout=spill.timeout_s)
     except queue.Empty:  # the transfer has the memory and the extent, for ever

@@ -18,8 +18,7 @@ from penstock.storage.transports.contract import (
     TransportUnavailable,
 )
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from penstock.storage.transports.posix import PosixTransport
-from penstock.storage.transports.uring import UringTransport
+from penstock.storage.transports.native import PosixTransport, UringTransport
 
 # In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
@@ -32,8 +31,8 @@ GPU_TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "kvikio": GpuDirectTransport,
 }
 
-# Where each way leaves what it writes: a way reads only what was written to the same place.
-DOMAINS = {
+# The medium that each method leaves what it writes in: a method reads only what was written to the same.
+MEDIA = {
     "direct": "disk",
     "staged": "disk",
     "gpu-direct": "disk",
@@ -43,9 +42,9 @@ DOMAINS = {
 
 __all__ = [
     "DEMAND",
-    "DOMAINS",
     "EVICT",
     "GPU_TRANSPORTS",
+    "MEDIA",
     "PREFETCH",
     "TRANSPORTS",
     "Completion",

@@ -32,7 +32,7 @@ class File(NamedTuple):
 
     buffered          descriptor whose reads and writes pass through the page cache
     direct            descriptor of the same file that bypasses it; -1 where the file system takes no
-                      direct I/O: then every way is "buffered"
+                      direct I/O: then every method is "buffered"
     alignment_bytes   what direct I/O demands of offsets, sizes and addresses: a power of two
     """
 
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
     kind         "write" (to the file) or "read" (from it)
     size_bytes   how many, above zero; a transport cuts large requests itself
-    way          how, one of the transport's `ways`
+    method          how, one of the transport's `methods`
     padded       the file is the requester's from the multiple of its alignment below ``offset`` to
                  the one above the end: a write may put anything there
     keep         what keeps the memory alive: held until the request completes
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     offset: int
     address: int
     size_bytes: int
-    way: str = "direct"
+    method: str = "direct"
     padded: bool = False
     keep: object = None
     priority: int = DEMAND
@@ -88,23 +88,23 @@ class Transport(Protocol):
     request that is cut into pieces lets others overtake it between two of them. What has begun is not
     recalled.
 
-    ways   how it can move them:
+    methods   how it can move them:
            "direct"      past the page cache, straight between memory and disk where alignment
-                         allows; odd heads and tails go by the way that is correct for them
+                         allows; odd heads and tails go by the one that is correct for them
            "staged"      past the page cache, through aligned buffers of the transport's own
            "buffered"    through the page cache
            "mapped"      through a mapping of the file, which must be allocated up to the request's end
            "gpu-direct"  between the memory of a GPU and the disk; the address is a device pointer
     """
 
-    ways: tuple[str, ...]
+    methods: tuple[str, ...]
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         """Begin ``requests``. ``on_complete`` is called once for each, on a thread of the transport, or
         before this returns where that is quicker; of a request that is cancelled, it may be on the thread
         of who cancels.
 
-        Raises ValueError after `close`, or where a way is unknown, before any of the requests begins.
+        Raises ValueError after `close`, or where a method is unknown, before any of the requests begins.
         """
 
     def cancel(self, requests: Sequence[Request]) -> int:

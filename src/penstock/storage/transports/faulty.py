@@ -18,12 +18,12 @@ class FaultyTransport:
     """
 
     def __init__(self, inner: Transport, fault: Callable[[Request], int]) -> None:
-        self.ways = inner.ways
+        self.methods = inner.methods
         self._inner = inner
         self._fault = fault
         self._errors: dict[int, deque[int]] = {}  # by request that waits for the one worker
         self._lock = threading.Lock()
-        self._workers = Workers(1, "faulty", inner.ways, lambda: self._fail)
+        self._workers = Workers(1, "faulty", inner.methods, lambda: self._fail)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         with self._lock:

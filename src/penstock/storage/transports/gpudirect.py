@@ -41,12 +41,12 @@ class GpuDirectTransport:
     Raises TransportUnavailable where there is no CUDA device, no kvikio, or no direct path.
     """
 
-    ways: tuple[str, ...] = ("gpu-direct",)
+    methods: tuple[str, ...] = ("gpu-direct",)
 
     def __init__(self, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         kvikio = _open_kvikio(threads)
         self._files = _Files(kvikio)
-        self._workers = Workers(threads, "kvikio", self.ways, lambda: self._perform, piece_bytes)
+        self._workers = Workers(threads, "kvikio", self.methods, lambda: self._perform, piece_bytes)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         self._workers.submit(requests, on_complete)

@@ -22,7 +22,7 @@ class MemoryTransport:
     short_bytes   at most so many bytes are moved at once
     """
 
-    ways: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
+    methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class MemoryTransport:
         self.short_bytes = short_bytes
         self._files: dict[int, bytearray] = {}
         self._lock = threading.Lock()
-        self._workers = Workers(threads, "memory", self.ways, lambda: self._perform)
+        self._workers = Workers(threads, "memory", self.methods, lambda: self._perform)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         self._workers.submit(requests, on_complete)

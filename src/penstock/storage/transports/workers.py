@@ -21,7 +21,7 @@ Perform = Callable[[Request, int, int], int]
 class Workers:
     """The half of the transport contract that does not depend on where the bytes go.
 
-    ways           of the requests; submitting one of another way raises ValueError
+    methods           of the requests; submitting one of another method raises ValueError
     make_perform   called once in each thread; gives the function that carries out pieces of
                    requests there
     piece_bytes    larger requests are cut into pieces of about this size, which several threads
@@ -32,11 +32,11 @@ class Workers:
         self,
         threads: int,
         name: str,
-        ways: tuple[str, ...],
+        methods: tuple[str, ...],
         make_perform: Callable[[], Perform],
         piece_bytes: int | None = None,
     ) -> None:
-        self._ways = ways
+        self._methods = methods
         self._make_perform = make_perform
         self._piece_bytes = piece_bytes
         # By priority: those of which some piece has not begun.
@@ -53,8 +53,8 @@ class Workers:
     def check(self, requests: Sequence[Request]) -> None:
         """Raises ValueError where one of the requests cannot be submitted."""
         for request in requests:
-            if request.way not in self._ways:
-                raise ValueError(f"there is no way {request.way!r}, only {', '.join(self._ways)}")
+            if request.method not in self._methods:
+                raise ValueError(f"there is no method {request.method!r}, only {', '.join(self._methods)}")
             if not DEMAND <= request.priority <= EVICT:
                 raise ValueError(f"there is no priority {request.priority}, only {DEMAND} to {EVICT}")
         if self._closed:

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "io/io.hpp"
+
 namespace penstock {
 
-enum class Way { direct, staged, buffered };
+enum class Method { direct, staged, buffered, mapped };
 
 // What waits begins in this order.
 enum class Priority { demand, prefetch, evict };
@@ -17,10 +19,9 @@ inline constexpr std::size_t kPriorities = 3;
 struct Request {
   std::uint64_t token;  // the requester's name for it
   bool write;
-  Way way;
-  bool padded;  // the file is the requester's up to multiples of the alignment
-  int buffered_file, direct_file;
-  std::uint32_t alignment_bytes;  // of the direct file: a power of two
+  Method method;
+  bool padded;  // the target is the requester's up to multiples of the alignment
+  Target target;
   std::uint64_t offset;
   std::byte* address;
   std::uint64_t size_bytes;
@@ -29,53 +30,56 @@ struct Request {
 
 // The file bytes [begin, end) are read or written; of these, [data_begin, data_end) are the request's.
 struct Piece {
-  Way way;
+  Method method;
   std::uint64_t begin, end;
   std::uint64_t data_begin, data_end;
 };
 
-// In order of the file. Together their data is the request, once each. `slot_bytes` bounds staged pieces.
+// In order of the file. Together their data is the request, once each. `slot_bytes` bounds staged pieces; neither
+// bound is below the alignment.
 inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes, std::uint64_t slot_bytes) {
   std::vector<Piece> pieces;
   const auto data_begin = request.offset, data_end = request.offset + request.size_bytes;
-  const auto add = [&](Way way, std::uint64_t begin, std::uint64_t end) {
-    const auto most_bytes = way == Way::staged ? slot_bytes : piece_bytes;
+  const auto add = [&](Method method, std::uint64_t begin, std::uint64_t end) {
+    const auto most_bytes = method == Method::staged ? slot_bytes : piece_bytes;
     while (begin < end) {
       const auto next = std::min(end, (begin / most_bytes + 1) * most_bytes);
-      pieces.push_back({way, begin, next, std::max(begin, data_begin), std::min(next, data_end)});
+      pieces.push_back({method, begin, next, std::max(begin, data_begin), std::min(next, data_end)});
       begin = next;
     }
   };
-  if (request.way == Way::buffered || request.direct_file < 0) {
-    add(Way::buffered, data_begin, data_end);
+  if (request.method == Method::mapped || request.method == Method::buffered || request.target.direct < 0) {
+    add(request.method == Method::mapped ? Method::mapped : Method::buffered, data_begin, data_end);
     return pieces;
   }
-  const std::uint64_t alignment = request.alignment_bytes;
+  const std::uint64_t alignment = request.target.alignment_bytes;
+  piece_bytes -= piece_bytes % alignment;
+  slot_bytes -= slot_bytes % alignment;
   const auto outer_begin = data_begin / alignment * alignment;
   const auto outer_end = (data_end + alignment - 1) / alignment * alignment;
   const auto inner_begin = std::min(data_end, (data_begin + alignment - 1) / alignment * alignment);
   const auto inner_end = std::max(inner_begin, data_end / alignment * alignment);
   const auto address = reinterpret_cast<std::uintptr_t>(request.address) + (inner_begin - data_begin);
-  const bool direct = request.way == Way::direct && address % alignment == 0;
+  const bool direct = request.method == Method::direct && address % alignment == 0;
   const bool whole_blocks = !request.write || request.padded;  // edges may be moved as whole blocks
   if (!direct && whole_blocks) {
-    add(Way::staged, outer_begin, outer_end);
+    add(Method::staged, outer_begin, outer_end);
     return pieces;
   }
   // A block that is shared with others is changed through the page cache, which knows its other bytes.
   if (data_begin < inner_begin) {
     if (whole_blocks) {
-      add(Way::staged, outer_begin, outer_begin + alignment);
+      add(Method::staged, outer_begin, outer_begin + alignment);
     } else {
-      add(Way::buffered, data_begin, inner_begin);
+      add(Method::buffered, data_begin, inner_begin);
     }
   }
-  add(direct ? Way::direct : Way::staged, inner_begin, inner_end);
+  add(direct ? Method::direct : Method::staged, inner_begin, inner_end);
   if (inner_end < data_end) {
     if (whole_blocks) {
-      add(Way::staged, inner_end, outer_end);
+      add(Method::staged, inner_end, outer_end);
     } else {
-      add(Way::buffered, inner_end, data_end);
+      add(Method::buffered, inner_end, data_end);
     }
   }
   return pieces;

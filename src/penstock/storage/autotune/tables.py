@@ -1,7 +1,7 @@
-"""What was learned about the ways to move a tensor, as a value that can be saved and shared.
+"""What was learned about the paths to move a tensor, as a value that can be saved and shared.
 
-These are Fastensor's dictionaries (section 4): by size class, the cost of each way. Its WDic and RDic
-are the entries of one kind; its WRDic, their sum by domain, follows from them.
+These are Fastensor's dictionaries (section 4): by size class, the cost of each path. Its WDic and RDic
+are the entries of one kind; its WRDic, their sum by medium, follows from them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def size_class(size_bytes: int) -> int:
     return size_bytes.bit_length() - 1
 
 
-def domain_cost(mode: Mode, write: float, read: float) -> float:
-    """What a domain costs by its best write and its best read, as ``mode`` counts: the least wins."""
+def medium_cost(mode: Mode, write: float, read: float) -> float:
+    """What a medium costs by its best write and its best read, as ``mode`` counts: the least wins."""
     if mode == "write":
         return write
     return read if mode == "read" else write + read
@@ -39,7 +39,7 @@ def domain_cost(mode: Mode, write: float, read: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The cost of one way for one kind of transfer of one size class.
+    """The cost of one path for one kind of transfer of one size class.
 
     class_bytes   the smallest size of the class, a power of two; the class ends below its double
     samples       how many recent costs the median stands on
@@ -48,8 +48,8 @@ class Entry:
 
     class_bytes: int
     kind: Kind
-    way: str
-    domain: str
+    path: str
+    medium: str
     samples: int
     s_per_byte: float
 
@@ -58,21 +58,21 @@ class Entry:
             raise InvalidArgument(f"class_bytes is {self.class_bytes}: it is a power of two")
         if self.samples < 1 or not 0 < self.s_per_byte < math.inf:
             raise InvalidArgument(
-                f"{self.way}, {self.kind}: {self.samples} samples with a median of {self.s_per_byte} s per "
+                f"{self.path}, {self.kind}: {self.samples} samples with a median of {self.s_per_byte} s per "
                 "byte cannot be: both are above zero, and finite"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way in one size class, for people. Rates are None where nothing was measured.
+    """One path in one size class, for people. Rates are None where nothing was measured.
 
     writes, reads   it is the fastest one, as the mode counts: what a choice with these tables uses
     """
 
     class_bytes: int
-    way: str
-    domain: str
+    path: str
+    medium: str
     write_bytes_per_s: float | None
     read_bytes_per_s: float | None
     write_samples: int
@@ -88,7 +88,7 @@ class Tables:
     entries: tuple[Entry, ...] = ()
 
     def rows(self, mode: Mode = "write+read") -> tuple[Row, ...]:
-        """By size class and domain, with the fastest ways marked as ``mode`` counts."""
+        """By size class and medium, with the fastest paths marked as ``mode`` counts."""
         classes: dict[int, list[Entry]] = {}
         for entry in self.entries:
             classes.setdefault(entry.class_bytes, []).append(entry)
@@ -96,12 +96,12 @@ class Tables:
 
     def describe(self, mode: Mode = "write+read") -> str:
         """The rows as text; ``*`` marks what is used."""
-        heads = ("size from", "way", "domain", "write", "read", "samples")
+        heads = ("size from", "path", "medium", "write", "read", "samples")
         lines = [
             (
                 format_bytes(row.class_bytes),
-                row.way,
-                row.domain,
+                row.path,
+                row.medium,
                 _rate(row.write_bytes_per_s, row.writes),
                 _rate(row.read_bytes_per_s, row.reads),
                 f"{row.write_samples} + {row.read_samples}",
@@ -118,7 +118,7 @@ def merge(a: Tables, b: Tables) -> Tables:
     """
     merged: dict[tuple[int, Kind, str, str], Entry] = {}
     for entry in (*a.entries, *b.entries):
-        key = (entry.class_bytes, entry.kind, entry.way, entry.domain)
+        key = (entry.class_bytes, entry.kind, entry.path, entry.medium)
         other = merged.get(key)
         merged[key] = entry if other is None else _combine(entry, other)
     return Tables(tuple(merged[key] for key in sorted(merged)))
@@ -130,46 +130,46 @@ def _combine(a: Entry, b: Entry) -> Entry:
     return Entry(
         class_bytes=a.class_bytes,
         kind=a.kind,
-        way=a.way,
-        domain=a.domain,
+        path=a.path,
+        medium=a.medium,
         samples=samples,
         s_per_byte=median,
     )
 
 
 def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
-    known = {(entry.kind, entry.domain, entry.way): entry for entry in entries}
-    best: dict[str, dict[Kind, Entry]] = {}  # by domain
+    known = {(entry.kind, entry.medium, entry.path): entry for entry in entries}
+    best: dict[str, dict[Kind, Entry]] = {}  # by medium
     for entry in entries:
-        held = best.setdefault(entry.domain, {}).get(entry.kind)
+        held = best.setdefault(entry.medium, {}).get(entry.kind)
         if held is None or entry.s_per_byte < held.s_per_byte:
-            best[entry.domain][entry.kind] = entry
-    home = _fastest_domain(mode, best)
+            best[entry.medium][entry.kind] = entry
+    home = _fastest_medium(mode, best)
     rows = []
-    for domain, way in sorted({(entry.domain, entry.way) for entry in entries}):
-        write, read = (known.get((kind, domain, way)) for kind in KINDS)
+    for medium, path in sorted({(entry.medium, entry.path) for entry in entries}):
+        write, read = (known.get((kind, medium, path)) for kind in KINDS)
         rows.append(
             Row(
                 class_bytes=entries[0].class_bytes,
-                way=way,
-                domain=domain,
+                path=path,
+                medium=medium,
                 write_bytes_per_s=1 / write.s_per_byte if write else None,
                 read_bytes_per_s=1 / read.s_per_byte if read else None,
                 write_samples=write.samples if write else 0,
                 read_samples=read.samples if read else 0,
-                writes=domain == home and write is not None and best[domain].get("write") is write,
-                reads=domain == home and read is not None and best[domain].get("read") is read,
+                writes=medium == home and write is not None and best[medium].get("write") is write,
+                reads=medium == home and read is not None and best[medium].get("read") is read,
             )
         )
     return rows
 
 
-def _fastest_domain(mode: Mode, best: Mapping[str, Mapping[Kind, Entry]]) -> str:
-    """The domain of the least cost; by its writes alone where no domain is measured in full."""
+def _fastest_medium(mode: Mode, best: Mapping[str, Mapping[Kind, Entry]]) -> str:
+    """The medium of the least cost; by its writes alone where no medium is measured in full."""
 
-    def costs(domain: str) -> tuple[float, float]:
-        write, read = (best[domain][kind].s_per_byte if kind in best[domain] else math.inf for kind in KINDS)
-        return domain_cost(mode, write, read), write
+    def costs(medium: str) -> tuple[float, float]:
+        write, read = (best[medium][kind].s_per_byte if kind in best[medium] else math.inf for kind in KINDS)
+        return medium_cost(mode, write, read), write
 
     return min(best, key=costs)
 

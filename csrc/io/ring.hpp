@@ -6,7 +6,7 @@
 #include <atomic>
 #include <memory>
 
-#include "io.hpp"
+#include "io/io.hpp"
 
 namespace penstock {
 

@@ -1,4 +1,4 @@
-"""What was learned about ways, in a file that processes on devices of the same kind share.
+"""What was learned about paths, in a file that processes on devices of the same kind share.
 
 On machines with several devices of one kind, what one process learns serves all (Fastensor section
 4.3); the next run begins with it. Where the kinds differ, each kind has its own entry in the file.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.core import files
 from penstock.errors import InvalidFile
-from penstock.storage.tables import Tables, merge
+from penstock.storage.autotune.tables import Tables, merge
 from penstock.units import format_seconds
 
 logger = logging.getLogger("penstock")
@@ -30,7 +30,7 @@ _LOCK_PAUSE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class WayTables:
+class CostTables:
     """The content of the file.
 
     devices   tables by kind of device, as `device_kind` names it
@@ -45,7 +45,7 @@ def read_tables(path: Path, device: str) -> Tables:
     Raises InvalidFile where it holds something else.
     """
     try:
-        return files.load(WayTables, path).devices.get(device, Tables())
+        return files.load(CostTables, path).devices.get(device, Tables())
     except FileNotFoundError:
         return Tables()
 
@@ -62,9 +62,9 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
         with _locked(path, timeout_s):
             devices: Mapping[str, Tables] = {}
             with contextlib.suppress(FileNotFoundError):
-                devices = files.load(WayTables, path).devices
+                devices = files.load(CostTables, path).devices
             known = _limited(devices.get(device, Tables()))
-            files.save(WayTables({**devices, device: merge(known, learned)}), path)
+            files.save(CostTables({**devices, device: merge(known, learned)}), path)
     except InvalidFile:
         raise
     except OSError as error:
@@ -121,8 +121,8 @@ def _model(number: str) -> str:
     """Of a disk, or of the disk that a partition is of."""
     with contextlib.suppress(OSError):
         block = Path("/sys/dev/block", number).resolve(strict=True)
-        for place in (block, block.parent):
+        for medium in (block, block.parent):
             with contextlib.suppress(OSError):
-                return (place / "device" / "model").read_text().strip()
+                return (medium / "device" / "model").read_text().strip()
         return re.sub(r"\d+$", "", block.name)  # a kind of disk without models: nvme0n, vda
     return "an unknown device"

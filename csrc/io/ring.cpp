@@ -1,4 +1,4 @@
-#include "ring.hpp"
+#include "io/ring.hpp"
 
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -110,14 +110,14 @@ void Ring::prepare(const Operation& operation, std::uint64_t tag) {
   } else {
     entry.opcode = operation.write ? IORING_OP_WRITE : IORING_OP_READ;
   }
-  entry.fd = operation.file;
+  entry.fd = static_cast<int>(operation.handle);
   entry.off = operation.offset;
   entry.addr = reinterpret_cast<std::uintptr_t>(operation.address);
   entry.len = operation.size_bytes;
 }
 
 void Ring::await_wake() {
-  prepare({false, event_.get(), 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_, false},
+  prepare({false, event_.get(), 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_},
           kWakeTag);
 }
 

@@ -1,10 +1,10 @@
-"""How often each way was the fastest, and what each policy would have reached: Fastensor's tables 13, 14.
+"""How often each path was the fastest, and what each policy would have reached: Fastensor's tables 13, 14.
 
 Fastensor clears its dictionaries from time to time and counts who wins each new one (section 5.2.3).
 Here nothing is cleared. The transfers of a size class are divided into rounds: a round ends when every
-way in play has a cost newer than the round before. The costs compared are medians over the round. A way
+path in play has a cost newer than the round before. The costs compared are medians over the round. A path
 more than `IN_PLAY` times as slow as the best is out of play, since it is tried too rarely to wait for,
-unless it is the second best. One that becomes faster is in play again. While the domain of a way in
+unless it is the second best. One that becomes faster is in play again. While the medium of a path in
 play is full, no round ends.
 """
 
@@ -15,25 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from penstock.storage.costs import Domain, Record
-from penstock.storage.tables import MODES, Kind, Mode, aligned
+from penstock.storage.autotune.costs import Medium, PathCost
+from penstock.storage.autotune.tables import MODES, Kind, Mode, aligned
 from penstock.units import format_bytes
 
-IN_PLAY = 1.5  # times the best: ways above it are not waited for, but the second best is
+IN_PLAY = 1.5  # times the best: paths above it are not waited for, but the second best is
 POLICIES = ("First", "Running", "Best")
 
 
 def pair(write: str, read: str) -> str:
-    """The name of writing by one way and reading by another."""
+    """The name of writing by one path and reading by another."""
     return write if write == read else f"{write}, {read}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRow:
-    """The rounds of one size class. What wins is a way; or, of writes with their reads, a `pair`.
+    """The rounds of one size class. What wins is a path; or, of writes with their reads, a `pair`.
 
     class_bytes   the smallest size of the class, a power of two
-    wins          by way or pair: the rounds in which it was the fastest; they add up to ``rounds``
+    wins          by path or pair: the rounds in which it was the fastest; they add up to ``rounds``
     first         the winner of the first round
     running       what is used now
     best          the most frequent winner, known only afterwards
@@ -50,10 +50,10 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How good one policy was, over all size classes. A policy is a way, or one of `POLICIES`.
+    """How good one policy was, over all size classes. A policy is a path, or one of `POLICIES`.
 
     best    fraction of the rounds in which what it uses was the fastest. Rounds are not equally long:
-            the more equal the ways, the more often they are compared
+            the more equal the paths, the more often they are compared
     speed   time of the traffic with each round's fastest, over its time with this policy; None
             where that was never measured
     """
@@ -119,24 +119,24 @@ class _Sum:
 class Rounds:
     """The rounds of one size class and kind of table."""
 
-    def __init__(self, kind: Mode, domains: Sequence[Domain]) -> None:
+    def __init__(self, kind: Mode, media: Sequence[Medium]) -> None:
         self._kind = kind
         self.count = 0
         self.first = self.best = ""
-        self._options: dict[str, tuple[Record, ...]] = {}
-        for domain in domains:
+        self._options: dict[str, tuple[PathCost, ...]] = {}
+        for medium in media:
             if kind == "write+read":
-                for write, read in product(domain.writes, domain.reads):
-                    self._options[pair(write.way, read.way)] = (write, read)
+                for write, read in product(medium.writes, medium.reads):
+                    self._options[pair(write.path, read.path)] = (write, read)
             else:
-                self._options.update((record.way, (record,)) for record in domain.records(kind))
+                self._options.update((record.path, (record,)) for record in medium.records(kind))
         self._records = {record for parts in self._options.values() for record in parts}
-        # Pairs of different ways are counted once they win: there are many.
-        self._wins = {name: 0 for name, parts in self._options.items() if parts[0].way == parts[-1].way}
+        # Pairs of different paths are counted once they win: there are many.
+        self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
         self._policies: dict[str, _Sum] = {}
         self._begin()
 
-    def saw(self, kind: Kind, record: Record, size_bytes: int) -> bool:
+    def saw(self, kind: Kind, record: PathCost, size_bytes: int) -> bool:
         """A cost of ``record`` was added. Gives whether that ends the round: then call `end`."""
         if kind not in self._kind:
             return False
@@ -146,8 +146,8 @@ class Rounds:
         self._waiting.discard(record)
         return not self._waiting
 
-    def end(self, home: Domain) -> None:
-        """Count who won, and begin the next round. The best ways of ``home`` are those in use."""
+    def end(self, home: Medium) -> None:
+        """Count who won, and begin the next round. The best paths of ``home`` are those in use."""
         medians = {record: record.since(start) for record, start in self._starts.items()}
         costs = {name: sum(medians[part] for part in parts) for name, parts in self._options.items()}
         fresh = [
@@ -159,15 +159,15 @@ class Rounds:
         self.count += 1
         running = self._in_use(home)
         if self.count == 1:
-            self.first = running = winner  # until then ways are tried, not chosen
+            self.first = running = winner  # until then paths are tried, not chosen
         self._wins[winner] = self._wins.get(winner, 0) + 1
         self.best = max(self._wins, key=self._wins.__getitem__)
         optimum_s = self._bytes * costs[winner]
         used = {**{name: name for name in costs}, "First": self.first, "Running": running}
-        for policy, way in used.items():
-            # A way out of play was measured earlier: it cannot have beaten this round's fastest.
-            time_s = self._bytes * max(costs[way], costs[winner])
-            self._policies.setdefault(policy, _Sum()).add(way == winner, time_s, optimum_s)
+        for policy, path in used.items():
+            # A path out of play was measured earlier: it cannot have beaten this round's fastest.
+            time_s = self._bytes * max(costs[path], costs[winner])
+            self._policies.setdefault(policy, _Sum()).add(path == winner, time_s, optimum_s)
         self._begin()
 
     def _begin(self) -> None:
@@ -175,17 +175,17 @@ class Rounds:
         self._starts = {record: record.count for record in self._records}
         costs = {name: sum(part.cost for part in parts) for name, parts in self._options.items()}
         best, second = (*sorted(costs.values()), math.inf)[:2]
-        limit = max(IN_PLAY * best, second)  # one way alone would win every round
-        self._waiting: set[Record] = set()
+        limit = max(IN_PLAY * best, second)  # one path alone would win every round
+        self._waiting: set[PathCost] = set()
         for name, parts in self._options.items():
             if costs[name] <= limit or costs[name] == math.inf:
                 self._waiting.update(parts)
 
-    def _in_use(self, home: Domain) -> str:
-        write, read = home.best_write.way, home.best_read.way
-        return pair(write, read) if self._kind == "write+read" else home.best(self._kind).way
+    def _in_use(self, home: Medium) -> str:
+        write, read = home.best_write.path, home.best_read.path
+        return pair(write, read) if self._kind == "write+read" else home.best(self._kind).path
 
-    def row(self, class_bytes: int, home: Domain) -> ReportRow:
+    def row(self, class_bytes: int, home: Medium) -> ReportRow:
         """What was counted. At least one round must be over."""
         return ReportRow(
             kind=self._kind,

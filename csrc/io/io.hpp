@@ -1,4 +1,4 @@
-// Asynchronous reads and writes, one thread's worth of them.
+// The seam between transfers and what carries them out: asynchronous reads and writes, one thread's worth of them.
 #pragma once
 
 #include <cstddef>
@@ -6,13 +6,25 @@
 
 namespace penstock {
 
+// Names something that has bytes at offsets, to the Io that it was made for: a file descriptor to those of this
+// machine, a namespace to one that speaks to a remote drive. -1: there is none.
+using Handle = std::int64_t;
+
+// What is read and written: a file, a block device, a remote namespace.
+struct Target {
+  Handle cached;                  // takes any offset and size
+  Handle direct;                  // takes whole blocks only
+  std::uint32_t alignment_bytes;  // of these: a power of two
+};
+
 struct Operation {
   bool write;
-  int file;
+  Handle handle;
   std::uint64_t offset;
   std::byte* address;
   std::uint32_t size_bytes;
-  bool registered;  // the memory is the one that was registered
+  bool registered = false;  // the memory is the one that was registered
+  bool mapped = false;      // by a mapping of the target
 };
 
 struct Result {

@@ -1,4 +1,4 @@
-"""Simulated machines: what each way to move a tensor costs, with noise, known to the test."""
+"""Simulated machines: what each path to move a tensor costs, with noise, known to the test."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.storage.choose import Choice
-from penstock.storage.tables import Kind
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.tables import Kind
 
-WAYS = {
+PATHS = {
     "io_uring direct": "disk",
     "io_uring staged": "disk",
     "posix direct": "disk",
@@ -25,7 +25,7 @@ Cost = Callable[[Kind, str, int], float]  # seconds, without noise
 class Moved(NamedTuple):
     kind: Kind
     size_bytes: int
-    way: str
+    path: str
     cost_s: float
 
 
@@ -43,15 +43,15 @@ class Machine:
         self._sigma, self._outliers = sigma, outliers
         self._random = random.Random(seed)
 
-    def move(self, kind: Kind, size_bytes: int, way: str) -> Moved:
+    def move(self, kind: Kind, size_bytes: int, path: str) -> Moved:
         noise = math.exp(self._random.gauss(0, self._sigma))
         if self._random.random() < self._outliers:
             noise *= 10
-        return Moved(kind, size_bytes, way, self.cost(kind, way, size_bytes) * noise)
+        return Moved(kind, size_bytes, path, self.cost(kind, path, size_bytes) * noise)
 
 
 def by_table(costs: Costs) -> Cost:
-    return lambda kind, way, size_bytes: costs[kind][way] * size_bytes * 1e-9
+    return lambda kind, path, size_bytes: costs[kind][path] * size_bytes * 1e-9
 
 
 def train(
@@ -65,46 +65,51 @@ def _step(choice: Choice, machine: Machine, sizes: Sequence[int], in_flight: int
     moved: list[Moved] = []
     seen = 0
 
-    def begin(kind: Kind, size_bytes: int, way: str) -> None:
+    def begin(kind: Kind, size_bytes: int, path: str) -> None:
         nonlocal seen
-        moved.append(machine.move(kind, size_bytes, way))
+        moved.append(machine.move(kind, size_bytes, path))
         while len(moved) - seen > in_flight:
             seen = end(seen)
 
     def end(index: int) -> int:
         done = moved[index]
-        choice.observe(done.kind, done.size_bytes, done.way, done.cost_s)
+        choice.observe(done.kind, done.size_bytes, done.path, done.cost_s)
         return index + 1
 
     written = []
     for size_bytes in sizes:
-        way = choice.way_to_write(size_bytes)
-        written.append((size_bytes, choice.ways[way]))
-        begin("write", size_bytes, way)
-    for size_bytes, domain in reversed(written):
-        way = choice.way_to_read(size_bytes, domain)
-        assert choice.ways[way] == domain
-        begin("read", size_bytes, way)
+        path = choice.path_to_write(size_bytes)
+        written.append((size_bytes, choice.paths[path]))
+        begin("write", size_bytes, path)
+    for size_bytes, medium in reversed(written):
+        path = choice.path_to_read(size_bytes, medium)
+        assert choice.paths[path] == medium
+        begin("read", size_bytes, path)
     while seen < len(moved):
         seen = end(seen)
     return moved
 
 
 def time_s(steps: Sequence[Sequence[Moved]], cost: Cost, write: str = "", read: str = "") -> float:
-    """Seconds the transfers cost without their noise; or would have cost by other ways."""
-    moves = Counter((moved.kind, moved.size_bytes, moved.way) for step in steps for moved in step)
+    """Seconds the transfers cost without their noise; or would have cost by other paths."""
+    moves = Counter((moved.kind, moved.size_bytes, moved.path) for step in steps for moved in step)
     instead = {"write": write, "read": read or write}
     return sum(
-        count * cost(kind, instead[kind] or way, size_bytes)
-        for (kind, size_bytes, way), count in moves.items()
+        count * cost(kind, instead[kind] or path, size_bytes)
+        for (kind, size_bytes, path), count in moves.items()
     )
 
 
-def optimum_s(steps: Sequence[Sequence[Moved]], cost: Cost, ways: Mapping[str, str] = WAYS) -> float:
-    """Seconds by the best pair of ways of one domain for each size."""
+def optimum_s(steps: Sequence[Sequence[Moved]], cost: Cost, paths: Mapping[str, str] = PATHS) -> float:
+    """Seconds by the best pair of paths of one medium for each size."""
     sizes = {moved.size_bytes for step in steps for moved in step}
     same = [[[moved for step in steps for moved in step if moved.size_bytes == size]] for size in sizes]
     return sum(
-        min(time_s(moves, cost, write, read) for write in ways for read in ways if ways[write] == ways[read])
+        min(
+            time_s(moves, cost, write, read)
+            for write in paths
+            for read in paths
+            if paths[write] == paths[read]
+        )
         for moves in same
     )

@@ -13,10 +13,10 @@ import penstock
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.engine import Engine
-from penstock.storage.sharing import WayTables, add_tables, device_kind, read_tables
-from penstock.storage.spill import SpillSpace
-from penstock.storage.tables import Entry, Tables
+from penstock.storage.autotune.sharing import CostTables, add_tables, device_kind, read_tables
+from penstock.storage.autotune.tables import Entry, Tables
+from penstock.storage.io_paths import IoPaths
+from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
 from penstock.storage.transports.memory import MemoryTransport
 from tests.support.families import iterate, small_gpt
@@ -47,41 +47,43 @@ def slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_and_fast")
 def test_a_new_transport_joins_by_one_line_and_wins_if_it_is_faster(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], reexplore=0) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
         cycle(space, MIB, 30)
-        moved = space.moved_bytes_by_way
+        moved = space.moved_bytes_by_path
         assert moved["fast direct"] > 5 * moved["slow direct"] > 0
         (row,) = [row for row in space.choice.tables().rows() if row.writes]
-        assert row.way == "fast direct"
+        assert row.path == "fast direct"
 
 
 @pytest.mark.usefixtures("slow_and_fast")
 def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     ways = ["slow direct", "fast direct"]
-    with SpillSpace(tmp_path, ways=ways, tables_path=path, reexplore=0) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=ways, tables_path=path, reexplore=0)) as space:
         cycle(space, MIB, 20)
-    with SpillSpace(tmp_path, ways=ways, tables_path=path, reexplore=0) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=ways, tables_path=path, reexplore=0)) as space:
         cycle(space, MIB, 5)
-        assert space.moved_bytes_by_way == {"slow direct": 0, "fast direct": 10 * MIB}
-    assert files.load(WayTables, path).devices.keys() == {device_kind([tmp_path])}
+        assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
+    assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path])}
 
 
 @pytest.mark.usefixtures("slow_and_fast")
 def test_a_pinned_way_is_the_only_one(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], pinned="slow direct") as space:
+    with SpillSpace(
+        tmp_path, SpillOptions(paths=["slow direct", "fast direct"], pinned="slow direct")
+    ) as space:
         cycle(space, MIB, 5)
-        assert space.moved_bytes_by_way == {"slow direct": 10 * MIB, "fast direct": 0}
+        assert space.moved_bytes_by_path == {"slow direct": 10 * MIB, "fast direct": 0}
 
 
 def entry(way: str, samples: int, s_per_byte: float) -> Entry:
     return Entry(
-        class_bytes=MIB, kind="write", way=way, domain="disk", samples=samples, s_per_byte=s_per_byte
+        class_bytes=MIB, kind="write", path=way, medium="disk", samples=samples, s_per_byte=s_per_byte
     )
 
 
 def test_kinds_of_device_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     add_tables(path, "ext4 on a", Tables((entry("x", 3, 1e-9),)))
     add_tables(path, "xfs on b", Tables((entry("x", 3, 5e-9),)))
     assert read_tables(path, "ext4 on a").entries == (entry("x", 3, 1e-9),)
@@ -90,7 +92,7 @@ def test_kinds_of_device_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_the_file_follows_a_machine_that_changes(tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     for _ in range(100):
         add_tables(path, "disk", Tables((entry("x", 9, 1e-9),)))
     for _ in range(10):
@@ -105,7 +107,7 @@ def _add(path: Path, number: int) -> None:
 
 
 def test_processes_share_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_add, args=(path, number)) for number in range(3)]
     for process in processes:
@@ -113,7 +115,7 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert len(files.load(WayTables, path).devices) == 30
+    assert len(files.load(CostTables, path).devices) == 30
 
 
 def test_another_file_is_refused_and_a_full_disk_is_not(
@@ -121,9 +123,9 @@ def test_another_file_is_refused_and_a_full_disk_is_not(
 ) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(InvalidFile, match=r"plan\.json"):
-        SpillSpace(tmp_path, tables_path=tmp_path / "plan.json")
+        SpillSpace(tmp_path, SpillOptions(tables_path=tmp_path / "plan.json"))
     with caplog.at_level(logging.WARNING, "penstock"):
-        add_tables(tmp_path / "absent" / "ways.json", "disk", Tables((entry("x", 3, 1e-9),)))
+        add_tables(tmp_path / "absent" / "costs.json", "disk", Tables((entry("x", 3, 1e-9),)))
     assert "was not saved" in caplog.text
 
 
@@ -134,30 +136,30 @@ def test_a_transport_that_cannot_work_says_why(
         raise TransportUnavailable("the system refuses it: Operation not permitted")
 
     monkeypatch.setitem(TRANSPORTS, "io_uring", refuse)
-    monkeypatch.setattr("penstock.storage.engine._logged", set())
+    monkeypatch.setattr("penstock.storage.io_paths._logged", set())
     for _ in range(2):
         with SpillSpace(tmp_path) as space:
             assert space.unavailable == {"io_uring": "the system refuses it: Operation not permitted"}
-            assert {way.transport for way in space.ways.values()} == {"posix"}
+            assert {path.partition(" ")[0] for path in space.paths} == {"posix"}
             cycle(space, MIB, 2)
     assert caplog.text.count("io_uring is not used") == 1
     with pytest.raises(InvalidArgument, match=r"io_uring direct cannot be used.*not permitted"):
-        SpillSpace(tmp_path, ways=["io_uring direct"])
+        SpillSpace(tmp_path, SpillOptions(paths=["io_uring direct"]))
 
 
-def test_an_engine_opens_only_what_is_wanted() -> None:
-    with Engine(["posix staged"]) as engine:
-        assert list(engine.ways) == ["posix staged"]
+def test_io_paths_opens_only_what_is_wanted() -> None:
+    with IoPaths(["posix staged"]) as io:
+        assert list(io.paths) == ["posix staged"]
     with pytest.raises(ValueError, match="closed"):
         request = Request("read", File(-1), 0, 0, 1, "staged")
-        engine.transport(engine.ways["posix staged"]).submit([request], print)
+        io.paths["posix staged"].transport.submit([request], print)
 
 
 def test_a_run_is_told_its_ways_and_tells_what_it_learned(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     model, optimizer = small_gpt()
-    path = tmp_path / "ways.json"
+    path = tmp_path / "costs.json"
     with penstock.offload(
         model,
         optimizer,
@@ -176,7 +178,7 @@ def test_a_run_is_told_its_ways_and_tells_what_it_learned(
         report = run.report()
         assert set(report.moved_bytes_by_io_path) == {"posix direct"}
         assert "I/O paths: posix direct (100%)" in str(report)
-        assert {row.way for row in run.io_costs().rows()} == {"posix direct"}
+        assert {row.path for row in run.io_costs().rows()} == {"posix direct"}
         assert all(row.first == "posix direct" for row in run.io_report().rows)
     assert path.exists()
 
@@ -189,7 +191,7 @@ def test_a_transfer_that_is_measured_has_its_direction_to_itself(
     monkeypatch.setitem(TRANSPORTS, "fast", lambda: MemoryTransport(8, delay_s=0.001))
     count, size_bytes = 64, 64 << 10
     buffer = AlignedBuffer(size_bytes)
-    with SpillSpace(tmp_path, ways=["slow direct", "fast direct"], reexplore=0) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
         for _ in range(3):
             over = threading.Semaphore(0)
             extents = [space.allocate(size_bytes) for _ in range(count)]
@@ -207,10 +209,10 @@ def test_a_transfer_that_is_measured_has_its_direction_to_itself(
                     assert over.acquire(timeout=30)
             for extent in extents:
                 space.release(extent)
-        rates = {row.way: row for row in space.choice.tables().rows()}
+        rates = {row.path: row for row in space.choice.tables().rows()}
         assert rates["fast direct"].writes and rates["fast direct"].reads
         for row in rates.values():  # no faster than a transfer can be
-            delay_s = 0.004 if row.way == "slow direct" else 0.001
+            delay_s = 0.004 if row.path == "slow direct" else 0.001
             assert row.write_bytes_per_s is not None and row.write_bytes_per_s < size_bytes / delay_s
         # All of the first round are asked for before the first of them is over.
-        assert space.moved_bytes_by_way["slow direct"] <= count * size_bytes
+        assert space.moved_bytes_by_path["slow direct"] <= count * size_bytes

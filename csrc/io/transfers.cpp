@@ -1,0 +1,379 @@
+#include "io/transfers.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <iterator>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "threads.hpp"
+
+namespace penstock {
+
+namespace {
+
+constexpr int kBusyRetries = 100;
+constexpr auto kBusyPause = std::chrono::milliseconds(1);
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Of the exception that is being handled.
+int errno_of_exception() {
+  try {
+    throw;
+  } catch (const std::system_error& failure) {
+    return failure.code().value();
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  } catch (...) {
+    return EIO;
+  }
+}
+
+}  // namespace
+
+Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
+    : make_io_(std::move(make_io)),
+      limits_(limits),
+      deliver_(std::move(deliver)),
+      staging_(limits.slots, limits.slot_bytes),
+      process_(getpid()) {
+  try {
+    for (unsigned number = 0; number < limits.threads; ++number) {
+      auto& worker = workers_.emplace_back();
+      {
+        const std::lock_guard lock(mutex_);
+        ++running_;
+      }
+      try {
+        worker.thread = std::thread([this, &worker] { run(worker); });
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        --running_;
+        throw;
+      }
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return started_ == limits_.threads; });
+    if (start_error_ != 0) throw std::system_error(start_error_, std::generic_category(), "I/O");
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Transfers::~Transfers() { close(); }
+
+bool Transfers::submit(std::span<const Request> requests) {
+  // Cut before the lock is taken: the threads go on meanwhile.
+  decltype(transfers_) transfers;
+  std::array<Parts, kPriorities> parts;
+  std::size_t count = 0;
+  for (const auto& request : requests) {
+    auto transfer = std::make_unique<Transfer>();
+    transfer->request = request;
+    transfer->result.emplace_back();
+    auto& queue = parts[static_cast<std::size_t>(request.priority)];
+    for (const auto& piece : cut(request, limits_.piece_bytes, limits_.slot_bytes)) {
+      queue.push_back({transfer.get(), piece});
+      queue.back().self = std::prev(queue.end());
+      ++transfer->pieces_left;
+    }
+    count += transfer->pieces_left;
+    transfers.emplace(request.token, std::move(transfer));
+  }
+  const std::lock_guard lock(mutex_);
+  if (closed_ || process_ != getpid()) return false;
+  transfers_.reserve(transfers_.size() + transfers.size());
+  transfers_.merge(transfers);
+  for (std::size_t priority = 0; priority < kPriorities; ++priority)
+    waiting_[priority].splice(waiting_[priority].end(), parts[priority]);
+  wake(count);
+  return true;
+}
+
+std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
+  const std::lock_guard lock(mutex_);
+  std::size_t cancelled = 0;
+  for (const auto token : tokens) {
+    const auto found = transfers_.find(token);
+    if (found == transfers_.end() || found->second->pieces_begun > 0) continue;
+    auto& transfer = *found->second;
+    drop_waiting(transfer);
+    transfer.error = ECANCELED;
+    transfer.started_s = now_s();
+    finish(transfer);
+    ++cancelled;
+  }
+  changed_.notify_all();
+  return cancelled;
+}
+
+void Transfers::hurry(std::span<const std::uint64_t> tokens) {
+  const std::lock_guard lock(mutex_);
+  for (const auto token : tokens) {
+    const auto found = transfers_.find(token);
+    if (found == transfers_.end() || found->second->request.priority == Priority::demand) continue;
+    auto& transfer = *found->second;
+    auto& from = queue_of(transfer);
+    transfer.request.priority = Priority::demand;
+    auto& to = queue_of(transfer);
+    for (auto part = from.begin(); part != from.end();) {
+      const auto next = std::next(part);
+      if (part->transfer == &transfer) to.splice(to.end(), from, part);
+      part = next;
+    }
+  }
+  wake(workers_.size());  // a demand may begin where others may not
+}
+
+std::list<Finished> Transfers::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !finished_.empty() || running_ == 0; });
+  return std::exchange(finished_, {});
+}
+
+bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
+  if (process_ != getpid()) {  // after a fork: the threads are the parent's
+    for (auto& worker : workers_)
+      if (worker.thread.joinable()) worker.thread.detach();
+    return true;
+  }
+  {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    for (auto& worker : workers_) {
+      if (worker.io != nullptr) worker.io->wake();
+      if (worker.thread.get_id() == std::this_thread::get_id()) return false;
+    }
+    const auto ended = [this] { return running_ == 0; };
+    if (!timeout) {
+      changed_.wait(lock, ended);
+    } else if (!changed_.wait_for(lock, *timeout, ended)) {
+      return false;
+    }
+  }
+  const std::lock_guard joining(joining_);
+  for (auto& worker : workers_)
+    if (worker.thread.joinable()) worker.thread.join();
+  return true;
+}
+
+Transfers::Parts& Transfers::queue_of(const Transfer& transfer) {
+  return waiting_[static_cast<std::size_t>(transfer.request.priority)];
+}
+
+bool Transfers::anything_waits() const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [](const auto& queue) { return !queue.empty(); });
+}
+
+// As many threads as there are parts, of those that do nothing. The others look for the next by themselves; but
+// one alone may also wait for what it has in flight, with room for more.
+void Transfers::wake(std::size_t parts) {
+  for (auto& worker : workers_) {
+    if (parts == 0) return;
+    if (worker.io == nullptr || !(worker.idle || workers_.size() == 1)) continue;
+    worker.idle = false;
+    worker.io->wake();
+    --parts;
+  }
+}
+
+void Transfers::drop_waiting(Transfer& transfer) {
+  transfer.pieces_left -=
+      std::erase_if(queue_of(transfer), [&transfer](const auto& part) { return part.transfer == &transfer; });
+}
+
+void Transfers::finish(Transfer& transfer) {
+  const auto token = transfer.request.token;
+  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned};
+  finished_.splice(finished_.end(), transfer.result);
+  transfers_.erase(token);
+}
+
+// -- on the threads ------------------------------------------------------------------------------
+
+void Transfers::run(Worker& worker) {
+  begin_thread("penstock-io");
+  std::unique_ptr<Io> io;
+  int error = 0;
+  try {
+    io = make_io_();
+    const bool registered = io->register_memory(staging_.start(), staging_.size_bytes());
+    const std::lock_guard lock(mutex_);
+    registered_ = registered_ && registered;
+  } catch (...) {
+    error = errno_of_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    worker.io = io.get();
+    if (error != 0) start_error_ = error;
+    ++started_;
+    changed_.notify_all();
+  }
+  if (error == 0) {
+    try {
+      serve(worker, *io);
+    } catch (...) {  // such as a ring that the program has closed
+      error = errno_of_exception();
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  worker.io = nullptr;
+  if (error != 0) {
+    closed_ = true;
+    while (!worker.in_flight.empty()) end_part(worker.in_flight, worker.in_flight.front(), error, true);
+    for (auto& queue : waiting_)
+      while (!queue.empty()) end_part(queue, queue.front(), error, false);
+  }
+  for (auto& other : workers_)  // those that have nothing to wait for now
+    if (other.io != nullptr) other.io->wake();
+  --running_;
+  changed_.notify_all();
+}
+
+void Transfers::serve(Worker& worker, Io& io) {
+  while (true) {
+    while (auto* part = next_part(worker)) start(io, *part);
+    {
+      const std::lock_guard lock(mutex_);
+      worker.idle = worker.in_flight.empty();
+      if (closed_ && worker.idle && !anything_waits()) return;
+    }
+    io.wait();
+    Result result;
+    while (io.next(result)) {
+      auto& part = *reinterpret_cast<Part*>(result.tag);
+      if (advance(worker, part, result.moved)) issue(io, part);
+    }
+    hand_out();
+  }
+}
+
+void Transfers::hand_out() {
+  std::list<Finished> last;
+  {
+    const std::lock_guard lock(mutex_);
+    if (finished_.empty()) return;
+    if (deliver_ && in_flight_bytes_ == 0 && !anything_waits()) {
+      last.swap(finished_);
+    } else {
+      changed_.notify_all();
+    }
+  }
+  if (!last.empty()) deliver_(last);
+}
+
+// The next part that may begin now.
+Transfers::Part* Transfers::next_part(Worker& worker) {
+  const std::lock_guard lock(mutex_);
+  worker.idle = false;
+  if (worker.in_flight.size() >= limits_.depth) return nullptr;
+  const auto queue =
+      std::find_if(waiting_.begin(), waiting_.end(), [](const auto& each) { return !each.empty(); });
+  if (queue == waiting_.end()) return nullptr;
+  auto& part = queue->front();
+  auto& transfer = *part.transfer;
+  const auto size_bytes = part.piece.end - part.piece.begin;
+  const bool demanded = transfer.request.priority == Priority::demand;
+  if (!demanded && in_flight_bytes_ > 0 && in_flight_bytes_ + size_bytes > limits_.background_bytes)
+    return nullptr;
+  if (part.piece.method == Method::staged && (part.slot = staging_.take()) == nullptr) return nullptr;
+  worker.in_flight.splice(worker.in_flight.end(), *queue, part.self);
+  in_flight_bytes_ += size_bytes;
+  if (transfer.pieces_begun++ == 0) transfer.started_s = now_s();
+  return &part;
+}
+
+void Transfers::start(Io& io, Part& part) {
+  const auto& piece = part.piece;
+  const auto& request = part.transfer->request;
+  if (piece.method == Method::staged && request.write) {
+    io.submit();  // what is prepared need not wait for the copy
+    const auto before = piece.data_begin - piece.begin, size = piece.data_end - piece.data_begin;
+    std::memset(part.slot, 0, before);  // no other request's bytes go into the padding
+    std::memcpy(part.slot + before, request.address + (piece.data_begin - request.offset), size);
+    std::memset(part.slot + before + size, 0, piece.end - piece.data_end);
+  }
+  issue(io, part);
+}
+
+// What is left of the part.
+void Transfers::issue(Io& io, const Part& part) {
+  const auto& piece = part.piece;
+  const auto& request = part.transfer->request;
+  const bool staged = piece.method == Method::staged, mapped = piece.method == Method::mapped;
+  const auto begin = piece.begin + part.done_bytes;
+  auto* address = staged ? part.slot + part.done_bytes : request.address + (begin - request.offset);
+  const auto& target = request.target;
+  io.prepare({request.write, mapped || piece.method == Method::buffered ? target.cached : target.direct, begin,
+              address, static_cast<std::uint32_t>(piece.end - begin), staged && registered_, mapped},
+             reinterpret_cast<std::uint64_t>(&part));
+}
+
+// Short moves, interrupted and busy ones are dealt with here, and nowhere else. Whether the part has to go on.
+bool Transfers::advance(Worker& worker, Part& part, int moved) {
+  const auto& piece = part.piece;
+  const auto& request = part.transfer->request;
+  if (moved == -EINTR || moved == -EAGAIN) {
+    if (++part.retries > kBusyRetries) {
+      finish_part(worker, part, EAGAIN);
+      return false;
+    }
+    if (part.retries > 1) std::this_thread::sleep_for(kBusyPause);
+    return true;
+  }
+  if (moved < 0) {
+    finish_part(worker, part, -moved);
+    return false;
+  }
+  const auto reached = piece.begin + part.done_bytes + static_cast<std::uint64_t>(moved);
+  // A file may end inside its last block: what was asked for of it has been read.
+  if (reached >= piece.end || (!request.write && reached >= piece.data_end)) {
+    if (piece.method == Method::staged && !request.write) {
+      std::memcpy(request.address + (piece.data_begin - request.offset),
+                  part.slot + (piece.data_begin - piece.begin), piece.data_end - piece.data_begin);
+    }
+    finish_part(worker, part, 0);
+    return false;
+  }
+  auto step = static_cast<std::uint64_t>(moved);
+  if (piece.method == Method::direct || piece.method == Method::staged)
+    step -= step % request.target.alignment_bytes;
+  if (step == 0) {  // the file ends here, or the device gave up
+    finish_part(worker, part, EIO);
+    return false;
+  }
+  part.done_bytes += step;
+  return true;
+}
+
+void Transfers::finish_part(Worker& worker, Part& part, int error) {
+  const std::lock_guard lock(mutex_);
+  end_part(worker.in_flight, part, error, false);
+  if (workers_.size() > 1 && anything_waits()) wake(1);  // there is room for one more now
+}
+
+void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
+  auto& transfer = *part.transfer;
+  if (&parts != &queue_of(transfer)) in_flight_bytes_ -= part.piece.end - part.piece.begin;
+  if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
+  parts.erase(part.self);
+  transfer.abandoned = transfer.abandoned || abandoned;
+  if (error != 0 && transfer.error == 0) {
+    transfer.error = error;
+    if (&parts != &queue_of(transfer)) drop_waiting(transfer);  // the rest is not worth the effort
+  }
+  if (--transfer.pieces_left == 0) finish(transfer);
+}
+
+}  // namespace penstock

@@ -1,0 +1,226 @@
+"""What the paths of one size class cost, as far as is known: robust to noise, quick to follow a change."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from penstock.storage.autotune.tables import KINDS, Entry, Kind, Mode, medium_cost
+
+EXPLORATIONS = 3  # of each path in the first transfers of a class: a median of three survives one outlier
+FAR = 3.0  # times the best: not worth a third exploration
+NEAR = 1.25  # times the best: three explorations do not tell them apart
+SURE = 9  # explorations of each that is near
+WINDOW = 41  # costs a median stands on
+FASTER = 1.5  # times, three times in a row: the path changed, and what it cost before is forgotten
+MARGIN = 0.02  # by which another path must be faster to take over
+COPYING = 1.3  # times: what copies takes a processor from those who train, for little gain
+
+
+class PathCost:
+    """The costs of one path for one kind of transfer of one size class: seconds per byte.
+
+    count       costs seen
+    in_flight   explorations asked for that are not over
+    loaded      its first costs are known from before
+    cost        median of the last `WINDOW`; infinite where unknown
+    hope        what an exploration costs if luck has it: the window's lower quartile, or the least of the
+                last three if it is lower still, or far above the median. 0 where unknown
+    charge      what an exploration costs its budget: the median of the last three, without what is far above
+                `cost`
+    tried       number of the class's transfer that tried it last
+    spent_s     of its exploration budget
+    pending     explorations under way: (reserved, cost of the best, what reading back adds), in s
+    """
+
+    __slots__ = (
+        "_ordered",
+        "_window",
+        "charge",
+        "cost",
+        "count",
+        "hope",
+        "in_flight",
+        "loaded",
+        "medium",
+        "path",
+        "pending",
+        "spent_s",
+        "tried",
+    )
+
+    def __init__(self, path: str, medium: str) -> None:
+        self.path = path
+        self.medium = medium
+        self.count = 0
+        self.in_flight = 0
+        self.loaded = False
+        self.cost = math.inf
+        self.hope = 0.0
+        self.charge = 0.0
+        self.tried = 0
+        self.spent_s = 0.0
+        self.pending: deque[tuple[float, float, float]] = deque()
+        self._window: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    @property
+    def samples(self) -> int:
+        """How many costs the median stands on."""
+        return len(self._ordered)
+
+    def add(self, cost: float) -> None:
+        window, ordered = self._window, self._ordered
+        if len(window) == WINDOW:
+            del ordered[bisect_left(ordered, window.popleft())]
+        window.append(cost)
+        insort(ordered, cost)
+        self.count += 1
+        self.cost = self.charge = self.hope = ordered[(len(ordered) - 1) // 2]
+        if len(ordered) < EXPLORATIONS:
+            return
+        latest = least, middle, most = sorted((cost, window[-2], window[-3]))
+        if most * FASTER < self.cost:
+            window.clear()
+            window.extend(latest)
+            ordered[:] = latest
+            self.cost = middle
+        if least > FAR * self.cost:  # three in a row are no outlier: it became slower
+            self.charge, self.hope = middle, least
+        else:
+            self.charge = min(middle, FAR * self.cost)
+            self.hope = min(least, ordered[(len(ordered) - 1) // 4])
+
+    def since(self, count: int) -> float:
+        """The median of the costs after the first ``count``, or of the last `WINDOW` of them.
+
+        `cost` where there are none.
+        """
+        if self.count <= count:
+            return self.cost
+        latest = sorted(list(self._window)[count - self.count :])
+        return latest[(len(latest) - 1) // 2]
+
+
+def cost_of(record: PathCost) -> float:
+    return record.cost
+
+
+class Medium:
+    """The paths of one medium in one size class, and the best of them.
+
+    copying   names of the paths that copy with the processor where others of the medium do not
+    untried   kinds of transfer whose first explorations are not over
+    """
+
+    __slots__ = ("best_read", "best_write", "copying", "name", "reads", "untried", "writes")
+
+    def __init__(self, name: str, paths: Sequence[str], copying: Collection[str]) -> None:
+        self.name = name
+        self.copying = copying
+        self.writes = [PathCost(path, name) for path in paths]
+        self.reads = [PathCost(path, name) for path in paths]
+        self.best_write = self.writes[0]
+        self.best_read = self.reads[0]
+        self.untried = set(KINDS)
+
+    def records(self, kind: Kind) -> list[PathCost]:
+        return self.writes if kind == "write" else self.reads
+
+    def best(self, kind: Kind) -> PathCost:
+        return self.best_write if kind == "write" else self.best_read
+
+    def refresh(self, kind: Kind) -> None:
+        """A cost of one of its paths was added: another may be the best now."""
+        held, fastest = self.best(kind), min(self.records(kind), key=self._weighed)
+        if self._weighed(fastest) >= self._weighed(held) * (1 - MARGIN):
+            return
+        if kind == "write":
+            self.best_write = fastest
+        else:
+            self.best_read = fastest
+
+    def _weighed(self, record: PathCost) -> float:
+        return record.cost * COPYING if record.path in self.copying else record.cost
+
+
+class SizeClass:
+    """What is known of the sizes ``[2**number, 2**(number + 1))``.
+
+    pins       by kind: the path that the user wants
+    entries    costs known from before: they count as first explorations
+    copying    as of Medium
+
+    writable   the media that may be written to
+    home       the one that is, where it has room
+    earned_s   what each path was allowed to spend on explorations so far
+    others     paths that share the exploration budget
+    asks       transfers asked for after the first explorations
+    """
+
+    def __init__(
+        self,
+        number: int,
+        paths: Mapping[str, str],
+        mode: Mode,
+        pins: Mapping[Kind, str],
+        entries: Iterable[Entry],
+        copying: Collection[str],
+    ) -> None:
+        self.number = number
+        self.media = {
+            name: Medium(name, [path for path in paths if paths[path] == name], copying)
+            for name in dict.fromkeys(paths.values())
+        }
+        self.records: dict[Kind, dict[str, PathCost]] = {
+            kind: {record.path: record for medium in self.media.values() for record in medium.records(kind)}
+            for kind in KINDS
+        }
+        self.writable = [
+            medium
+            for medium in self.media.values()
+            if all(paths[path] == medium.name for path in pins.values())
+        ]
+        self.home = self.writable[0]
+        self.earned_s = 0.0
+        self.others = max(2 * sum(len(medium.writes) for medium in self.writable) - 2, 1)
+        self.asks: dict[Kind, int] = {"write": 0, "read": 0}
+        self._mode = mode
+        self.pins = pins
+        for entry in entries:
+            record = self.records[entry.kind][entry.path]
+            for _ in range(min(entry.samples, EXPLORATIONS)):
+                record.add(entry.s_per_byte)
+            record.loaded = True
+            self.refresh(entry.kind, record)
+
+    def pinned(self, kind: Kind, among: Sequence[Medium]) -> PathCost | None:
+        """The pinned path, unless it cannot read what lies in these among."""
+        if (path := self.pins.get(kind)) is None:
+            return None
+        record = self.records[kind][path]
+        return record if any(medium.name == record.medium for medium in among) else None
+
+    def best(self, kind: Kind, among: Sequence[Medium]) -> PathCost:
+        """The best known path in these among; its ``count`` is 0 where none is known."""
+        if kind == "read":
+            return among[0].best_read
+        home = self.home if self.home.best_write.count and self.home in among else self._fastest(among)
+        return home.best_write
+
+    def refresh(self, kind: Kind, record: PathCost) -> None:
+        """A cost of ``record`` was added: another path, or medium, may be the best now."""
+        self.media[record.medium].refresh(kind)
+        if len(self.writable) > 1:
+            fastest, held = self._fastest(self.writable), self._cost(self.home)
+            if held == math.inf or self._cost(fastest) < held * (1 - MARGIN):
+                self.home = fastest
+
+    def _fastest(self, among: Sequence[Medium]) -> Medium:
+        """By the mode's account; by writes alone while no medium is measured in full."""
+        return min(among, key=lambda medium: (self._cost(medium), medium.best_write.cost))
+
+    def _cost(self, medium: Medium) -> float:
+        return medium_cost(self._mode, medium.best_write.cost, medium.best_read.cost)
