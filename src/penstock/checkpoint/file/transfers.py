@@ -7,8 +7,6 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import torch
-
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.files import OpenFile
 from penstock.storage.io_paths import shared_transport
@@ -97,7 +95,7 @@ class BufferPool:
 
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
-        self._make = PinnedBuffer if pinned and torch.cuda.is_available() else AlignedBuffer
+        self._make = PinnedBuffer if pinned and _has_cuda() else AlignedBuffer
         whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
@@ -118,5 +116,13 @@ class PinnedBuffer:
     """Page-locked memory, which begins at a page."""
 
     def __init__(self, size_bytes: int) -> None:
+        import torch  # here, since looking at a checkpoint does without
+
         self._data = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         self.address = self._data.data_ptr()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -44,7 +44,7 @@ METADATA = (
 _NAMES = {*METADATA, layout.LOOKUP, layout.MANIFEST, PROGRESS, _NEXT}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _DATA = re.compile(r"data-\d{5}\.bin")
-_DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+|packing\.next")  # left by a killed process
+_DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+\.\d+|packing\.next")  # left by a killed process
 
 
 @dataclass(frozen=True, kw_only=True)
