@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Tests run side by side, on small tensors: threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +35,17 @@ def hardware() -> penstock.Hardware:
         disk_shares_bus=False,
         name="given",
     )
+
+
+FOLDERS = ("checkpoint", "cli", "gpu", "planning", "report", "runtime", "samples", "storage")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test's folder is its marker."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in FOLDERS:
+            item.add_marker(folder)
 
 
 @pytest.fixture(autouse=True)

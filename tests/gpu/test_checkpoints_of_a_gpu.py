@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from tests.disk.states import numbers, same
+from tests.support.states import numbers, same
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,8 +23,11 @@ from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
+# The families that are trained on a GPU, and how.
+from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, reproducible, train  # noqa: F401
+
 # The contract, for what follows as `bench`. Left out are the tests that allocate host memory themselves.
-from tests.disk.test_transport_contract import (  # noqa: F401
+from tests.storage.test_transport_contract import (  # noqa: F401
     Bench,
     Case,
     test_a_bad_descriptor_fails_alone,
@@ -42,11 +45,8 @@ from tests.disk.test_transport_contract import (  # noqa: F401
     test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error,
     test_what_other_programs_wrote_is_read,
 )
-from tests.disk.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference
-
-# The families that are trained on a GPU, and how.
-from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, reproducible, train  # noqa: F401
 from tests.support.families import _Gpt
+from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 
 from penstock.samples import Loader, mount
 from penstock.samples.dataloader.decoding import Sample
-from tests.stores import write_store
+from tests.support.stores import write_store
 
 pytestmark = [
     pytest.mark.gpu,

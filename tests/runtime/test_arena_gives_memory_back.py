@@ -22,8 +22,6 @@ from tests.runtime.paging import Limits
 if arena.unavailable() is not None:
     pytest.skip(f"no arena here: {arena.unavailable()}", allow_module_level=True)
 
-pytestmark = pytest.mark.disk
-
 MIB = 1 << 20
 LARGE = 1 << 40
 

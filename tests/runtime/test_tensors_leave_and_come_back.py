@@ -22,8 +22,6 @@ from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_
 if arena.unavailable() is not None:
     pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
-pytestmark = pytest.mark.disk
-
 MIB = 1 << 20
 SIZES = [4096, 5001, 100_000, MIB - 1, MIB, 3 * MIB + 5, 16 * MIB, 64 * MIB]
 

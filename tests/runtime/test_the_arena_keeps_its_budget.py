@@ -24,8 +24,6 @@ from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_
 if arena.unavailable() is not None:
     pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
 
-pytestmark = pytest.mark.disk
-
 MIB = 1 << 20
 LARGE = 1 << 40
 

@@ -1,0 +1,145 @@
+"""Whatever the trace, the machine and the time limit: what `optimal` answers is legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.check import check
+from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
+from penstock.core.plan import Plan
+from penstock.core.trace import Trace
+from penstock.errors import SpillSpaceFull
+from penstock.planners import plan
+from tests.support.traces import Step, gpt, machine, machines, traces, whole_traces
+
+optimal_module = import_module("penstock.planners.optimal")  # the package has a function of that name
+
+quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True)
+def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimal_module, "MOST_CHANGES", 200)
+
+
+def made(
+    trace: Trace, hardware: Hardware, share: float, recompute: bool, compress: bool, limit_s: float = 60.0
+) -> Plan | None:
+    """The plan for a budget between the least possible and the peak; None where the tiers are too small."""
+    least = minimum_bytes(trace)
+    budget = least + int(share * (trace.peak_bytes - least))
+    try:
+        return plan(
+            trace,
+            hardware,
+            "optimal",
+            recompute=recompute,
+            compress=compress and len(trace.tensor_density) > 0,
+            time_limit_s=limit_s,
+            device_budget_bytes=budget,
+        )
+    except SpillSpaceFull:
+        return None
+
+
+def sound(trace: Trace, hardware: Hardware, result: Plan | None) -> None:
+    if result is not None:
+        assert check(trace, result, hardware) == []
+        assert result.predicted_s >= result.lower_bound_s * (1 - 1e-9)
+
+
+shares = st.floats(0, 1)
+
+
+@quick
+@given(traces(), machines, shares, st.booleans())
+def test_for_captured_traces(trace: Trace, hardware: Hardware, share: float, recompute: bool) -> None:
+    sound(trace, hardware, made(trace, hardware, share, recompute, False))
+
+
+@quick
+@given(whole_traces(), machines, shares, st.booleans(), st.booleans())
+def test_for_traces_of_which_all_can_leave(
+    trace: Trace, hardware: Hardware, share: float, recompute: bool, compress: bool
+) -> None:
+    sound(trace, hardware, made(trace, hardware, share, recompute, compress))
+
+
+@quick
+@given(whole_traces(), machines, shares, st.booleans())
+def test_without_time(trace: Trace, hardware: Hardware, share: float, recompute: bool) -> None:
+    sound(trace, hardware, made(trace, hardware, share, recompute, False, limit_s=0.0))
+
+
+@quick
+@given(whole_traces(), st.integers(0, 20), shares, st.booleans())
+def test_where_the_host_is_small(trace: Trace, tenths: int, share: float, recompute: bool) -> None:
+    host_bytes = int(trace.tensor_bytes.sum()) * tenths // 20
+    hardware = machine(host_bytes=host_bytes)
+    result = made(trace, hardware, share, recompute, False)
+    assert result is not None  # the disk has room for everything
+    sound(trace, hardware, result)
+
+
+def test_where_no_tier_has_room() -> None:
+    trace = gpt(2)
+    hardware = replace(machine(), disk_bytes=1)
+    with pytest.raises(SpillSpaceFull, match="Raise"):
+        plan(trace, hardware, "optimal", device_budget_bytes=minimum_bytes(trace))
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    trace = gpt(2)
+    hardware = machine(trace.tensor_bytes.sum() / trace.ideal_s / 4, host_bytes=trace.peak_bytes // 4)
+    budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
+    answers = [
+        plan(trace, hardware, "optimal", time_limit_s=600, device_budget_bytes=budget) for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_without_a_solver_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimal_module, "find_spec", lambda name: None)
+    trace = gpt(2)
+    hardware = machine(trace.tensor_bytes.sum() / trace.ideal_s / 4)
+    result = plan(trace, hardware, "optimal", device_budget_bytes=minimum_bytes(trace))
+    sound(trace, hardware, result)
+    assert "pip install 'penstock[plan]'" in result.reason
+
+
+def test_an_input_that_is_written_later_is_there_when_its_reader_runs_again() -> None:
+    step = Step()
+    given, made = step.tensor(100, "input"), step.tensor(100)
+    step.kernel("read", 0.0, [given], [made])
+    for index in range(4):
+        step.kernel(f"between{index}", 1.0, outputs=[step.tensor(100 * (1 + index % 2))])
+    step.kernel("use", 1.0, [made], phase="backward")
+    step.kernel("write", 1.0, [given], [given], phase="backward")
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 0, -1, -1, -1, -1]))
+    for slack in range(0, 300, 50):
+        hardware = machine(10.0, device_bytes=minimum_bytes(trace) + slack)
+        sound(trace, hardware, plan(trace, hardware, "optimal", recompute=True))
+
+
+def test_few_large_tensors_move_where_that_is_as_fast_as_any_plan() -> None:
+    """A copy costs the processor time whatever its size."""
+    step = Step()
+    small = [step.tensor(1 << 20) for _ in range(24)]
+    large = [step.tensor(12 << 20) for _ in range(2)]
+    for tensor in large + small:
+        step.kernel("make", 1.0, [], [tensor])
+    peak = step.tensor(4 << 20)
+    step.kernel("peak", 1.0, [], [peak])
+    for tensor in small[::-1] + large[::-1]:
+        step.kernel("use", 1.0, [tensor])
+    trace = step.trace()
+    made = plan(trace, machine(1e9), device_budget_bytes=trace.peak_bytes - (10 << 20))
+    assert made.predicted_s <= trace.ideal_s * 1.001
+    assert {evict.tensor for evict in made.evictions} <= set(large)

@@ -1,0 +1,81 @@
+"""The picture of an iteration has its words, and a row for each stream."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+import penstock
+from penstock.report.plot import _apart, _merged, _rows, phase_intervals, plot
+from penstock.units import format_bytes
+from tests.support.traces import gpt
+
+
+@pytest.fixture
+def slow(hardware: penstock.Hardware) -> penstock.Hardware:
+    """A machine on which the step has to wait."""
+    return replace(hardware, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=1e8)
+
+
+@pytest.fixture
+def trace() -> penstock.Trace:
+    return gpt()
+
+
+@pytest.mark.parametrize("is_measured", [False, True], ids=["predicted", "measured"])
+def test_a_picture_is_written(
+    is_measured: bool, trace: penstock.Trace, slow: penstock.Hardware, tmp_path: Path
+) -> None:
+    plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
+    predicted = penstock.simulate(trace, plan, slow)
+    measured = penstock.simulate(trace.scaled(1.1), plan, slow) if is_measured else None
+    plot(trace, plan, predicted, measured, tmp_path / "picture.png", title="A step")
+    assert matplotlib.image.imread(tmp_path / "picture.png").shape == (1000, 1600, 4)
+    plot(trace, plan, predicted, measured, tmp_path / "picture.svg", title="A step")
+    texts = re.findall("<!-- (.+) -->", (tmp_path / "picture.svg").read_text())
+    assert {"A step", "everything in memory", "disk write", "disk read", "forward", "backward"} <= set(texts)
+    (headline,) = [text for text in texts if text.startswith("peak: ")]
+    assert f"{format_bytes(predicted.peak_bytes)} predicted" in headline
+    assert ("measured" in headline) == is_measured == any(text == "measured" for text in texts)
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(
+    trace: penstock.Trace, hardware: penstock.Hardware, tmp_path: Path
+) -> None:
+    plan = penstock.plan(trace, hardware)
+    with pytest.raises(penstock.InvalidArgument, match="xyz"):
+        plot(trace, plan, penstock.simulate(trace, plan, hardware), None, tmp_path / "picture.xyz")
+
+
+def test_streams_have_rows_for_what_was_predicted_and_measured(
+    trace: penstock.Trace, slow: penstock.Hardware
+) -> None:
+    plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
+    timeline = penstock.simulate(trace, plan, slow)
+    rows = _rows(trace, {"predicted": timeline, "measured": timeline})
+    assert [(row.stream, row.source) for row in rows] == [
+        (stream, source)
+        for stream in ("compute", "disk_write", "disk_read")
+        for source in ("predicted", "measured")
+    ]
+    assert rows[0].note.endswith("stalled")
+
+
+def test_phases_cover_the_iteration(trace: penstock.Trace, hardware: penstock.Hardware) -> None:
+    timeline = penstock.simulate(trace, penstock.plan(trace, hardware), hardware)
+    phases = phase_intervals(trace, timeline)
+    assert [name for name, _ in phases] == ["forward", "backward"]
+    assert phases[0][1][0] == 0
+    assert phases[-1][1][1] == timeline.iteration_s
+
+
+def test_labels_stay_apart() -> None:
+    assert _apart([10.0, 9.5, 3.0], least=2.0) == [10.0, 8.0, 3.0]
+
+
+def test_bars_closer_than_a_gap_are_one() -> None:
+    assert _merged([(2.0, 3.0), (0.0, 1.0), (1.05, 1.5)], gap_s=0.1) == [(0.0, 1.5), (2.0, 3.0)]

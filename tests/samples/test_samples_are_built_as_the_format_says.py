@@ -1,0 +1,336 @@
+"""The builder's files equal, byte for byte, those of a slow writer that shares no code with it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock._native import SampleBuilder, SampleNames, sample_key, sample_lookup, sample_sums
+from penstock.storage.checksum import crc32c
+from tests.support.stores import LARGE, key_of, write_store
+
+CHUNK_BYTES = 4096
+LONG_EDGE_BYTES = CHUNK_BYTES // 4
+NODE_BYTES = 1 << 40
+LIMITS = (0, 1, LONG_EDGE_BYTES, CHUNK_BYTES, 2 * CHUNK_BYTES)
+NAMED_FILES = ("directory", "sums", "chunks", "names", "anchors", "large", "labels")
+
+Sample = tuple[str, bytes]
+
+
+class Written:
+    """The files that a builder's pieces make, in memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytearray] = {}
+        self.last_node = 0
+
+    def append(self, builder: SampleBuilder) -> None:
+        pending_bytes = builder.pending_bytes
+        pieces = builder.take()
+        contents: list[tuple[str, bytes]] = [(f"{name}.bin", getattr(pieces, name)) for name in NAMED_FILES]
+        for node, data in pieces.data:
+            assert node >= self.last_node
+            self.last_node = node
+            contents.append((f"data-{node:05d}.bin", data.tobytes()))
+        assert pending_bytes == sum(len(content) for _, content in contents)
+        assert builder.pending_bytes == 0
+        for name, content in contents:
+            if content:
+                self.files.setdefault(name, bytearray()).extend(content)
+
+
+def encode(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
+
+
+def joined(parts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The parts side by side, and where each ends."""
+    return np.frombuffer(b"".join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def add_many(builder: SampleBuilder, samples: Sequence[Sample], labels: Sequence[int] | None) -> None:
+    names, name_ends = joined([encode(name) for name, _ in samples])
+    data, data_ends = joined([data for _, data in samples])
+    numbers = None if labels is None else np.array(labels, np.int32)
+    builder.add_many(names, name_ends, data, data_ends, numbers)
+
+
+def columns(files: dict[str, bytearray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The directory, names and anchors of a builder's files, as arrays."""
+    directory = np.frombuffer(bytes(files.get("directory.bin", b"")), np.uint64).reshape(-1, 2)
+    names = np.frombuffer(bytes(files.get("names.bin", b"")), np.uint8)
+    return directory, names, np.frombuffer(bytes(files.get("anchors.bin", b"")), np.uint64)
+
+
+def build(samples: Sequence[Sample]) -> dict[str, bytearray]:
+    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    for name, data in samples:
+        builder.add(encode(name), data)
+    builder.finish()
+    written.append(builder)
+    return written.files
+
+
+def check_against_the_slow_writer(
+    folder: Path,
+    files: dict[str, bytearray],
+    nodes: list[tuple[int, int, int]],
+    samples: Sequence[Sample],
+    labels: Sequence[int],
+    node_bytes: int = NODE_BYTES,
+) -> None:
+    write_store(folder, samples, chunk_bytes=CHUNK_BYTES, node_bytes=node_bytes, labels=labels)
+    expected = json.loads((folder / "store.json").read_text())["value"]
+    assert nodes == [(node["samples"], node["chunks"], node["size_bytes"]) for node in expected["nodes"]]
+    lookup, twins = sample_lookup(*columns(files))
+    assert twins is None
+    found = {name: bytes(content) for name, content in files.items()} | {"lookup.bin": lookup.tobytes()}
+    assert sorted(found) == sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
+    for name, content in found.items():
+        assert content == (folder / name).read_bytes(), name
+
+
+names_of_samples = st.one_of(
+    st.text(min_size=1, max_size=20),
+    st.binary(min_size=1, max_size=60).map(lambda name: name.decode("utf-8", "surrogateescape")),
+)
+sizes_of_samples = st.one_of(
+    st.integers(0, 300),
+    st.builds(lambda size, by: max(0, size + by), st.sampled_from(LIMITS), st.integers(-2, 2)),
+)
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn, most_bytes: int) -> list[Sample]:
+    names = draw(st.lists(names_of_samples, min_size=1, max_size=20, unique_by=encode))
+    sizes = draw(st.lists(sizes_of_samples, min_size=len(names), max_size=len(names)))
+    random = np.random.default_rng(len(names))
+    return [(name, random.bytes(min(size, most_bytes))) for name, size in zip(names, sizes, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataObject) -> None:
+    node_bytes = data.draw(st.sampled_from([NODE_BYTES, 1, CHUNK_BYTES, 10_000, 3 * CHUNK_BYTES + 1]))
+    samples = data.draw(sample_lists(node_bytes))
+    labels = data.draw(st.none() | st.just(list(range(5, 5 + len(samples)))))
+    builder, written = SampleBuilder(CHUNK_BYTES, node_bytes), Written()
+    cuts = data.draw(st.lists(st.tuples(st.integers(0, len(samples)), st.booleans()), max_size=6))
+    done = 0
+    for until, resumed in [*sorted(cuts), (len(samples), False)]:
+        if until - done == 1:
+            name, content = samples[done]
+            builder.add(encode(name), content, -1 if labels is None else labels[done])
+        else:
+            add_many(builder, samples[done:until], labels and labels[done:until])
+        done = until
+        assert builder.samples == done
+        if resumed:
+            written.append(builder)
+            builder = SampleBuilder(CHUNK_BYTES, node_bytes, builder.state())
+    builder.finish()
+    written.append(builder)
+    check_against_the_slow_writer(
+        Path(tempfile.mkdtemp(dir=folders)) / "store",
+        written.files,
+        builder.nodes,
+        samples,
+        labels or [-1] * len(samples),
+        node_bytes,
+    )
+
+
+def test_a_sample_of_8_mib_has_its_length_beside_the_directory(tmp_path: Path) -> None:
+    samples = [("just fits", b"\1" * (LARGE - 1)), ("empty", b""), ("large", b"\2" * LARGE), ("last", b"\3")]
+    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    add_many(builder, samples[:2], None)
+    written.append(builder)
+    add_many(builder, samples[2:], None)
+    builder.finish()
+    written.append(builder)
+    assert written.files["large.bin"] == struct.pack("<QQ", 2, LARGE)
+    check_against_the_slow_writer(tmp_path / "store", written.files, builder.nodes, samples, [-1] * 4)
+
+
+def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> None:
+    """Checksums of samples from 32 KiB on are joined rather than computed again."""
+    sizes = [33_000, 100, 70_000, 20_000, 140_000, 5, 32_768, 32_767, 32_769, 65_535, 1, 0, 66_000, 0]
+    random = np.random.default_rng(0)
+    samples = [(f"{i}", random.bytes(size)) for i, size in enumerate(sizes)]
+    builder, written = SampleBuilder(256 << 10, NODE_BYTES), Written()
+    add_many(builder, samples, None)
+    builder.finish()
+    written.append(builder)
+    write_store(tmp_path / "store", samples, chunk_bytes=256 << 10)
+    for name in ("chunks.bin", "sums.bin", "data-00000.bin"):
+        assert bytes(written.files[name]) == (tmp_path / "store" / name).read_bytes()
+
+
+def test_nothing_is_built_of_nothing() -> None:
+    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    add_many(builder, [], None)
+    builder.finish()
+    assert (builder.nodes, builder.samples, builder.pending_bytes) == ([], 0, 0)
+    lookup, twins = sample_lookup(*columns({}))
+    assert (lookup.tobytes(), twins) == (bytes(8), None)
+    assert SampleNames(*columns({}), lookup).find(b"any") == -1
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 7, 8, 31, 32, 33, 63, 64, 100, 65535])
+def test_keys_are_xxh64(size: int) -> None:
+    name = bytes(i * 7 % 256 for i in range(size))
+    assert sample_key(name) == key_of(name) == xxhash.xxh64_intdigest(name) % 2**48
+
+
+def test_every_kind_of_buffer_is_taken() -> None:
+    content = b"four kinds"
+    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    for i, data in enumerate(
+        [content, bytearray(content), memoryview(content), np.frombuffer(content, np.uint8)]
+    ):
+        builder.add(b"%d" % i, data)
+    builder.finish()
+    written.append(builder)
+    assert written.files["data-00000.bin"].rstrip(b"\0") == 4 * content
+    with pytest.raises(BufferError):
+        builder.add(b"strided", memoryview(content)[::2])
+
+
+def test_memory_that_is_still_held_is_not_used_again() -> None:
+    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    held = []
+    for i in range(40):
+        builder.add(b"%d" % i, bytes([i]) * 300_000)
+        held += [data for _, data in builder.take().data]
+    joined_data = b"".join(data.tobytes() for data in held)
+    assert joined_data == b"".join(bytes([i]) * 300_000 for i in range(40))
+
+
+BAD = {
+    "an empty name": ([b"a", b""], [b"", b""], "sample 1 has an empty name"),
+    "a long name": ([b"a", b"n" * 65536], [b"", b""], "65536 bytes: at most 65535 fit"),
+    "a sample larger than a node": (
+        [b"a", b"b"],
+        [b"", b"x" * 9000],
+        "9000 bytes: a data file takes at most 8192",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_batch_that_does_not_fit_changes_nothing(case: str) -> None:
+    names, contents, message = BAD[case]
+    builder = SampleBuilder(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    before = builder.state()
+    with pytest.raises(ValueError, match=message):
+        builder.add_many(*joined(names), *joined(contents))
+    with pytest.raises(ValueError, match=message.replace("sample 1", "sample 0")):
+        builder.add(names[1], contents[1])
+    assert (builder.samples, builder.pending_bytes, builder.state()) == (0, 0, before)
+
+
+@pytest.mark.parametrize("ends", [[2, 1], [-1, 2], [1, 4], [1], [1, 2, 3]])
+def test_ends_must_ascend_within_the_bytes(ends: list[int]) -> None:
+    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    letters, good, bad = np.frombuffer(b"abc", np.uint8), np.array([1, 2], np.int64), np.array(ends, np.int64)
+    for name_ends, data_ends in ((good, bad), (bad, good)):
+        with pytest.raises(ValueError, match="ends"):
+            builder.add_many(letters, name_ends, letters, data_ends)
+    with pytest.raises(ValueError, match="one label"):
+        builder.add_many(letters, good, letters, good, np.zeros(3, np.int32))
+    assert builder.pending_bytes == 0
+
+
+def test_there_are_65536_data_files_and_no_more() -> None:
+    builder = SampleBuilder(CHUNK_BYTES, 1)
+    count = 65536
+    letters = np.full(count + 1, ord("a"), np.uint8)
+    ends = np.arange(1, count + 2, dtype=np.int64)
+    with pytest.raises(ValueError, match="data file 65536 of 65536"):
+        builder.add_many(letters, ends, letters, ends)
+    assert builder.samples == 0
+    for begin in range(0, count, 4096):  # 16 MiB of padded data files at a time
+        part = slice(begin, begin + 4096)
+        builder.add_many(letters[part], ends[:4096], letters[part], ends[:4096])
+        builder.take()
+    with pytest.raises(ValueError, match="data file 65536 of 65536"):
+        builder.add(b"one more", b"1")
+    builder.add(b"of no bytes", b"")
+    builder.finish()
+    assert len(builder.nodes) == count
+    assert builder.nodes[-1] == (2, 1, 1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1, 4095, 6000, (1 << 30) + 4096])
+def test_chunks_are_of_whole_blocks(chunk_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        SampleBuilder(chunk_bytes, NODE_BYTES)
+
+
+@pytest.mark.parametrize("node_bytes", [0, (1 << 40) + 1])
+def test_data_files_have_a_largest_size(node_bytes: int) -> None:
+    with pytest.raises(ValueError, match="node_bytes"):
+        SampleBuilder(CHUNK_BYTES, node_bytes)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_damaged_state_is_refused(data: st.DataObject) -> None:
+    builder = SampleBuilder(CHUNK_BYTES, CHUNK_BYTES)
+    add_many(builder, [(f"{i}", bytes(1000)) for i in range(20)], None)
+    builder.take()
+    state = bytearray(builder.state())
+    SampleBuilder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
+    if data.draw(st.booleans()):
+        state[data.draw(st.integers(0, len(state) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del state[data.draw(st.integers(1, len(state) - 1)) :]
+    with pytest.raises(ValueError, match="no state of a builder"):
+        SampleBuilder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
+
+
+def test_a_state_belongs_to_its_sizes_and_follows_a_take() -> None:
+    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    state = builder.state()
+    with pytest.raises(ValueError, match="chunk_bytes=4096"):
+        SampleBuilder(2 * CHUNK_BYTES, NODE_BYTES, state)
+    builder.add(b"a", b"")
+    with pytest.raises(RuntimeError, match="take them first"):
+        builder.state()
+    builder.take()
+    builder.finish()
+    builder.take()
+    again = SampleBuilder(CHUNK_BYTES, NODE_BYTES, builder.state())
+    assert again.nodes == builder.nodes == [(1, 1, 0)]
+    with pytest.raises(RuntimeError, match="finished"):
+        again.add(b"b", b"")
+
+
+@given(st.lists(st.binary(max_size=3000), max_size=20))
+def test_sums_of_samples_back_to_back(samples: list[bytes]) -> None:
+    data, ends = joined(samples)
+    found = sample_sums(data.ctypes.data, ends)
+    assert found.dtype == np.uint32
+    assert found.tolist() == [crc32c(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("ends", [[-1], [3, 2]])
+def test_sums_are_of_ends_that_ascend(ends: list[int]) -> None:
+    data = np.zeros(10, np.uint8)
+    with pytest.raises(ValueError, match="ascend"):
+        sample_sums(data.ctypes.data, np.array(ends, np.int64))

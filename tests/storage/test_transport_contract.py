@@ -1,0 +1,534 @@
+"""What every transport promises, checked by reading and writing the file by other means."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.storage.aligned import AlignedBuffer, align_down, align_up
+from penstock.storage.files import open_file
+from penstock.storage.transports.contract import (
+    DEMAND,
+    EVICT,
+    PREFETCH,
+    Completion,
+    File,
+    Kind,
+    Request,
+    Transport,
+    TransportUnavailable,
+)
+from penstock.storage.transports.faulty import FaultyTransport
+from penstock.storage.transports.memory import MemoryTransport
+from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
+from tests.support.transports import (
+    DATA,
+    FILE_BYTES,
+    ORIGINAL,
+    PAGE,
+    WAIT_S,
+    Gathered,
+    Memory,
+    first_difference,
+)
+
+HUGE_BYTES = 64 << 20
+
+
+class Case(NamedTuple):
+    """A transport, and the method of its requests. Adding one takes a line in CASES."""
+
+    make: Callable[[], Transport]
+    method: str
+    has_direct: bool = True  # False: as on a file system that takes no direct I/O
+    memory: Callable[[int], Memory] = Memory
+    workers: int = 4  # threads of its own that wait while a completion is told; 0 where one thread tells all
+
+
+CASES = {
+    **{f"posix {method}": Case(PosixTransport, method, workers=0) for method in PosixTransport.methods},
+    "posix direct, one thread": Case(lambda: PosixTransport(1), "direct", workers=1),
+    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=0),
+    "posix direct, none there": Case(PosixTransport, "direct", has_direct=False, workers=0),
+    "posix staged, none there": Case(PosixTransport, "staged", has_direct=False, workers=0),
+    **{f"io_uring {method}": Case(UringTransport, method, workers=1) for method in UringTransport.methods},
+    "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
+    "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda request: 0), "direct", workers=1),
+    "memory": Case(MemoryTransport, "direct"),
+    "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped"),
+}
+
+
+class Bench:
+    """A transport, a file of ORIGINAL bytes that it can reach, and a way round it."""
+
+    def __init__(self, transport: Transport, case: Case, file: File, path: Path) -> None:
+        self.transport = transport
+        self.method = case.method
+        self.workers = case.workers
+        self._make_memory = case.memory
+        self._memories: list[Memory] = []
+        self.file = file
+        self.path = path
+        self.alignment = file.alignment_bytes
+        if isinstance(transport, MemoryTransport):
+            self.done(self.request("write", 0, self.memory().take(ORIGINAL), FILE_BYTES))
+
+    def memory(self, size_bytes: int = 2 * FILE_BYTES) -> Memory:
+        """It lives as long as the bench, and so longer than any request."""
+        self._memories.append(self._make_memory(size_bytes))
+        return self._memories[-1]
+
+    def content(self) -> bytes:
+        if isinstance(self.transport, MemoryTransport):
+            return self.transport.content(self.file.buffered)
+        return self.path.read_bytes()
+
+    def request(self, kind: Kind, offset: int, address: int, size_bytes: int, **others: Any) -> Request:
+        return Request(kind, self.file, offset, address, size_bytes, **{"method": self.method, **others})
+
+    def run(self, *requests: Request) -> list[Completion]:
+        """Submit, and wait for all."""
+        gathered = Gathered(len(requests))
+        self.transport.submit(requests, gathered)
+        return gathered.wait()
+
+    def done(self, *requests: Request) -> None:
+        """Submit, wait, and have all go well."""
+        assert Counter(completion.error_number for completion in self.run(*requests)) == {0: len(requests)}
+
+    def check_changes(self, before: bytes, writes: dict[int, bytes], padded: bool = False) -> None:
+        """The file is as it was ``before``, but for these bytes at these offsets, and their padding."""
+        after = self.content()
+        expected = bytearray(before)
+        for offset, data in writes.items():
+            end = offset + len(data)
+            if padded:
+                low, high = align_down(offset, self.alignment), align_up(end, self.alignment)
+                expected[low:high] = after[low:high]
+            expected[offset:end] = data
+        assert first_difference(after, expected) is None
+
+
+@pytest.fixture(params=CASES)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    case = CASES[request.param]
+    path = tmp_path / "file"
+    path.write_bytes(ORIGINAL)
+    try:
+        transport = case.make()
+    except TransportUnavailable as reason:
+        pytest.skip(str(reason))
+    with open_file(path, "r+") as opened:
+        file = opened.file if case.has_direct else opened.file._replace(direct=-1)
+        yield Bench(transport, case, file, path)
+        transport.close()
+    path.unlink()
+
+
+# Around the alignment of every file system, for offset and address; sizes around that and larger.
+ODD = [0, 1, 64, 511, 512, 4095]
+SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 12_289]
+COMBINATIONS = [
+    *itertools.product(ODD, ODD, SIZES),
+    *itertools.product([0, 511], [0, 511], [300_000]),
+    (511, 511, SLOT_BYTES - 1),
+    (511, 64, SLOT_BYTES + 4097),
+]
+
+
+def placed(alignment: int) -> Iterator[tuple[int, int, int]]:
+    """(offset, shift, size) of every combination, each with a block of other bytes on both sides."""
+    at = 0
+    for offset, shift, size in COMBINATIONS:
+        at = align_up(at, alignment) + alignment + offset
+        yield at, shift, size
+        at += size
+    assert at + 2 * alignment < FILE_BYTES
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_odd_combination_is_written(bench: Bench, padded: bool) -> None:
+    memory = bench.memory()
+    writes = {offset: DATA[offset : offset + size] for offset, _, size in placed(bench.alignment)}
+    bench.done(
+        *(
+            bench.request("write", offset, memory.take(writes[offset], shift), size, padded=padded)
+            for offset, shift, size in placed(bench.alignment)
+        )
+    )
+    bench.check_changes(ORIGINAL, writes, padded)
+    memory.check()
+
+
+def test_every_odd_combination_is_read(bench: Bench) -> None:
+    memory = bench.memory()
+    requests = [
+        bench.request("read", offset, memory.take(bytes(size), shift), size)
+        for offset, shift, size in placed(bench.alignment)
+    ]
+    bench.done(*requests)
+    for request in requests:
+        memory.expect(request.address, ORIGINAL[request.offset : request.offset + request.size_bytes])
+    memory.check()
+    bench.check_changes(ORIGINAL, {})
+
+
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.sampled_from(["read", "write"]),
+            st.integers(0, 9000),  # bytes to skip
+            st.integers(1, 20_000),
+            st.one_of(st.none(), st.integers(0, 4095)),  # the address's shift, None: like the offset's
+        ),
+        min_size=1,
+        max_size=40,
+    )
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_neighbours_that_share_blocks_do_not_harm_each_other(
+    bench: Bench, parts: Sequence[tuple[Kind, int, int, int | None]]
+) -> None:
+    memory = bench.memory(2 << 20)
+    before = bench.content()
+    at, requests, writes = 0, [], {}
+    for kind, skipped, size, shift in parts:
+        at += skipped
+        data = os.urandom(size) if kind == "write" else bytes(size)
+        address = memory.take(data, at % PAGE if shift is None else shift)
+        requests.append(bench.request(kind, at, address, size))
+        if kind == "write":
+            writes[at] = data
+        else:
+            memory.expect(address, before[at : at + size])
+        at += size
+    bench.done(*requests)
+    bench.check_changes(before, writes)
+    memory.check()
+
+
+def test_many_threads_use_one_file_at_once(bench: Bench) -> None:
+    size, threads, per_thread = 10_007, 8, 40
+    memory = bench.memory()
+    addresses = [
+        memory.take(DATA[begin : begin + size]) for begin in range(0, threads * per_thread * size, size)
+    ]
+    results: list[list[Completion]] = [[] for _ in range(threads)]
+
+    def use(thread: int) -> None:
+        for begin in range(thread * per_thread, (thread + 1) * per_thread, 10):
+            results[thread] += bench.run(
+                *(
+                    bench.request("write", number * size, addresses[number], size)
+                    for number in range(begin, begin + 10)
+                )
+            )
+
+    users = [threading.Thread(target=use, args=(thread,)) for thread in range(threads)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(WAIT_S)
+    completions = list(itertools.chain(*results))
+    assert sorted(completion.request.address for completion in completions) == addresses
+    assert all(completion.error_number == 0 for completion in completions)
+    assert all(0 < completion.started_s <= completion.finished_s for completion in completions)
+    bench.check_changes(ORIGINAL, {0: DATA[: threads * per_thread * size]})
+
+
+def test_each_method_reads_what_another_wrote(bench: Bench) -> None:
+    memory = bench.memory()
+    offset, size = 12_345, 300_001
+    for turn, (writer, reader) in enumerate(itertools.product(bench.transport.methods, repeat=2)):
+        data = DATA[turn : turn + size]
+        source, target = memory.take(data, offset % PAGE), memory.take(bytes(size), offset % PAGE)
+        bench.done(bench.request("read", offset, target, size, method=reader))  # what caches may now hold
+        bench.done(bench.request("write", offset, source, size, method=writer))
+        bench.done(bench.request("read", offset, target, size, method=reader))
+        memory.expect(target, data)
+    memory.check()
+
+
+def test_what_other_programs_wrote_is_read(bench: Bench) -> None:
+    if isinstance(bench.transport, MemoryTransport):
+        pytest.skip("no other program reaches its files")
+    memory = bench.memory()
+    target = memory.take(bytes(100_000))
+    with open(bench.path, "r+b") as other:
+        other.seek(8192)
+        other.write(DATA[:100_000])
+    bench.done(bench.request("read", 8192, target, 100_000))
+    memory.expect(target, DATA[:100_000])
+    memory.check()
+
+
+def test_memory_at_the_edge_of_a_mapping_is_not_overstepped(bench: Bench) -> None:
+    library = ctypes.CDLL(None)
+    pages = mmap.mmap(-1, 6 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    pages[PAGE : 5 * PAGE] = DATA[: 4 * PAGE]
+    for forbidden in (begin, begin + 5 * PAGE):
+        assert library.mprotect(ctypes.c_void_p(forbidden), ctypes.c_size_t(PAGE), 0) == 0
+    for size in (1, 1000, PAGE, 2 * PAGE + 1000):
+        for address in (begin + PAGE, begin + 5 * PAGE - size):
+            for offset in (0, 1000, PAGE, address % PAGE):
+                bench.done(bench.request("write", offset, address, size, padded=True, keep=pages))
+                bench.done(bench.request("read", offset, address, size, keep=pages))
+    assert pages[PAGE : 5 * PAGE] == DATA[: 4 * PAGE]
+
+
+def test_a_huge_request_completes_once(bench: Bench) -> None:
+    size = HUGE_BYTES + 321
+    source, target = AlignedBuffer(size), AlignedBuffer(size)
+    for begin in range(0, size, FILE_BYTES):
+        part = source.view()[begin : begin + FILE_BYTES]
+        part[:] = DATA[: len(part)]
+    if bench.method == "mapped":
+        os.posix_fallocate(bench.file.buffered, 0, size + 77)
+    bench.done(bench.request("write", 77, source.address, size, keep=source))
+    bench.done(bench.request("read", 77, target.address, size, keep=target))
+    assert source.view() == target.view()
+    assert first_difference(bench.content(), ORIGINAL[:77] + bytes(source.view())) is None
+
+
+def test_a_file_grows_to_the_byte(bench: Bench) -> None:
+    if bench.method == "mapped":
+        pytest.skip("mappings do not let files grow")
+    memory = bench.memory()
+    data = DATA[:50_001]
+    for shift in (0, FILE_BYTES % PAGE):
+        bench.done(bench.request("write", FILE_BYTES - 1, memory.take(data, shift), len(data)))
+        assert first_difference(bench.content(), ORIGINAL[:-1] + data) is None
+
+
+def test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error(bench: Bench) -> None:
+    memory = bench.memory()
+    for size, shift in itertools.product([1, 1234, 5000, 300_000], [0, 3]):
+        offset = FILE_BYTES - size
+        for address_shift in (shift, (offset + shift) % PAGE):
+            target = memory.take(bytes(size), address_shift)
+            bench.done(bench.request("read", offset, target, size))
+            memory.expect(target, ORIGINAL[-size:])
+    memory.check()
+    for offset, size in [
+        (FILE_BYTES - 1, 2),
+        (FILE_BYTES - 5000, 5001),
+        (FILE_BYTES - 300_000, 400_000),
+        (FILE_BYTES - 300_000, 7 << 20),
+        (FILE_BYTES, 1),
+        (FILE_BYTES + 100_000, 5000),
+    ]:
+        target = bench.memory().take(bytes(size), offset % PAGE)
+        (completion,) = bench.run(bench.request("read", offset, target, size))
+        assert completion.error_number == errno.EIO
+
+
+def test_a_mapping_beyond_the_end_of_the_file_is_an_error(bench: Bench) -> None:
+    if bench.method != "mapped" or isinstance(bench.transport, MemoryTransport):
+        pytest.skip("the other methods let the file grow")
+    memory = bench.memory()
+    address = memory.take(DATA[:100_000])
+    for offset in (FILE_BYTES - 99_999, FILE_BYTES, FILE_BYTES + 100_000):
+        assert bench.run(bench.request("write", offset, address, 100_000))[0].error_number == errno.EIO
+    assert len(bench.content()) == FILE_BYTES
+
+
+def test_a_bad_descriptor_fails_alone(bench: Bench) -> None:
+    nowhere = File(10**6, 10**6, bench.alignment)
+    if isinstance(bench.transport, MemoryTransport):
+        bench.transport.fault = lambda request: errno.EBADF if request.file == nowhere else 0
+    memory = bench.memory()
+    good = bench.request("write", 8192, memory.take(DATA[:5000]), 5000)
+    bad = [good._replace(file=nowhere, kind=kind) for kind in ("read", "write")]
+    errors = {(c.request.file, c.error_number) for c in bench.run(*bad, good, *bad)}
+    assert errors == {(nowhere, errno.EBADF), (bench.file, 0)}
+    bench.check_changes(ORIGINAL, {8192: DATA[:5000]})
+    memory.check()
+
+
+def test_an_unknown_method_is_refused_before_anything_begins(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
+    with pytest.raises(ValueError, match="method"):
+        bench.run(request, request._replace(method="by mail"))
+    bench.transport.close()
+    bench.check_changes(ORIGINAL, {})
+
+
+def test_an_exception_in_a_completion_stops_nothing(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 1, memory.take(DATA[:5000]), 5000)
+
+    def fail(_: Completion) -> None:
+        raise RuntimeError("expected by the test")
+
+    bench.transport.submit([request] * 8, fail)
+    bench.done(request)
+    bench.check_changes(ORIGINAL, {1: DATA[:5000]})
+
+
+def test_requests_may_be_submitted_from_a_completion(bench: Bench) -> None:
+    memory = bench.memory()
+    first, second = (bench.request("write", at, memory.take(DATA[:5000]), 5000) for at in (1, 9000))
+    gathered = Gathered(1)
+    bench.transport.submit([first], lambda _: bench.transport.submit([second], gathered))
+    assert gathered.wait()[0].error_number == 0
+    bench.check_changes(ORIGINAL, {1: DATA[:5000], 9000: DATA[:5000]})
+
+
+def test_memory_is_held_until_the_request_is_over_and_let_go_then(bench: Bench) -> None:
+    class Held:
+        def __init__(self, size_bytes: int) -> None:
+            self.buffer = AlignedBuffer(size_bytes)
+
+        def __del__(self) -> None:
+            gone.set()
+
+    gone, completing = threading.Event(), threading.Event()
+    held_while_completing: list[bool] = []
+
+    def on_complete(_: Completion) -> None:
+        assert completing.wait(WAIT_S)
+        held_while_completing.append(not gone.is_set())
+
+    held = Held(8 << 20)
+    request = bench.request("write", 0, held.buffer.address, 8 << 20, keep=held)
+    bench.transport.submit([request], on_complete)
+    del request, held
+    completing.set()
+    assert gone.wait(WAIT_S)
+    assert held_while_completing == [True]
+
+
+HELD_BYTES = (1 << 20) + 4096  # larger than what `posix` carries out at once
+
+
+class Hold:
+    """Keeps a transport still: every thread that could begin a request waits in a completion."""
+
+    def __init__(self, bench: Bench) -> None:
+        if not bench.workers:
+            pytest.skip("its threads carry out requests while a completion waits")
+        self._released = threading.Event()
+        holding = threading.Semaphore(0)
+
+        def hold(_: Completion) -> None:
+            holding.release()
+            assert self._released.wait(WAIT_S)
+
+        memory = bench.memory()
+        request = bench.request("read", 0, memory.take(bytes(HELD_BYTES)), HELD_BYTES)
+        for _ in range(bench.workers):
+            bench.transport.submit([request], hold)
+        for _ in range(bench.workers):
+            assert holding.acquire(timeout=WAIT_S)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> None:
+    memory = bench.memory(8 * FILE_BYTES)
+    priorities = [EVICT, PREFETCH, DEMAND, PREFETCH, EVICT, DEMAND, PREFETCH, DEMAND, EVICT]
+    requests = [
+        bench.request(
+            "write" if index % 2 else "read",
+            index * HELD_BYTES,
+            memory.take(DATA[:HELD_BYTES]),
+            HELD_BYTES,
+            priority=priority,
+        )
+        for index, priority in enumerate(priorities)
+    ]
+    hold, gathered = Hold(bench), Gathered(len(requests))
+    for request in requests:
+        bench.transport.submit([request], gathered)
+    bench.transport.hurry([requests[8], requests[1], requests[2]])
+    hold.release()
+    began = sorted(gathered.wait(), key=lambda completion: completion.started_s)
+    order = [requests.index(completion.request) for completion in began]
+    assert set(order[3:5]) == {8, 1}  # hurried together
+    assert [index for index in order if index not in (8, 1)] == [2, 5, 7, 3, 6, 0, 4]
+    assert all(completion.error_number == 0 for completion in began)
+    memory_of_writes = {index * HELD_BYTES: DATA[:HELD_BYTES] for index in range(1, 9, 2)}
+    bench.check_changes(ORIGINAL, memory_of_writes)
+
+
+def test_what_was_hurried_is_not_changed_otherwise(bench: Bench) -> None:
+    memory = bench.memory()
+    address = memory.take(DATA[:5000])
+    requests = [bench.request("write", at, address, 5000, priority=EVICT) for at in (1, 9000, 20_000)]
+    hold, gathered = Hold(bench), Gathered(2 + 1)
+    bench.transport.submit(requests, gathered)
+    bench.transport.hurry(requests[1:])
+    bench.transport.hurry(requests[1:])
+    cancelled = bench.transport.cancel(requests[2:])
+    hold.release()
+    errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+    assert errors == {1: 0, 9000: 0, 20_000: errno.ECANCELED if cancelled else 0}
+    bench.transport.hurry(requests)  # they are over
+    bench.check_changes(ORIGINAL, {at: DATA[:5000] for at, error in errors.items() if not error})
+
+
+def test_an_unknown_priority_is_refused_before_anything_begins(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
+    for priority in (-1, EVICT + 1):
+        with pytest.raises((ValueError, TypeError)):
+            bench.run(request, request._replace(priority=priority))
+    bench.transport.close()
+    bench.check_changes(ORIGINAL, {})
+
+
+def test_close_gives_up_after_its_time_limit_and_can_be_called_again(bench: Bench) -> None:
+    memory = bench.memory()
+    request = bench.request("write", 1, memory.take(DATA[:HELD_BYTES]), HELD_BYTES, priority=EVICT)
+    hold, gathered = Hold(bench), Gathered(1)
+    bench.transport.submit([request], gathered)
+    assert not bench.transport.close(0.01)
+    with pytest.raises(ValueError, match="closed"):
+        bench.transport.submit([request], print)
+    hold.release()
+    assert bench.transport.close(WAIT_S)
+    assert gathered.wait()[0].error_number == 0
+    bench.check_changes(ORIGINAL, {1: DATA[:HELD_BYTES]})
+
+
+def test_close_waits_for_everything_and_is_idempotent(bench: Bench) -> None:
+    memory = bench.memory()
+    address, size = memory.take(DATA[:500_000]), 500_000
+    errors: list[int] = []
+    requests = [bench.request("write", begin, address, size) for begin in range(0, 20 * size, size)]
+    bench.transport.submit(requests, lambda completion: errors.append(completion.error_number))
+    bench.transport.close()
+    assert errors == [0] * len(requests)
+    bench.check_changes(ORIGINAL, dict.fromkeys(range(0, 20 * size, size), DATA[:size]))
+    bench.transport.close()
+    with pytest.raises(ValueError, match="closed"):
+        bench.transport.submit(requests[:1], lambda _: None)
+
+
+def test_cancelled_requests_are_not_carried_out(bench: Bench) -> None:
+    memory = bench.memory()
+    address, size = memory.take(DATA[:4000]), 4000
+    requests = [bench.request("write", begin, address, size) for begin in range(0, 2000 * size, size)]
+    gathered = Gathered(len(requests))
+    bench.transport.submit(requests, gathered)
+    cancelled = bench.transport.cancel(requests)
+    errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+    assert Counter(errors.values()) == Counter({errno.ECANCELED: cancelled, 0: len(requests) - cancelled})
+    bench.check_changes(ORIGINAL, {offset: DATA[:size] for offset, error in errors.items() if not error})
+    assert bench.transport.cancel(requests) == 0
