@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-samples test test-torch lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -27,7 +27,11 @@ demo-samples: setup
 	$(BIN)/python examples/samples_demo.py
 
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow'
+
+# Those that take longer: examples and benchmarks from end to end, kills, every transfer failing, hundreds of steps.
+test-slow: setup
+	$(BIN)/pytest -n 3 --dist worksteal -m slow
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13

@@ -154,8 +154,7 @@ def test_rows_that_are_kept_count_for_nothing(data: st.DataObject, trace: Trace,
 
 def test_a_plan_is_not_a_plan_of_another_trace() -> None:
     from penstock.errors import InvalidArgument
-
-    from .traces import five_kernels, machine
+    from tests.support.traces import five_kernels, machine
 
     for evict in (
         Evict(99, 0, 1, 2, 2),

@@ -22,7 +22,7 @@ from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedRun, checked_run
 
-TENSORS, ELEMENTS = 10, 3000  # 12,000 bytes: three staging buffers each
+TENSORS, ELEMENTS = 8, 3000  # 12,000 bytes: three staging buffers each
 BUDGET = 4 * ELEMENTS * 4
 
 
@@ -81,6 +81,7 @@ def transfers(spill: SpillSpace, disk: Disk) -> int:
     return next(disk.count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_failed_transfer_loses_nothing(error: int, spill: SpillSpace, disk: Disk) -> None:
     count = transfers(spill, disk)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import BuiltinFunctionType
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import penstock
@@ -60,6 +61,7 @@ def held(run: penstock.Offload) -> Held:
     )
 
 
+@pytest.mark.slow
 def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
     with penstock.offload(
         device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096

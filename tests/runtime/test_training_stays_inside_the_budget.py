@@ -41,6 +41,7 @@ def test_resident_growth_keeps_the_budget(
     assert abs(report["predicted_peak_bytes"] / report["peak_bytes"] - 1) <= 0.05
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_operating_system_is_kept_where_the_in_memory_run_is_refused(tmp_path: Path) -> None:
     size = {"batch": 10, "steps": 2}
     generous = training.outcome(budget="2GiB", spill_dir=str(tmp_path), **size)

@@ -136,6 +136,7 @@ def kill_before(event: int) -> None:
     sys.addaudithook(count)
 
 
+@pytest.mark.slow
 def test_a_process_killed_anywhere_leaves_the_old_store_or_the_new_one(tmp_path: Path) -> None:
     folder, new = tmp_path / "store", samples_of(7)
     pack(Listed(ITEMS), folder, 4096)

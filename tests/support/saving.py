@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
     results = {}
     for name in ("killed", "killed_hidden", "together"):
         (folder / name).mkdir()
-    results["killed"] = kill_at_random(folder / "killed" / "state", 100)
+    results["killed"] = kill_at_random(folder / "killed" / "state", 60)
     results["together"] = save_side_by_side(folder / "together" / "state", 1.0)
     replace._create_nameless = lambda *_: None  # as on a file system without nameless files
     results["killed_hidden"] = kill_at_random(folder / "killed_hidden" / "state", 30)
