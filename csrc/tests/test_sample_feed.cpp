@@ -265,7 +265,7 @@ TEST(a_chunk_whose_read_cannot_begin_is_an_error_and_is_read_when_it_can) {
                                                [refusals](unsigned) -> std::unique_ptr<Io> {
                                                  if ((*refusals)-- > 0)
                                                    throw std::system_error(EAGAIN, std::generic_category());
-                                                 return std::make_unique<PlainIo>();
+                                                 return std::make_unique<BlockingIo>();
                                                });
   const std::atomic<bool> stop = false;
   Body body;

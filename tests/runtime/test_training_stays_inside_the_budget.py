@@ -24,6 +24,7 @@ def generous(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return training.outcome(budget="2GiB", spill_dir=str(tmp_path_factory.mktemp("generous")), steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.4], ids=["minimum", "middle"])
 def test_resident_growth_keeps_the_budget(
     share: float, in_memory: dict[str, Any], generous: dict[str, Any], tmp_path: Path
