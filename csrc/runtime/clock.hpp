@@ -5,8 +5,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -50,7 +51,10 @@ class KernelClock {
   void begin_step(nb::object schedule);
   void follow(nb::object schedule);
   nb::object tensor(std::int64_t index) const;  // of this step, or None
-  std::vector<nb::object> numbered() const { return numbered_; }
+  // Those that the step has touched, from this number on.
+  std::vector<nb::object> numbered(std::size_t first) const {
+    return {numbered_.begin() + static_cast<std::ptrdiff_t>(std::min(first, numbered_.size())), numbered_.end()};
+  }
   std::vector<nb::object> seen() const { return seen_; }
   std::int64_t touched_bytes() const;
 
@@ -59,7 +63,6 @@ class KernelClock {
   bool views_need_bytes = false;  // torch refuses views of what is away
   bool asks_needs = false;        // Python tells what a kernel takes, before it runs
   bool watches = false;           // kernels are recorded
-  std::int64_t ahead_bytes = 0;   // see CopyEngine.make_room
   std::int64_t step = 0, kernels = 0, operators = 0;
   double clock_s = 0, left_s = 0;
   int activation = -1;  // index of this kind of tensor
@@ -85,7 +88,7 @@ class KernelClock {
   nb::object storages_object_, memory_object_;
   Storages& storages_;
   DeviceMemory& memory_;
-  nb::object lock_, acquire_, release_;
+  nb::object acquire_, release_;      // of the copy engine's lock
   nb::object prefetches_, unpinned_;  // of the copy engine: what waits for the end of a kernel
   TorchTypes types_;
   nb::object set_compiler_;

@@ -59,6 +59,7 @@ void bind_storages(nb::module_& module) {
           [](Storages& storages, nb::handle storage, bool made) { return found(storages.meet(storage.ptr(), made)); },
           nb::arg("storage"), nb::arg("made") = false)
       .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
+      .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
       .def("forget_address", &Storages::forget_address, nb::arg("managed"))
       .def("bury", &Storages::bury)
       .def("all", &Storages::all)
@@ -108,7 +109,7 @@ void bind_runtime(nb::module_& module) {
       .def("begin_step", &KernelClock::begin_step, nb::arg("schedule").none())
       .def("follow", &KernelClock::follow, nb::arg("schedule").none())
       .def("tensor", &KernelClock::tensor)
-      .def("numbered", &KernelClock::numbered)
+      .def("numbered", &KernelClock::numbered, nb::arg("first") = 0)
       .def("seen", &KernelClock::seen)
       .def("touched_bytes", &KernelClock::touched_bytes)
       .def_prop_ro("schedule", &KernelClock::schedule)

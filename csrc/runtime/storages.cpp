@@ -99,11 +99,7 @@ void Storages::bury_one() {
     use_.erase(managed.use);
     managed.in_use_order = false;
   }
-  if (managed.address != 0) {
-    if (const auto there = by_address_.find(managed.address);
-        there != by_address_.end() && there->second == &managed)
-      by_address_.erase(there);
-  }
+  forget_address(managed);
   if (tells_all || managed.fixed || !managed.slot.is_none()) buried_(owned.object);
 }
 

@@ -360,6 +360,7 @@ class Storages:
     def find(self, storage: Any) -> ManagedStorage | None: ...  # None where it was not met before
     def meet(self, storage: Any, made: bool = False) -> ManagedStorage: ...  # made: a kernel has just made it
     def at(self, address: int) -> ManagedStorage | None: ...
+    def move_to_end(self, managed: ManagedStorage) -> None: ...  # of `by_use`: it was used now
     def forget_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
     def bury(self) -> None: ...  # forget those that have died; call it before storages are looked up
     def all(self) -> list[ManagedStorage]: ...
@@ -418,7 +419,7 @@ class KernelClock:
     def begin_step(self, schedule: Any) -> None: ...
     def follow(self, schedule: Any) -> None: ...  # from this kernel on
     def tensor(self, index: int) -> ManagedStorage | None: ...  # of those that the step has touched
-    def numbered(self) -> list[ManagedStorage]: ...
+    def numbered(self, first: int = 0) -> list[ManagedStorage]: ...  # that the step has touched, in order
     def seen(self) -> list[str]: ...  # names of the kernels that have run
     def touched_bytes(self) -> int: ...
     @property

@@ -271,6 +271,7 @@ class Clock(TorchDispatchMode):
     def _unpin(self, used: list[ManagedStorage]) -> None:
         for managed in used:
             managed.pins -= 1
+            self.storages.move_to_end(managed)
         self._kernel_over()
 
     def _notice(self) -> None:
@@ -433,7 +434,7 @@ class Clock(TorchDispatchMode):
             )
         )
         fresh = {managed.index for managed in made if managed.birth == kernel and managed.index not in inputs}
-        for managed in self._kernels.numbered()[len(recording.tensors) :]:
+        for managed in self._kernels.numbered(len(recording.tensors)):
             born = managed.index in fresh
             recording.tensors.append(
                 TensorRecord(
