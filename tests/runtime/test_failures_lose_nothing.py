@@ -35,6 +35,26 @@ def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
     assert refusal.value.minimum_bytes > 40 << 10
 
 
+def test_a_kernel_is_not_refused_for_what_another_of_its_name_took(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    side = 512
+    square_bytes = side * side * 4
+    budget_bytes = 3 * square_bytes + square_bytes // 4
+
+    def multiply() -> torch.Tensor:
+        large = torch.ones(side, side) @ torch.ones(side, side)  # takes a square more
+        row, wide = torch.ones(1, side), torch.ones(side, 3 * side)  # a row more
+        return row @ wide + large.sum()
+
+    expected = multiply()
+    with penstock.offload(device_budget=budget_bytes, spill_dir=tmp_path, hardware=hardware) as run:
+        with run.step():
+            found = multiply()
+        assert run.report().peak_bytes <= budget_bytes
+    assert torch.equal(found, expected)
+
+
 def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:

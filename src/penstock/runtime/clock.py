@@ -295,7 +295,9 @@ class Clock(TorchDispatchMode):
                 if managed.clean or managed.guarded or managed.state:
                     engine.will_write(managed)
             if need_bytes or away:
-                engine.make_room(need_bytes, 0 if self._kernels.schedule is not None else self._ahead_bytes)
+                ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
+                # A device that keeps the budget by itself refuses what does not fit when it is asked for.
+                engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
         return sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
     def _begin_measuring(self) -> None:

@@ -390,10 +390,11 @@ class CopyEngine:
 
     # -- room ----------------------------------------------------------------------------------
 
-    def make_room(self, size_bytes: int, ahead_bytes: int = 0) -> None:
+    def make_room(self, size_bytes: int, ahead_bytes: int = 0, *, expected: bool = False) -> None:
         """Wait until ``size_bytes`` fit beside what is there; they are reserved until `end_kernel`.
 
         ahead_bytes   start to evict so many bytes more where room is short, without waiting for them
+        expected      what a kernel took before, and may not take again: make what room there can be
 
         Raises BudgetTooSmall where nothing that could leave is left.
         """
@@ -412,6 +413,8 @@ class CopyEngine:
                     short_bytes = used_bytes + size_bytes - self.budget_bytes
                 if short_bytes > 0:
                     if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
+                        if expected:
+                            break
                         self._refuse(used_bytes + size_bytes)
                     self._wait()
                     used_bytes = self._device.in_memory_bytes()
