@@ -38,7 +38,7 @@ test-slow: setup
 test-torch:
 	test -n '$(VERSION)' || { echo 'say which version: make test-torch VERSION=2.10.0' >&2; exit 2; }
 	$(PYTHON) -m venv .venv-torch-$(VERSION)
-	.venv-torch-$(VERSION)/bin/python -m pip install 'torch==$(VERSION)' '.[cli,plan,report,dev]'
+	.venv-torch-$(VERSION)/bin/python -m pip install 'torch==$(VERSION)' '.[plan,report,dev]'
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 2
 
 lint: setup

@@ -243,11 +243,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     }
     for (auto* managed : used.storages) ++managed->pins;
     try {
-      if (memory_.in_arena) {
-        if (touch(used.storages)) clock.attr("_notice")();
-      } else {
-        clock.attr("_begin_kernel")(to_list(used.storages));
-      }
+      if (!memory_.in_arena || touch(used.storages)) clock.attr("_begin_kernel")();
       bool away = false, asks = false;
       for (const auto* managed : used.storages) away |= managed->state > kLeaving;
       if (facts.is_opaque && views_need_bytes) {  // it may write any of them, and nobody else would notice

@@ -99,7 +99,7 @@ def do_not_wait_for_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CopyEngine, "make_room", lambda *_: None)
+    monkeypatch.setattr(CopyEngine, "make_room", lambda *_, **__: None)
 
 
 def demand_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,6 @@ class Clock(TorchDispatchMode):
             self.__exit__(None, None, None)
         self._kernels.entered = False
 
-    def forget(self) -> None:
-        """See no more, in a child of the process: nothing is managed there."""
-        self._kernels.entered = False
-
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -274,13 +270,9 @@ class Clock(TorchDispatchMode):
             self.storages.move_to_end(managed)
         self._kernel_over()
 
-    def _notice(self) -> None:
+    def _begin_kernel(self) -> None:
         with self._interrupts:
-            self._device.notice()
-
-    def _begin_kernel(self, used: list[ManagedStorage]) -> None:
-        with self._interrupts:
-            self._device.begin_kernel(used)
+            self._device.begin_kernel()
 
     def _make_ready(
         self, used: list[ManagedStorage], away: bool, written: list[ManagedStorage], need_bytes: int

@@ -11,11 +11,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,9 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
-from penstock.core.check import check
 from penstock.core.hardware import Hardware
-from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
@@ -33,11 +30,9 @@ from penstock.errors import (
     BudgetTooSmall,
     DeviceUnavailable,
     InvalidArgument,
-    InvalidPlan,
     PenstockError,
     SpillError,
 )
-from penstock.planners import plan as make_plan
 from penstock.planners import require_policy
 from penstock.runtime import arena, resident, timeline
 from penstock.runtime.clock import Clock, Recording
@@ -45,8 +40,9 @@ from penstock.runtime.copies import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.kinds import StepKinds
 from penstock.runtime.report import NO_POLICY, Report
-from penstock.runtime.schedule import Schedule, schedule, unplanned
+from penstock.runtime.schedule import Schedule
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
 from penstock.storage.autotune.rounds import ChoiceReport
@@ -54,21 +50,7 @@ from penstock.storage.autotune.tables import Tables
 from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
 from penstock.units import format_bytes, parse_bytes, parse_endurance
 
-# Planning takes no longer than so many steps of the trace, within these limits.
-PLANNING_STEPS = 5.0
-PLANNING_LIMITS_S = (0.5, 10.0)
-
 PROBE_S = 2.0
-
-# The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
-# again after each of the next ones but the last, whose record is compared with the prediction.
-RECORDINGS = 3
-
-# So many kinds of step are traced and planned; what else comes is carried by least recent use.
-MOST_KINDS = 8
-
-# A step whose tensors take so much more than those of its trace is traced again.
-GROWTH = 1.05
 
 # The report's medians are over so many steps, the latest ones.
 LAST_STEPS = 1000
@@ -86,7 +68,7 @@ def _leave_to_parent() -> None:
     """In a process made by fork: copies are the parent's. What is away is read here when it is touched."""
     for run in _open:
         run._closed = True
-        run._clock.forget()
+        run._clock.stop()
     _open.clear()
 
 
@@ -212,29 +194,6 @@ def default_spill_dir() -> str:
     return directory
 
 
-@dataclass
-class _Kind:
-    """One kind of step: the same operators in the same order.
-
-    trace            as last recorded
-    plan             in force; None where none could be made
-    schedule         what is carried out
-    recordings_left  steps still to be recorded
-    fixed            the plan is the user's own, and stays
-    """
-
-    trace: Trace
-    plan: Plan | None
-    schedule: Schedule
-    recordings_left: int
-    fixed: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """It can be planned, and was not yet."""
-        return self.plan is None and self.recordings_left > 0
-
-
 class Offload:
     """PyTorch running inside a budget. Made by `offload`; a context manager.
 
@@ -277,7 +236,6 @@ class Offload:
                 f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
             )
         _lingering[:] = [run for run in _lingering if not run._settle()]
-        self._policy = policy
         self._budget_bytes = device_budget_bytes
         self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
@@ -321,18 +279,12 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self.trace: Trace | None = None
-            self.plan: Plan | None = None
+            self._kinds = StepKinds(policy, self.hardware)
             self.timeline: Timeline | None = None
-            self._kinds: dict[str | None, list[_Kind]] = {}
-            self._recording_wanted: set[str | None] = set()
             self._in_step = False
             self._closed = False
             self._steps = 0
-            self._recorded_steps = 0
-            self._mismatches = 0
             self._peak_bytes = 0
-            self._minimum_bytes = 0
             self._operators = 0
             self._clock_s: deque[float] = deque(maxlen=LAST_STEPS)
             self._step_times_s: deque[float] = deque(maxlen=LAST_STEPS)
@@ -342,7 +294,7 @@ class Offload:
             self._swapped_before_bytes = (0, 0)
             self._stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
             if plan is not None:
-                self._take(plan)
+                self._kinds.take(plan)
             for tensor, kind in _known_tensors(model, optimizer):
                 self._clock.know(tensor, kind)
             resident.release_free_memory()  # what they took before
@@ -356,19 +308,6 @@ class Offload:
         self._clock.start()
         self._interrupts.install()
         _open.append(self)
-
-    def _take(self, plan: Plan) -> None:
-        """Follow a plan that the user gave."""
-        if plan.trace is None:
-            raise InvalidArgument(
-                "this plan does not say which step it is for: make it with `penstock plan`, or give "
-                "penstock.plan's own result"
-            )
-        if violations := check(plan.trace, plan, self.hardware):
-            raise InvalidPlan(violations)
-        known = _Kind(plan.trace, plan, schedule(plan.trace, plan), RECORDINGS, fixed=True)
-        self._kinds[None] = [known]
-        self.trace, self.plan = plan.trace, plan
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -386,10 +325,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        known = self._kinds.get(kind, [])
-        recording = None
-        if not known or known[0].recordings_left or kind in self._recording_wanted:
-            recording = Recording()
+        recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True
         try:
@@ -397,7 +333,7 @@ class Offload:
                 self._swapped_before_bytes = self._swapped_bytes()
                 self._engine.begin_step()
                 self._device.begin_step()
-                self._clock.begin_step([entry.schedule for entry in known], recording)
+                self._clock.begin_step(self._kinds.schedules(kind), recording)
             yield
             self._device.synchronize()
         except BudgetTooSmall as error:
@@ -427,19 +363,11 @@ class Offload:
         now_out_bytes, now_in_bytes = self._swapped_bytes()
         self._last_swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
         self._operators = clock.operators
-        known = self._kinds.setdefault(kind, [])
-        entry = next((entry for entry in known if entry.schedule is followed), None)
-        if known and entry is None:
-            self._note_mismatch(kind, len(known))
+        entry = self._kinds.followed(kind, followed, clock.touched_bytes)
         if entry is not None:
-            known.remove(entry)
-            known.insert(0, entry)  # the likeliest next time
-            self.trace, self.plan = entry.trace, entry.plan
             if recording is None:
                 self._step_times_s.append(step_s)
             self._stalls_s.append(engine.stall_s)
-            if clock.touched_bytes > GROWTH * sum(entry.schedule.tensor_bytes):
-                self._recording_wanted.add(kind)
         if recording is None:
             self._clock_s.append(clock.clock_s)
             return
@@ -447,55 +375,10 @@ class Offload:
             return
         notes = {"device": str(self._device_name), "torch": str(torch.__version__)}
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
-        self._recorded_steps += 1
-        if entry is None:
-            if len(known) < MOST_KINDS:
-                self._recording_wanted.discard(kind)
-                # The step that makes the optimizer's state is not seen again.
-                made = self._planned(trace, None, wait=not known and _makes_state(recording))
-                known.insert(0, made)
-                if self.plan is None:
-                    self.trace, self.plan = made.trace, made.plan
-            return
-        grown = int(trace.tensor_bytes.sum()) > GROWTH * int(entry.trace.tensor_bytes.sum())
-        entry.recordings_left = max(entry.recordings_left - 1, 0)
-        if grown:
-            self._recording_wanted.discard(kind)
-        if not grown:
+        if entry is not None and not entry.has_grown(int(trace.tensor_bytes.sum())):
             self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
-        if entry.fixed:
-            return
-        if entry.recordings_left or grown:
-            known[0] = self._planned(trace, entry)
-            self.trace, self.plan = known[0].trace, known[0].plan
-        else:  # the first steps are over: others can use what they taught
-            self._spill.save_tables()
-
-    def _planned(self, trace: Trace, before: _Kind | None, wait: bool = False) -> _Kind:
-        """This kind of step with a plan for what was just recorded; without one yet where it can wait."""
-        self._minimum_bytes = max(self._minimum_bytes, minimum_bytes(trace))
-        left = RECORDINGS if before is None else before.recordings_left
-        if before is not None and before.trace.kernel_name == trace.kernel_name:
-            # A kernel is as fast as it has been seen to be: what disturbed it will not come again there.
-            fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
-            trace = replace(trace, kernel_time_s=fastest_s)
-        if wait:
-            return _Kind(trace, None, unplanned(trace), RECORDINGS)
-        try:
-            made = make_plan(trace, self.hardware, self._policy, time_limit_s=_planning_s(trace))
-            made = replace(made, offsets=())  # storages stay where they are
-            violations = check(trace, made, self.hardware)
-            if violations:
-                raise InvalidPlan(violations)
-            entry = _Kind(trace, made, schedule(trace, made), left)
-        except PenstockError as error:
-            if before is not None and before.plan is not None:
-                logger.warning("no better plan could be made, and the one in force is kept: %s", error)
-                return replace(before, recordings_left=left)
-            logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
-            entry = _Kind(trace, None, unplanned(trace), 0)
-        resident.release_free_memory()  # what the solver took
-        return entry
+        if self._kinds.record(kind, entry, recording, trace):
+            self._spill.save_tables()  # others can use what the first steps taught
 
     def _swapped_bytes(self) -> tuple[int, int]:
         """What the arena has moved by itself so far: out of memory, and back. None of it was planned."""
@@ -513,17 +396,15 @@ class Offload:
                 type(optimizer).__name__,
             )
 
-    def _note_mismatch(self, kind: str | None, known: int) -> None:
-        self._mismatches += 1
-        if known < MOST_KINDS:
-            self._recording_wanted.add(kind)
-        logger.info(
-            "step %d ran other operators than those that were traced: the rest of it was carried by least "
-            "recent use, and the next one like it is traced and planned too",
-            self._steps,
-        )
-
     # -- what it says --------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace | None:
+        return self._kinds.trace
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._kinds.plan
 
     @property
     def io_paths(self) -> tuple[str, ...]:
@@ -542,11 +423,9 @@ class Offload:
         """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
         if self.trace is None or not self._steps:
             raise PenstockError("nothing to report yet: run at least one step to its end")
-        if self.plan is None and (waiting := next((k for k in self._kinds.get(None, ()) if k.waits), None)):
-            made = self._planned(waiting.trace, waiting)
-            self._kinds[None][self._kinds[None].index(waiting)] = made
-            self.trace, self.plan = made.trace, made.plan
-        predicted = simulate(self.trace, self.plan, self.hardware) if self.plan is not None else None
+        self._kinds.plan_what_waits()
+        trace, plan = self.trace, self.plan
+        predicted = simulate(trace, plan, self.hardware) if plan is not None else None
         times_s = list(self._step_times_s) or [self._last_step_s]
         moved, device = self._last_moved, self._device
         swapped_out_bytes, swapped_in_bytes = self._last_swapped_bytes
@@ -555,12 +434,12 @@ class Offload:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
-            policy=self.plan.policy if self.plan is not None else NO_POLICY,
-            reason=self.plan.reason if self.plan is not None else "no plan could be made",
+            policy=plan.policy if plan is not None else NO_POLICY,
+            reason=plan.reason if plan is not None else "no plan could be made",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,
-            minimum_bytes=self._minimum_bytes,
+            minimum_bytes=self._kinds.minimum_bytes,
             peak_bytes=self._peak_bytes,
             predicted_peak_bytes=predicted.peak_bytes if predicted is not None else 0,
             peak_resident_bytes=peak_resident_bytes,
@@ -568,7 +447,7 @@ class Offload:
             predicted_step_s=predicted.iteration_s if predicted is not None else 0.0,
             stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
             predicted_stall_s=predicted.stall_s if predicted is not None else 0.0,
-            ideal_s=self.trace.ideal_s,
+            ideal_s=trace.ideal_s,
             evicted_bytes=timeline.moved_bytes(moved, device.evict_link) + swapped_out_bytes,
             predicted_evicted_bytes=predicted.evicted_bytes if predicted is not None else 0,
             loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link) + swapped_in_bytes,
@@ -584,8 +463,8 @@ class Offload:
             },
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
-            profiled_steps=self._recorded_steps,
-            trace_mismatches=self._mismatches,
+            profiled_steps=self._kinds.recorded,
+            trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
         )
 
@@ -669,17 +548,6 @@ def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | 
         if tensor.layout is torch.strided:
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-def _makes_state(recording: Recording) -> bool:
-    """Whether the optimizer's state was made in this step."""
-    return any(tensor.kind == OPTIMIZER_STATE and not tensor.before for tensor in recording.tensors)
-
-
-def _planning_s(trace: Trace) -> float:
-    """How long planning this step may take."""
-    least_s, most_s = PLANNING_LIMITS_S
-    return min(max(PLANNING_STEPS * trace.ideal_s, least_s), most_s)
 
 
 def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:

@@ -48,8 +48,8 @@ class Device(copies.Device, Protocol):
     def bury(self, managed: ManagedStorage) -> None:
         """The storage has died."""
 
-    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
-        """A kernel begins that uses these: what the device moved by itself is told to the engine."""
+    def begin_kernel(self) -> None:
+        """A kernel begins. In the arena it is told only where something was moved unasked."""
 
     def end_kernel(self) -> None:
         """The kernel is over, or failed."""

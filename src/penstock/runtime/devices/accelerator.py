@@ -473,7 +473,7 @@ class AcceleratorDevice:
 
     # -- kernels -------------------------------------------------------------------------------
 
-    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
+    def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
         if stream != self._latest_stream:
             self._latest_stream = stream

@@ -155,7 +155,7 @@ class CpuDevice:
         _native.arena_guard(managed.address)
         if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago
             managed.void = True
-            self._note_events()
+            self.notice()
             done(None, [])
             return
         managed.guarded = True
@@ -174,7 +174,7 @@ class CpuDevice:
         for nothing: the arena has a copy of its own."""
         assert self.engine is not None
         with self.engine.lock:
-            self._note_events()
+            self.notice()
             if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
                 transfer.error = None
         report(transfer)
@@ -248,18 +248,15 @@ class CpuDevice:
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.address)
 
-    def notice(self) -> None:
-        self._note_events()
-
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone
 
     # -- kernels -------------------------------------------------------------------------------
 
-    def begin_kernel(self, storages: list[ManagedStorage]) -> None:
-        pass  # the clock tells the arena by itself
+    def begin_kernel(self) -> None:
+        self.notice()
 
-    def _note_events(self) -> None:
+    def notice(self) -> None:
         assert self.engine is not None and self.storages is not None
         for address, what in _native.arena_events():
             managed = self.storages.at(address)
