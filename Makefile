@@ -15,7 +15,7 @@ GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=im
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/io/* csrc/planning/* csrc/runtime/* csrc/samples/*)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/planning/* csrc/runtime/* csrc/samples/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[plan,report,dev]'
 	touch $@

@@ -10,6 +10,7 @@
 namespace penstock {
 
 void bind_checksum(nanobind::module_& module);
+void bind_codecs(nanobind::module_& module);
 void bind_planning(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_search(nanobind::module_& module);

@@ -6,6 +6,7 @@ NB_MODULE(_native, module) {
   nanobind::set_leak_warnings(false);
   module.doc() = "The C++ parts of penstock.";
   penstock::bind_checksum(module);
+  penstock::bind_codecs(module);
   penstock::bind_planning(module);
   penstock::bind_runtime(module);
   penstock::bind_search(module);

@@ -37,7 +37,7 @@ def hardware() -> penstock.Hardware:
     )
 
 
-FOLDERS = ("checkpoint", "cli", "gpu", "planning", "report", "runtime", "samples", "storage")
+FOLDERS = ("checkpoint", "cli", "codecs", "gpu", "planning", "report", "runtime", "samples", "storage")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock import codecs
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, view_at
@@ -30,7 +31,7 @@ SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
 STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
 KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
-CODED_BYTES = {"cpu": MIB, "cuda": 64 * MIB}
+CODED_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 
 Rates = tuple[tuple[int, float], ...]
 
@@ -56,7 +57,7 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     pages and to space that was written before: the state a training run is in from its second step on.
     A disk too slow for its budget is not measured at the largest sizes. On a CPU, the cost of starting a
     copy is what a thread that computes loses to it; on a GPU it is 0, as kernels run by themselves there.
-    The rates of bitmask-CSR are those of PyTorch's own operators, with every other element zero.
+    The rates of bitmask-CSR are of penstock.codecs, with every other element zero; on a CPU, of one thread.
 
     device   "cpu", or a CUDA device such as "cuda:0"
 
@@ -367,19 +368,8 @@ def _measure_codec(device: torch.device) -> tuple[float, float]:
     size_bytes = CODED_BYTES[device.type]
     values = torch.arange(size_bytes // 4, device=device, dtype=torch.float32)
     values[::2] = 0
-    bit = 2 ** torch.arange(8, device=device, dtype=torch.uint8)
-
-    def compress() -> tuple[torch.Tensor, torch.Tensor]:
-        mask = values != 0
-        return (mask.view(-1, 8) * bit).sum(1, dtype=torch.uint8), values[mask]
-
-    packed, nonzero = compress()
-
-    def expand() -> torch.Tensor:
-        mask = (packed[:, None] & bit).view(-1) != 0
-        return torch.zeros_like(values).masked_scatter_(mask, nonzero)
-
-    if not torch.equal(expand(), values):
+    packed = codecs.encode("csr", values)
+    if not torch.equal(codecs.decode("csr", packed, like=values), values):
         raise DeviceUnavailable(f"{device} expands what it compressed to other values: do not train on it")
 
     def rate_bytes_per_s(work: Callable[[], object]) -> float:
@@ -392,7 +382,10 @@ def _measure_codec(device: torch.device) -> tuple[float, float]:
             times_s.append(time.perf_counter() - begun_s)
         return size_bytes / statistics.median(times_s)
 
-    return rate_bytes_per_s(compress), rate_bytes_per_s(expand)
+    return (
+        rate_bytes_per_s(lambda: codecs.encode("csr", values)),
+        rate_bytes_per_s(lambda: codecs.decode("csr", packed, like=values)),
+    )
 
 
 def _memory_bytes() -> int:

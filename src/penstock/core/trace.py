@@ -18,7 +18,12 @@ from penstock.errors import InvalidArgument, InvalidFile
 from penstock.units import format_bytes, format_seconds
 
 PUBLISHED_SCHEMA = "trace/1"  # of files that penstock.studies.published reads
-CSR_ROW_ELEMENTS, CSR_POINTER_BYTES = 128, 4  # 0.8 % of a tensor of 4-byte elements
+
+
+def csr_bytes(elements: int, itemsize: int, density: float) -> int:
+    """What elements take as bitmask-CSR, of which the share ``density`` is not zero: where each row of 128
+    begins, a bit for each, and those that are not zero (penstock.codecs.bitmask)."""
+    return (-(-elements // 128) + 1) * 4 + -(-elements // 8) + math.ceil(elements * density) * itemsize
 
 
 class Variant(NamedTuple):
@@ -228,17 +233,14 @@ class Trace:
         return replace(self, tensor_death=death, tensor_persistent=self.tensor_persistent & ~(goes & ~used))
 
     def compressed_bytes(self, tensor: int) -> int:
-        """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, those that
-        are not zero, and where each row of them begins. Its own size where that is not less, or its density
-        is not known."""
+        """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2). Its own size where that is not
+        less, or its density is not known."""
         size_bytes = int(self.tensor_bytes[tensor])
         if not len(self.tensor_density):
             return size_bytes
         itemsize = int(self.tensor_itemsize[tensor]) if len(self.tensor_itemsize) else 4
         elements = size_bytes // max(itemsize, 1)
-        nonzero_bytes = math.ceil(elements * float(self.tensor_density[tensor])) * itemsize
-        pointer_bytes = (-(-elements // CSR_ROW_ELEMENTS) + 1) * CSR_POINTER_BYTES
-        return min(size_bytes, -(-elements // 8) + nonzero_bytes + pointer_bytes)
+        return min(size_bytes, csr_bytes(elements, itemsize, float(self.tensor_density[tensor])))
 
     def scaled(self, time: float = 1.0) -> Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""

@@ -1,0 +1,34 @@
+// Bitmask-CSR (FlashNeuron, section 3.2): elements in rows of 128, of which those are kept that are not zero.
+//
+//   4 bytes a row, and 4 more   how many are kept before the row; of all rows after the last one
+//   a bit an element            whether it is kept
+//   the kept ones
+//
+// "Zero" is of all bits: -0.0 and every NaN are kept, and come back as they were. In this machine's byte order.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+namespace penstock {
+
+constexpr std::size_t kRowElements = 128;
+
+// What comes before the kept elements.
+constexpr std::size_t bitmask_head_bytes(std::size_t elements) {
+  return ((elements + kRowElements - 1) / kRowElements + 1) * 4 + (elements + 7) / 8;
+}
+
+// Bytes written to `packed`; none where more than `capacity_bytes` would be. Elements of 1, 2, 4 or 8 bytes, fewer
+// than 2^32 of them.
+std::optional<std::size_t> bitmask_encode(const void* data, std::size_t elements, std::size_t itemsize, void* packed,
+                                          std::size_t capacity_bytes);
+
+// Whether `packed` is what bitmask_encode makes of so many elements; otherwise `data` holds anything.
+bool bitmask_decode(const void* packed, std::size_t packed_bytes, void* data, std::size_t elements,
+                    std::size_t itemsize);
+
+// How many elements are not zero.
+std::size_t count_kept(const void* data, std::size_t elements, std::size_t itemsize);
+
+}  // namespace penstock

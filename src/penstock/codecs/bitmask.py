@@ -1,0 +1,96 @@
+"""Bitmask-CSR: a bit for each element, and those that are not zero (FlashNeuron section 3.2). Lossless.
+
+Rows of 128 elements. In the machine's byte order: how many elements are kept before each row, and in all, 4
+bytes each; a bit for each element; the kept ones. "Zero" is of all bits, so that -0.0 and every NaN are kept.
+
+On a CPU it is C++: csrc/codecs/bitmask.hpp. Elsewhere it is operators of torch, with the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock import _native
+from penstock.codecs.elements import bit_patterns
+from penstock.errors import InvalidArgument, InvalidFile
+
+ROW_ELEMENTS = 128
+
+
+def encode(tensor: torch.Tensor) -> torch.Tensor:
+    elements = bit_patterns(tensor)
+    count = elements.numel()
+    if count >= 1 << 32:
+        raise InvalidArgument(
+            f"a tensor of {count} elements is too large for bitmask-CSR, which counts to 4294967295: store "
+            "it in parts"
+        )
+    if elements.device.type != "cpu":
+        return encode_by_operators(elements)
+    itemsize = elements.element_size()
+    kept = _native.bitmask_count_kept(elements.data_ptr(), count, itemsize)
+    packed = torch.empty(_native.bitmask_head_bytes(count) + kept * itemsize, dtype=torch.uint8)
+    address = packed.data_ptr()
+    written = _native.bitmask_encode(elements.data_ptr(), count, itemsize, address, packed.numel())
+    if written != packed.numel():
+        raise InvalidArgument("the tensor was written to while it was encoded: encode what nobody writes to")
+    return packed
+
+
+def decode(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_like(like, device=packed.device)
+    elements = bit_patterns(tensor)
+    count, itemsize = elements.numel(), elements.element_size()
+    if packed.device.type != "cpu":
+        is_whole = decode_by_operators(packed, elements)
+    else:
+        is_whole = _native.bitmask_decode(
+            packed.data_ptr(), packed.numel(), elements.data_ptr(), count, itemsize
+        )
+    if not is_whole:
+        raise InvalidFile(
+            f"these {packed.numel()} bytes are no bitmask-CSR of {count} elements of {itemsize} bytes: they "
+            "are damaged, or of another tensor"
+        )
+    return tensor
+
+
+def encode_by_operators(elements: torch.Tensor) -> torch.Tensor:
+    """The same bytes, by operators of torch. Takes twice the elements' bytes beside them."""
+    kept = elements != 0
+    counts = _padded(kept, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    mask = (_padded(kept, 8).view(-1, 8) * _bits(elements.device)).sum(1, dtype=torch.uint8)
+    return torch.cat([starts.view(torch.uint8), mask, elements[kept].view(torch.uint8)])
+
+
+def decode_by_operators(packed: torch.Tensor, elements: torch.Tensor) -> bool:
+    """Fill the elements. False: ``packed`` is of no such elements."""
+    count, device = elements.numel(), packed.device
+    starts_bytes = (-(-count // ROW_ELEMENTS) + 1) * 4
+    head_bytes = starts_bytes + -(-count // 8)
+    if packed.numel() < head_bytes:
+        return False
+    bits = (packed[starts_bytes:head_bytes, None] & _bits(device)).reshape(-1) != 0
+    kept = bits[:count]
+    counts = _padded(kept, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    total = int(kept.sum())
+    if (
+        packed.numel() != head_bytes + total * elements.element_size()
+        or not torch.equal(packed[:starts_bytes], starts.view(torch.uint8))
+        or bool(bits[count:].any())
+    ):
+        return False
+    # A copy: what lies at an odd address is no view as integers.
+    values = packed[head_bytes:].clone().view(elements.dtype)
+    elements.zero_()[kept] = values
+    return True
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return 2 ** torch.arange(8, device=device, dtype=torch.uint8)
+
+
+def _padded(kept: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.nn.functional.pad(kept, (0, -kept.numel() % multiple))

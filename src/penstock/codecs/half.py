@@ -1,0 +1,58 @@
+"""float32 in half the bytes: the stash of delayed precision reduction (FlashNeuron section 3.2). Lossy.
+
+The forward pass and the weights are as they were; what the backward pass reads has lost precision. fp16 keeps
+11 significant bits of values from 6.1e-5 to 65504; what is larger becomes 65504, not infinity. bf16 keeps 8,
+of every magnitude.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.codecs.elements import in_memory_order
+from penstock.errors import InvalidArgument, InvalidFile
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def encode_fp16(tensor: torch.Tensor) -> torch.Tensor:
+    return _encode(tensor, torch.float16)
+
+
+def encode_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return _encode(tensor, torch.bfloat16)
+
+
+def decode_fp16(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return _decode(packed, like, torch.float16)
+
+
+def decode_bf16(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return _decode(packed, like, torch.bfloat16)
+
+
+def _encode(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check(tensor)
+    stored = torch.empty_like(tensor, dtype=dtype).copy_(tensor)
+    if dtype is torch.float16 and tensor.numel():
+        least, most = torch.aminmax(tensor)
+        if not -_LARGEST <= float(least) <= float(most) <= _LARGEST:  # NaN is not
+            stored.copy_(torch.where(tensor.isinf(), tensor, tensor.clamp(-_LARGEST, _LARGEST)))
+    return in_memory_order(stored).view(torch.uint8)
+
+
+def _decode(packed: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check(like)
+    if packed.numel() != 2 * like.numel():
+        raise InvalidFile(
+            f"these {packed.numel()} bytes are not {like.numel()} elements of 2 bytes: they are damaged, or "
+            "of another tensor"
+        )
+    tensor = torch.empty_like(like, device=packed.device)
+    in_memory_order(tensor).copy_(packed.view(dtype))
+    return tensor
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.dtype is not torch.float32:
+        raise InvalidArgument(f"fp16 and bf16 store float32, this is {tensor.dtype}: use a lossless codec")
