@@ -112,7 +112,7 @@ class Arena {
   Answer unguard(void* address, int* error);
   Answer written(void* address) const;
   // kNo if it was written since guard; kError if the system refuses or the segments do not hold it.
-  Answer leave(void* address, std::vector<Segment> segments, int* error);
+  Answer leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing = {});
   // Null if there is no room, or the block is not out.
   Answer stage(void* address, char** staging);
   // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out

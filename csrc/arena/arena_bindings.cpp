@@ -91,13 +91,15 @@ void set_swap_file(int direct, std::optional<int> buffered, std::size_t capacity
 }
 
 bool leave(std::uintptr_t address,
-           const std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>& segments) {
+           const std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>& segments,
+           std::tuple<std::size_t, std::size_t, std::size_t> packing) {
+  const auto& [packed_bytes, elements, itemsize] = packing;
   std::vector<Segment> parts;
   parts.reserve(segments.size());
   for (const auto& [file, file_offset, begin, size_bytes] : segments)
     parts.push_back({file, file_offset, begin, size_bytes});
   int error = 0;
-  const auto answer = arena().leave(pointer(address), std::move(parts), &error);
+  const auto answer = arena().leave(pointer(address), std::move(parts), &error, {packed_bytes, elements, itemsize});
   if (answer == Answer::kError && error == EINVAL)
     throw std::invalid_argument("the segments do not hold all bytes of the block, or lie outside of it");
   return check(answer, address, error);
@@ -240,7 +242,8 @@ void bind_arena(nb::module_& module) {
       "arena_written",
       [](std::uintptr_t address) { return check(arena().written(pointer(address)), address); },
       nb::arg("address"));
-  module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"));
+  module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"),
+             nb::arg("packing") = std::tuple<std::size_t, std::size_t, std::size_t>());
   module.def("arena_stage", &stage, nb::arg("address"));
   module.def("arena_arrive", &arrive, nb::arg("address"), nb::arg("guard") = true);
   module.def(

@@ -17,9 +17,15 @@ struct Segment {
   std::size_t size_bytes = 0;
 };
 
+// A copy is bitmask-CSR of so many elements, and lies at the end of the block's pages. Else `packed_bytes` is 0.
+struct Packing {
+  std::size_t packed_bytes = 0, elements = 0, itemsize = 0;
+};
+
 // A copy of a block outside of memory. Immutable: a block's copies are told apart by their address.
 struct Copy {
   std::vector<Segment> segments;
+  Packing packing{};
   bool in_swap_file = false;  // its one segment is the arena's own
   std::uint64_t serial = 0;   // of the block
   std::uint64_t forks = 0;    // of the process before it was made

@@ -8,22 +8,38 @@
 #include <cstring>
 
 #include "arena/arena.hpp"
+#include "codecs/bitmask.hpp"
 
 namespace penstock {
 
 namespace {
 
-// Whether the segments lie inside the block and hold all that was asked for.
-bool cover(std::vector<Segment> segments, const Block& block) {
+// The pages of what was asked for.
+std::size_t used_bytes(const Block& block) { return round_up(block.requested_bytes, kPageBytes); }
+
+// Whether the segments lie inside the block and hold all that was asked for, or all of the packed bytes.
+bool cover(std::vector<Segment> segments, const Block& block, const Packing& packing) {
+  if (packing.packed_bytes > used_bytes(block)) return false;
+  if (packing.packed_bytes != 0 && packing.elements * packing.itemsize != block.requested_bytes) return false;
   std::ranges::sort(segments, {}, &Segment::begin);
-  std::size_t held = 0;
+  std::size_t held = packing.packed_bytes == 0 ? 0 : used_bytes(block) - packing.packed_bytes;
   for (const auto& segment : segments) {
     if (segment.begin > block.capacity_bytes || segment.size_bytes > block.capacity_bytes - segment.begin)
       return false;
     if (segment.begin > held) return false;
     held = std::max(held, segment.begin + segment.size_bytes);
   }
-  return held >= block.requested_bytes;
+  return held >= (packing.packed_bytes == 0 ? block.requested_bytes : used_bytes(block));
+}
+
+// Expands what was read to the end of these bytes. 0, or an errno.
+int expand(char* data, std::size_t size_bytes, const Packing& packing) {
+  const auto head_bytes = bitmask_head_bytes(packing.elements);
+  char* const head = map_scratch(head_bytes);
+  if (head == nullptr) return ENOMEM;
+  const bool whole = bitmask_expand(data, size_bytes, packing.elements, packing.itemsize, packing.packed_bytes, head);
+  munmap(head, head_bytes);
+  return whole ? 0 : EBADMSG;
 }
 
 void describe(const Block& block, const char* address, const Segment& segment, int error, char* text,
@@ -91,11 +107,11 @@ Arena::Answer Arena::written(void* address) const {
   return block->written ? Answer::kYes : Answer::kNo;
 }
 
-Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* error) {
+Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (!cover(segments, *block)) {
+  if (!cover(segments, *block, packing)) {
     *error = EINVAL;
     return Answer::kError;
   }
@@ -104,7 +120,7 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
     return Answer::kError;
   }
   if (block->written || in_child_) return Answer::kNo;
-  auto copy = hold({.segments = std::move(segments), .serial = block->serial});
+  auto copy = hold({.segments = std::move(segments), .packing = packing, .serial = block->serial});
   std::swap(block->copy, copy);
   if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
     block->moved_natively = false;
@@ -198,7 +214,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
       continue;
     }
     block->reading = true;
-    const auto requested = block->requested_bytes;
+    const auto requested = block->requested_bytes, used = used_bytes(*block);
     const bool room = make_room(lock, requested, block->memory_bytes, need);
     block = again(offset, serial);
     if (block == nullptr) return 0;
@@ -224,6 +240,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     lock.unlock();
     const Segment* failed = nullptr;
     int error = read_segments(copy->segments, direct, buffered, landing.address, &failed);
+    if (error == 0 && copy->packing.packed_bytes != 0) error = expand(landing.address, used, copy->packing);
     lock.lock();
     const bool stale = error == 0 && in_child_ && given_up(serial);
     if (stale) error = ESTALE;

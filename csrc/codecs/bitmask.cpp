@@ -90,20 +90,19 @@ std::optional<std::size_t> encode(const unsigned char* data, std::size_t element
 }
 
 template <class T>
-bool decode(const unsigned char* packed, std::size_t packed_bytes, unsigned char* data, std::size_t elements) {
-  const auto head_bytes = bitmask_head_bytes(elements);
-  if (packed_bytes < head_bytes) return false;
+bool decode(const unsigned char* head, const unsigned char* values, std::size_t values_bytes, unsigned char* data,
+            std::size_t elements) {
   const Parts parts(0, elements);
-  const auto* from = packed + head_bytes;
-  const auto* const end = packed + packed_bytes;
+  const auto* from = values;
+  const auto* const end = values + values_bytes;
   unsigned char word[(kWord + 1) * sizeof(T)] = {};
   for (std::size_t begin = 0; begin < elements; begin += kWord) {
-    const auto before = static_cast<std::size_t>(from - packed) - head_bytes;
-    if (begin % kRowElements == 0 && load<std::uint32_t>(packed + begin / kRowElements * 4) != before / sizeof(T))
+    const auto before = static_cast<std::size_t>(from - values);
+    if (begin % kRowElements == 0 && load<std::uint32_t>(head + begin / kRowElements * 4) != before / sizeof(T))
       return false;
     const auto count = std::min(kWord, elements - begin);
     std::uint64_t mask = 0;
-    std::memcpy(&mask, packed + parts.masks + begin / 8, mask_bytes(count));
+    std::memcpy(&mask, head + parts.masks + begin / 8, mask_bytes(count));
     if (count < kWord && mask >> count != 0) return false;
     const auto left_bytes = static_cast<std::size_t>(end - from);
     const auto kept_bytes = static_cast<std::size_t>(std::popcount(mask)) * sizeof(T);
@@ -116,7 +115,7 @@ bool decode(const unsigned char* packed, std::size_t packed_bytes, unsigned char
     }
     from += kept_bytes;
   }
-  return from == end && load<std::uint32_t>(packed + parts.rows * 4) == (packed_bytes - head_bytes) / sizeof(T);
+  return from == end && load<std::uint32_t>(head + parts.rows * 4) == values_bytes / sizeof(T);
 }
 
 template <class T>
@@ -138,6 +137,18 @@ Result with_element(std::size_t itemsize, Work work, Result otherwise) {
   }
 }
 
+bool decode(const unsigned char* head, const unsigned char* packed, std::size_t packed_bytes, unsigned char* data,
+            std::size_t elements, std::size_t itemsize) {
+  const auto head_bytes = bitmask_head_bytes(elements);
+  if (elements > std::numeric_limits<std::uint32_t>::max() || packed_bytes < head_bytes) return false;
+  return with_element(
+      itemsize,
+      [&](auto zero) {
+        return decode<decltype(zero)>(head, packed + head_bytes, packed_bytes - head_bytes, data, elements);
+      },
+      false);
+}
+
 }  // namespace
 
 std::optional<std::size_t> bitmask_encode(const void* data, std::size_t elements, std::size_t itemsize, void* packed,
@@ -154,14 +165,18 @@ std::optional<std::size_t> bitmask_encode(const void* data, std::size_t elements
 
 bool bitmask_decode(const void* packed, std::size_t packed_bytes, void* data, std::size_t elements,
                     std::size_t itemsize) {
-  if (elements > std::numeric_limits<std::uint32_t>::max()) return false;
-  return with_element(
-      itemsize,
-      [&](auto zero) {
-        return decode<decltype(zero)>(static_cast<const unsigned char*>(packed), packed_bytes,
-                                      static_cast<unsigned char*>(data), elements);
-      },
-      false);
+  const auto* bytes = static_cast<const unsigned char*>(packed);
+  return decode(bytes, bytes, packed_bytes, static_cast<unsigned char*>(data), elements, itemsize);
+}
+
+bool bitmask_expand(void* data, std::size_t capacity_bytes, std::size_t elements, std::size_t itemsize,
+                    std::size_t packed_bytes, void* head) {
+  const auto head_bytes = bitmask_head_bytes(elements);
+  if (packed_bytes < head_bytes || packed_bytes > capacity_bytes || elements * itemsize > capacity_bytes) return false;
+  auto* bytes = static_cast<unsigned char*>(data);
+  const auto* packed = bytes + capacity_bytes - packed_bytes;
+  std::memcpy(head, packed, head_bytes);
+  return decode(static_cast<unsigned char*>(head), packed, packed_bytes, bytes, elements, itemsize);
 }
 
 std::size_t count_kept(const void* data, std::size_t elements, std::size_t itemsize) {

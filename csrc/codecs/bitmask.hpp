@@ -28,6 +28,11 @@ std::optional<std::size_t> bitmask_encode(const void* data, std::size_t elements
 bool bitmask_decode(const void* packed, std::size_t packed_bytes, void* data, std::size_t elements,
                     std::size_t itemsize);
 
+// The same where the packed bytes are the last ones of `data`, which is `capacity_bytes` long. Their head is copied to
+// `head`, which has room for it; the rest is expanded in place: what is written never overtakes what is read.
+bool bitmask_expand(void* data, std::size_t capacity_bytes, std::size_t elements, std::size_t itemsize,
+                    std::size_t packed_bytes, void* head);
+
 // How many elements are not zero.
 std::size_t count_kept(const void* data, std::size_t elements, std::size_t itemsize);
 

@@ -2,6 +2,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
+#include <memory>
+
 #include "bindings.hpp"
 #include "codecs/bitmask.hpp"
 #include "python_bytes.hpp"
@@ -37,6 +39,16 @@ void bind_codecs(nb::module_& module) {
                               elements, itemsize);
       },
       nb::arg("packed"), nb::arg("packed_bytes"), nb::arg("data"), nb::arg("elements"), nb::arg("itemsize"));
+  module.def(
+      "bitmask_expand",
+      [](std::uintptr_t data, std::size_t capacity_bytes, std::size_t elements, std::size_t itemsize,
+         std::size_t packed_bytes) {
+        const GilReleasedFor released(elements * itemsize);
+        const std::unique_ptr<char[]> head(new char[bitmask_head_bytes(elements)]);
+        return bitmask_expand(reinterpret_cast<void*>(data), capacity_bytes, elements, itemsize, packed_bytes,
+                              head.get());
+      },
+      nb::arg("data"), nb::arg("capacity_bytes"), nb::arg("elements"), nb::arg("itemsize"), nb::arg("packed_bytes"));
 }
 
 }  // namespace penstock

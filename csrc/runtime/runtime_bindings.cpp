@@ -44,6 +44,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("step", &ManagedStorage::step)
       .def_rw("birth", &ManagedStorage::birth)
       .def_rw("kind", &ManagedStorage::kind)
+      .def_rw("packs", &ManagedStorage::packs)
       .def_rw("slot", &ManagedStorage::slot, nb::arg().none())
       .def_rw("hold", &ManagedStorage::hold, nb::arg().none())
       .def_rw("place", &ManagedStorage::place, nb::arg().none())

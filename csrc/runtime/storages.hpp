@@ -24,6 +24,7 @@ struct ManagedStorage {
   std::int64_t index = -1, step = -1, birth = -1;
   int state = kResident;
   int kind = -1;
+  int packs = 0;  // bytes of an element, where its next copy is to be compressed
   bool clean = false, guarded = false, keeps_copy = true, released = false, is_void = false, queued = false;
   bool movable = false, lasts = false, gone = false, fixed = false;
   nb::object slot = nb::none(), hold = nb::none(), place = nb::none();

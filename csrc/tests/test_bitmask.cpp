@@ -58,6 +58,23 @@ TEST(every_element_comes_back) {
       }
 }
 
+TEST(every_element_comes_back_in_place) {
+  Random random(4);
+  for (const std::size_t itemsize : {1, 2, 4, 8})
+    for (const auto elements : kSizes)
+      for (const std::size_t percent : {0, 3, 50, 97}) {
+        const auto bytes = values(random, elements, itemsize, percent);
+        const auto packed = encoded(bytes, elements, itemsize);
+        const auto capacity_bytes = std::max(bytes.size(), packed.size()) + random(0, 1) * random(0, 5000);
+        std::vector<unsigned char> block(capacity_bytes - packed.size(), 0xA5);
+        block.insert(block.end(), packed.begin(), packed.end());
+        const auto data = exact(block), head = exact(std::vector<unsigned char>(bitmask_head_bytes(elements)));
+        CHECK(bitmask_expand(data.get(), block.size(), elements, itemsize, packed.size(), head.get()));
+        CHECK(std::equal(bytes.begin(), bytes.end(), data.get()));
+        CHECK(!bitmask_expand(data.get(), block.size(), elements, itemsize, block.size() + 1, head.get()));
+      }
+}
+
 TEST(what_does_not_fit_is_not_written) {
   Random random(2);
   for (const std::size_t itemsize : {1, 2, 4, 8})

@@ -12,6 +12,7 @@
 #include "arena/arena.hpp"
 #include "arena/faults.hpp"
 #include "check.hpp"
+#include "codecs/bitmask.hpp"
 
 using namespace penstock;
 using penstock::test::Random;
@@ -317,6 +318,44 @@ TEST(threads_allocate_within_a_budget) {
   CHECK_EQUAL(arena.stats().swap_used_bytes, 0u);
   CHECK(arena.stats().peak_in_memory_bytes <= 16 * kMiB);
   close(swap);
+}
+
+TEST(a_compressed_copy_comes_back_whole_or_not_at_all) {
+  auto& arena = served_arena();
+  const int file = unnamed_file();
+  for (const std::size_t size : {std::size_t{8192}, std::size_t{20'000}, 5 * kMiB}) {
+    const auto elements = size / 4;
+    auto* block = allocate(arena, size);
+    std::memset(block, 0, size);
+    for (std::size_t i = 0; i < elements; i += 3) block[4 * i + 1] = static_cast<char>(i | 1);
+    const std::vector<char> expected(block, block + size);
+    std::vector<char> packed(bitmask_head_bytes(elements) + count_kept(block, elements, 4) * 4);
+    const Packing packing{packed.size(), elements, 4};
+    const auto begin = round_up(size, kPageBytes) - packed.size();
+    CHECK(arena.guard(block) == Arena::Answer::kYes);
+    CHECK(bitmask_encode(block, elements, 4, packed.data(), packed.size()) == packed.size());
+    CHECK_EQUAL(pwrite(file, packed.data(), packed.size(), 0), static_cast<ssize_t>(packed.size()));
+    int error = 0;
+    for (const Packing& wrong : {Packing{packed.size(), elements - 1, 4}, Packing{size + 2 * kPageBytes, elements, 4}}) {
+      CHECK(arena.leave(block, {{file, 0, begin, packed.size()}}, &error, wrong) == Arena::Answer::kError);
+      CHECK_EQUAL(error, EINVAL);
+    }
+    CHECK(arena.leave(block, {{file, 0, 0, packed.size()}}, &error, packing) == Arena::Answer::kError);
+    CHECK(arena.leave(block, {{file, 0, begin, packed.size()}}, &error, packing) == Arena::Answer::kYes);
+    CHECK_EQUAL(pwrite(file, "damaged!", 8, 0), 8);
+    CHECK(arena.bring_in(block, &error) == Arena::Answer::kError);
+    CHECK_EQUAL(error, EBADMSG);
+    CHECK(state(arena, block) == Arena::State::kOut);
+    CHECK_EQUAL(pwrite(file, packed.data(), 8, 0), 8);
+    std::vector<std::thread> threads;
+    std::atomic<int> right{0};
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&] { right += std::memcmp(block, expected.data(), size) == 0; });
+    for (auto& thread : threads) thread.join();
+    CHECK_EQUAL(right.load(), 4);
+    CHECK(arena.release(block));
+  }
+  close(file);
 }
 
 TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {

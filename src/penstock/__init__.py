@@ -36,6 +36,7 @@ from penstock.simulator import simulate
 # What needs torch is imported at its first use: planning and looking at files do without.
 if TYPE_CHECKING:
     from penstock import checkpoint as checkpoint
+    from penstock import codecs as codecs
     from penstock import samples as samples
     from penstock.capture.probe import probe
     from penstock.capture.tracer import fake_mode, trace
@@ -54,7 +55,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        if name in ("checkpoint", "samples"):
+        if name in ("checkpoint", "codecs", "samples"):
             return import_module(f"penstock.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")

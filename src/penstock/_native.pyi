@@ -76,7 +76,11 @@ def arena_unguard(address: int) -> None: ...
 def arena_written(address: int) -> bool: ...
 
 # segments: (file descriptor, offset in the file, offset in the block, size in bytes).
-def arena_leave(address: int, segments: list[tuple[int, int, int, int]]) -> bool: ...
+
+# packing: (bytes, elements, bytes of an element) of bitmask-CSR, at the end of the block's pages.
+def arena_leave(
+    address: int, segments: list[tuple[int, int, int, int]], packing: tuple[int, int, int] = (0, 0, 0)
+) -> bool: ...
 def arena_stage(address: int) -> int: ...
 
 # guard: its copy stays valid, and a write to it is noticed. False: what was read is not what the block holds
@@ -100,6 +104,11 @@ def bitmask_encode(
     data: int, elements: int, itemsize: int, packed: int, capacity_bytes: int
 ) -> int | None: ...  # bytes written; None: it does not fit
 def bitmask_decode(packed: int, packed_bytes: int, data: int, elements: int, itemsize: int) -> bool: ...
+
+# In place: what is packed are the last bytes of data.
+def bitmask_expand(
+    data: int, capacity_bytes: int, elements: int, itemsize: int, packed_bytes: int
+) -> bool: ...
 
 Finished = list[tuple[int, int, float, float, bool]]
 
@@ -338,6 +347,7 @@ class ManagedStorage:
     step: int
     birth: int  # kernel of that step that made it, else -1
     kind: int  # of penstock.core.trace.KINDS, as an index; -1: it is not known
+    packs: int  # bytes of an element, where its next copy is to be compressed; else 0
     slot: Any  # where its copy is, or will be; what it is only the device knows. None: it has none
     hold: Any  # what keeps the storage alive while a copy is under way
     place: Any  # where the device keeps it; what it is only the device knows

@@ -55,7 +55,7 @@ SIGNATURES = {
         ["model=", "optimizer="],
         ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "device=", "policy=", "plan="]
         + ["hardware=", "page_cache_budget=", "io_paths=", "io_costs=", "reexplore=", "verify_spill="]
-        + ["smallest_bytes="],
+        + ["smallest_bytes=", "endurance=", "compress="],
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),

@@ -15,6 +15,7 @@ from penstock.codecs.elements import bit_patterns
 from penstock.errors import InvalidArgument, InvalidFile
 
 ROW_ELEMENTS = 128
+SAMPLES, SAMPLE_ELEMENTS = 16, 4096  # little beside what a kernel that wrote a tensor has in the cache
 
 
 def encode(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +54,20 @@ def decode(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             "are damaged, or of another tensor"
         )
     return tensor
+
+
+def sampled_density(address: int, size_bytes: int, itemsize: int) -> float:
+    """About which fraction of the elements at a place in memory is not zero."""
+    itemsize = min(itemsize, 8)
+    elements = size_bytes // itemsize
+    sample = min(SAMPLE_ELEMENTS, elements // SAMPLES)
+    if not sample:
+        return _native.bitmask_count_kept(address, elements, itemsize) / max(elements, 1)
+    kept = 0
+    for index in range(SAMPLES):
+        at = address + index * (elements - sample) // (SAMPLES - 1) * itemsize
+        kept += _native.bitmask_count_kept(at, sample, itemsize)
+    return kept / (SAMPLES * sample)
 
 
 def encode_by_operators(elements: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from penstock.capture.operators import Operator, describe, tensors_in
 from penstock.capture.phases import Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
+from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.runtime.copies import CopyEngine
 from penstock.runtime.devices import Device
@@ -38,9 +39,13 @@ _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optim
 
 
 class Recording:
-    """What the clock notes of a step, for a trace."""
+    """What the clock notes of a step, for a trace.
 
-    def __init__(self) -> None:
+    zeros   sample how many elements of what kernels write are zero
+    """
+
+    def __init__(self, zeros: bool = False) -> None:
+        self.zeros = zeros
         self.kernels: list[KernelRecord] = []
         self.tensors: list[TensorRecord] = []
         self.in_memory_bytes: list[int] = []  # after each kernel
@@ -359,7 +364,9 @@ class Clock(TorchDispatchMode):
                 if managed is None or not managed.movable:
                     continue
                 if type(action) is Evict:
-                    engine.evict(managed, action.tier, release=False)
+                    if action.packs:
+                        engine.wait_for_room(action.packed_bytes)
+                    engine.evict(managed, action.tier, release=False, packs=action.packs)
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
                 else:
@@ -446,6 +453,12 @@ class Clock(TorchDispatchMode):
                 managed = self.storages.meet(storage)
                 if managed.index in fresh:
                     recording.tensors[managed.index].itemsize = tensor.element_size()
+        if recording.zeros:
+            for managed in (*written, *made):
+                if managed.address and managed.step == self._kernels.step:
+                    record = recording.tensors[managed.index]
+                    density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
+                    record.density = max(record.density or 0.0, density)
         repeats = phase == 0 and facts.is_repeatable
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1

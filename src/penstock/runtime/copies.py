@@ -187,10 +187,13 @@ class CopyEngine:
 
     # -- out -----------------------------------------------------------------------------------
 
-    def evict(self, managed: ManagedStorage, tier: str | None = None, *, release: bool) -> None:
+    def evict(
+        self, managed: ManagedStorage, tier: str | None = None, *, release: bool, packs: int = 0
+    ) -> None:
         """Start to copy the storage out.
 
         release   give its memory back when the copy is complete; otherwise it stays readable
+        packs     compress the copy, of elements of so many bytes, where the device can; 0: do not
 
         Raises SpillSpaceFull.
         """
@@ -210,6 +213,7 @@ class CopyEngine:
         if managed.slot is None:
             managed.slot = self._reserve(managed, tier or self.tier)
         managed.state = LEAVING
+        managed.packs = packs
         managed.void = False
         managed.queued = True
         managed.hold = storage
@@ -420,6 +424,13 @@ class CopyEngine:
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self.memory.reserved_bytes = used_bytes + size_bytes
+
+    def wait_for_room(self, size_bytes: int) -> None:
+        """Wait until so many bytes fit beside what is there, as far as what is leaving makes room."""
+        began_s = time.perf_counter()
+        while self._freeing_bytes and self._device.in_memory_bytes() + size_bytes > self.budget_bytes:
+            self._wait()
+        self.waits.append(Wait("memory", began_s, time.perf_counter()))
 
     def free(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""

@@ -61,15 +61,18 @@ class StepKind:
 class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
+    compresses      plans may use bitmask-CSR
+
     trace, plan     of the latest step that followed a plan; None before there is a trace
     recorded        steps that were recorded
     mismatches      steps that ran other operators than any that was traced
     minimum_bytes   smallest device budget in which the recorded steps could have run
     """
 
-    def __init__(self, policy: str, hardware: Hardware) -> None:
+    def __init__(self, policy: str, hardware: Hardware, compresses: bool) -> None:
         self._policy = policy
         self._hardware = hardware
+        self._compresses = compresses
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -77,6 +80,9 @@ class StepKinds:
         self.recorded = 0
         self.mismatches = 0
         self.minimum_bytes = 0
+
+    def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
+        return schedule(trace, plan, self._compresses)
 
     def take(self, plan: Plan) -> None:
         """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan."""
@@ -87,7 +93,7 @@ class StepKinds:
             )
         if violations := check(plan.trace, plan, self._hardware):
             raise InvalidPlan(violations)
-        known = StepKind(plan.trace, plan, schedule(plan.trace, plan), RECORDINGS, fixed=True)
+        known = StepKind(plan.trace, plan, self._scheduled(plan.trace, plan), RECORDINGS, fixed=True)
         self._known[None] = [known]
         self._follow(known)
 
@@ -98,7 +104,11 @@ class StepKinds:
     def recording(self, name: str | None) -> Recording | None:
         """For the step of this name that begins; None where it need not be recorded."""
         known = self._known.get(name)
-        return Recording() if not known or known[0].recordings_left or name in self._wanted else None
+        return (
+            Recording(self._compresses)
+            if not known or known[0].recordings_left or name in self._wanted
+            else None
+        )
 
     def followed(self, name: str | None, schedule: Schedule | None, touched_bytes: int) -> StepKind | None:
         """The kind of the step that is over; None where it followed no plan to its end.
@@ -174,12 +184,18 @@ class StepKinds:
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS)
         try:
-            made = make_plan(trace, self._hardware, self._policy, time_limit_s=_planning_s(trace))
+            made = make_plan(
+                trace,
+                self._hardware,
+                self._policy,
+                compress=len(trace.tensor_density) > 0,
+                time_limit_s=_planning_s(trace),
+            )
             made = replace(made, offsets=())  # storages stay where they are
             violations = check(trace, made, self._hardware)
             if violations:
                 raise InvalidPlan(violations)
-            kind = StepKind(trace, made, schedule(trace, made), left)
+            kind = StepKind(trace, made, self._scheduled(trace, made), left)
         except PenstockError as error:
             if before is not None and before.plan is not None:
                 logger.warning("no better plan could be made, and the one in force is kept: %s", error)

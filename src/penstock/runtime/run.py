@@ -94,6 +94,7 @@ def offload(
     verify_spill: bool = False,
     smallest_bytes: int | str = SMALLEST_BYTES,
     endurance: int | str | None = None,
+    compress: bool = True,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -133,6 +134,7 @@ def offload(
     verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
+    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
@@ -156,6 +158,7 @@ def offload(
             verify_spill=verify_spill,
             smallest_bytes=parse_bytes(smallest_bytes),
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
+            compress=compress,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -223,6 +226,7 @@ class Offload:
         verify_spill: bool,
         smallest_bytes: int,
         endurance_bytes: int | None,
+        compress: bool,
     ) -> None:
         require_policy(policy)
         _require_torch()
@@ -279,7 +283,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self._kinds = StepKinds(policy, self.hardware)
+            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False

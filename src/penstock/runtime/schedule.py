@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core import plan as core
 from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Plan
@@ -22,10 +23,16 @@ from penstock.runtime.storages import NEVER
 
 
 class Evict(NamedTuple):
-    """Start to copy the tensor to the tier; it stays readable."""
+    """Start to copy the tensor to the tier; it stays readable.
+
+    packs          the copy is bitmask-CSR, of elements of so many bytes; 0: it is not
+    packed_bytes   that the copy is expected to take
+    """
 
     tensor: int
     tier: str
+    packs: int = 0
+    packed_bytes: int = 0
 
 
 class Release(NamedTuple):
@@ -87,19 +94,25 @@ class Schedule:
         return uses[0] + self.kernels if uses and self.persistent[tensor] else NEVER
 
 
-def schedule(trace: Trace, plan: Plan) -> Schedule:
+def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     """What a plan for this trace asks of the runtime.
+
+    compresses   the device can
 
     Raises InvalidArgument where the runtime cannot carry it out.
     """
-    _refuse(plan)
+    _refuse(plan, compresses)
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
     rows = sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin))
     for evict in rows:
         start = min(evict.after + 1, evict.begin)
-        before[start % count].append(Evict(evict.tensor, evict.tier))
+        action = Evict(evict.tensor, evict.tier)
+        if evict.codec == "csr":
+            itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
+            action = action._replace(packs=itemsize, packed_bytes=trace.compressed_bytes(evict.tensor))
+        before[start % count].append(action)
     for evict in sorted(plan.evictions, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
@@ -110,11 +123,28 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     for tensor, kernel in _left_over(trace, plan):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
         begins.setdefault(tensor, []).append(kernel)
-    for evict in sorted(plan.evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
+    for evict in sorted(_with_room(trace, plan), key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     made = unplanned(trace, before, away)
     return replace(made, is_still=not made.away_at_start and not any(made.before))
+
+
+def _with_room(trace: Trace, plan: Plan) -> Iterator[core.Evict]:
+    """The evictions; what comes back compressed not before there is room for all of it. A plan counts its
+    compressed bytes until it is used, and the run reads them to the place where it expands them."""
+    count = trace.kernels
+    free = plan.device_budget_bytes - resident_bytes(trace, plan.evictions)
+    for evict in plan.evictions:
+        if evict.codec != "csr":
+            yield evict
+            continue
+        extra_bytes = int(trace.tensor_bytes[evict.tensor]) - trace.compressed_bytes(evict.tensor)
+        at = evict.end
+        while at > evict.prefetch_at and free[(at - 1) % count] >= extra_bytes:
+            at -= 1
+            free[at % count] -= extra_bytes
+        yield replace(evict, prefetch_at=at)
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
@@ -187,16 +217,20 @@ def _entries(lists: Lists) -> tuple[IntArray, IntArray]:
     return lists.values, np.repeat(np.arange(len(lists.starts) - 1), np.diff(lists.starts))
 
 
-def _refuse(plan: Plan) -> None:
-    what = []
+def _refuse(plan: Plan, compresses: bool) -> None:
+    what, options = [], []
     if plan.recomputations:
         what.append(f"recompute {len(plan.recomputations)} tensors")
-    if codecs := sorted({evict.codec for evict in plan.evictions} - {"raw"}):
+        options.append("--recompute")
+    carried = {"raw", "csr"} if compresses else {"raw"}
+    if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
         what.append(f"compress tensors ({', '.join(codecs)})")
+        options.append("--compress")
     if any(variant >= 0 for variant in plan.variants):
         what.append("choose kernel variants")
+        options.append("--variants")
     if what:
         raise InvalidArgument(
-            f"this plan asks to {' and to '.join(what)}, which a run cannot carry out yet: plan without it "
-            "(leave out --recompute, --compress and --variants)"
+            f"this plan asks to {' and to '.join(what)}, which a run on this device cannot carry out: "
+            f"plan without it (leave out {', '.join(options)})"
         )

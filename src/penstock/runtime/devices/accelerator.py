@@ -142,6 +142,7 @@ class AcceleratorDevice:
     evict_link = "device_to_host"
     prefetch_link = "host_to_device"
     admits_anywhere = False  # memory must come from the stream of the kernels
+    compresses = False
     empties_storages = True
     keeps_budget = False
     infers_needs = True

@@ -12,13 +12,15 @@ import errno
 import functools
 import gc
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock import _native
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, SpillError, SpillSpaceFull
+from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copies import CopyEngine, Done, Moved
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
@@ -27,6 +29,18 @@ from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes_up
 
 logger = logging.getLogger("penstock")
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where a copy of a storage is.
+
+    packing   (bytes, elements, bytes of an element) of bitmask-CSR, which ends where the storage's pages do;
+              zeros where the copy is not compressed
+    """
+
+    extent: Extent
+    packing: tuple[int, int, int] = (0, 0, 0)
 
 
 class CpuDevice:
@@ -39,6 +53,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    compresses = True
     empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
@@ -129,10 +144,10 @@ class CpuDevice:
         return self.memory.in_use_bytes()
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        return self._spill.allocate(managed.size_bytes)
+        return Slot(self._spill.allocate(managed.size_bytes))
 
-    def forget(self, managed: ManagedStorage, slot: Extent) -> None:
-        self._spill.release(slot)
+    def forget(self, managed: ManagedStorage, slot: Slot) -> None:
+        self._spill.release(slot.extent)
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
@@ -159,12 +174,19 @@ class CpuDevice:
             done(None, [])
             return
         managed.guarded = True
-        report = _report("disk_write", managed, done)
+        slot: Slot = managed.slot
+        address, size_bytes, keep = managed.address, _page_bytes(managed.size_bytes), storage
+        slot.packing = (0, 0, 0)
+        room_bytes = self.memory.budget_bytes - max(self.in_memory_bytes(), self.memory.reserved_bytes)
+        if managed.packs and (packed := _packed(managed, room_bytes)) is not None:
+            keep, slot.packing = packed
+            address, size_bytes = keep.data_ptr(), keep.nbytes()
+        report = _report("disk_write", managed, size_bytes if slot.packing[0] else managed.size_bytes, done)
         self._spill.write(
-            managed.slot,
-            managed.address,
-            _transfer_bytes(managed),
-            storage,
+            slot.extent,
+            address,
+            size_bytes,
+            keep,
             functools.partial(self._written, managed, report),
             checksum=managed.lasts,
         )
@@ -182,9 +204,12 @@ class CpuDevice:
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if self._is_elsewhere(managed, storage):
             return False
-        if not _native.arena_leave(
-            managed.address, self._spill.segments(managed.slot, _transfer_bytes(managed))
-        ):
+        slot: Slot = managed.slot
+        begin, size_bytes = _place(managed)
+        segments = self._spill.segments(slot.extent, size_bytes)
+        if begin:
+            segments = [(file, offset, begin + at, size) for file, offset, at, size in segments]
+        if not _native.arena_leave(managed.address, segments, slot.packing):
             return False
         managed.guarded = False
         return True
@@ -206,11 +231,28 @@ class CpuDevice:
         if managed.gone:
             self._reader.submit(self._bring_in, managed, done)
             return
-        staging = self._staging[managed.key]
-        report = _report("disk_read", managed, done)
+        slot: Slot = managed.slot
+        begin, size_bytes = _place(managed)
+        if slot.packing[0]:
+            done = functools.partial(self._expand, managed, done)
+        report = _report("disk_read", managed, size_bytes if begin else managed.size_bytes, done)
         self._pending[managed.key] = self._spill.read(
-            managed.slot, staging, _transfer_bytes(managed), storage, report, priority=priority
+            slot.extent, self._staging[managed.key] + begin, size_bytes, storage, report, priority=priority
         )
+
+    def _expand(
+        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
+        """What was read to the end of the staging area is bitmask-CSR."""
+        packed_bytes, elements, itemsize = managed.slot.packing
+        if error is None and not _native.bitmask_expand(
+            self._staging[managed.key], _page_bytes(managed.size_bytes), elements, itemsize, packed_bytes
+        ):
+            error = SpillError(
+                f"{packed_bytes} compressed bytes on {self.place_text} are damaged: check the disk (dmesg, "
+                "smartctl), or choose another spill_dir"
+            )
+        done(error, moved)
 
     def hurry(self, managed: ManagedStorage) -> None:
         if (pending := self._pending.get(managed.key)) is not None:
@@ -364,19 +406,46 @@ class CpuDevice:
         self._lease.close()
 
 
-def _transfer_bytes(managed: ManagedStorage) -> int:
+def _page_bytes(size_bytes: int) -> int:
     """Blocks of the arena may be read and written up to their end: no odd tail to copy apart."""
-    return -(-managed.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _report(link: str, managed: ManagedStorage, done: Done) -> Any:
+def _place(managed: ManagedStorage) -> tuple[int, int]:
+    """Where the copy lies in the storage's pages: its first byte, and how many."""
+    size_bytes = _page_bytes(managed.slot.packing[0] or managed.size_bytes)
+    return _page_bytes(managed.size_bytes) - size_bytes, size_bytes
+
+
+def _packed(
+    managed: ManagedStorage, room_bytes: int
+) -> tuple[torch.UntypedStorage, tuple[int, int, int]] | None:
+    """The storage as bitmask-CSR at the end of whole pages, and its packing. None where that saves no page,
+    or there is no room for it beside the storage."""
+    elements, rest = divmod(managed.size_bytes, managed.packs)
+    if rest:
+        return None
+    kept_bytes = _native.bitmask_count_kept(managed.address, elements, managed.packs) * managed.packs
+    packed_bytes = _native.bitmask_head_bytes(elements) + kept_bytes
+    pages_bytes = _page_bytes(packed_bytes)
+    if pages_bytes >= _page_bytes(managed.size_bytes) or pages_bytes > room_bytes:
+        return None
+    pages = torch.UntypedStorage(pages_bytes)
+    address = pages.data_ptr() + pages_bytes - packed_bytes
+    written = _native.bitmask_encode(managed.address, elements, managed.packs, address, packed_bytes)
+    if written != packed_bytes:  # the program writes to it now
+        return None
+    return pages, (packed_bytes, elements, managed.packs)
+
+
+def _report(link: str, managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
     def on_done(transfer: Transfer) -> None:
         moved = Moved(
             link,
             transfer.started_s,
             transfer.finished_s,
             managed.index,
-            managed.size_bytes,
+            size_bytes,
             managed.kind,
         )
         done(transfer.error, [moved] if transfer.error is None else [])

@@ -1,0 +1,177 @@
+"""Tensors that leave as bitmask-CSR come back with the same bits, by plan, by fault, and in a child."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.runtime.copies import CopyEngine
+from tests.support.families import FAMILIES
+from tests.support.runs import (
+    EVERYTHING,
+    HARDWARE,
+    Bits,
+    Step,
+    bits,
+    differences,
+    in_memory,
+    offloaded,
+    state_bits,
+)
+
+SLOW = replace(
+    HARDWARE,
+    disk_read_bytes_per_s=1e8,
+    disk_write_bytes_per_s=1e8,
+    compress_bytes_per_s=5e9,
+    expand_bytes_per_s=5e9,
+)
+WIDTH, BATCH, LAYERS = 256, 512, 8
+PIECE = BATCH * WIDTH * 4
+
+
+class _Sparse(nn.Module):
+    """Most of what its ReLUs give is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, seen: Callable[[torch.Tensor], None] = lambda _: None) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x) - 0.1)
+            seen(x)
+        return x
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def sparse_training(step: Step) -> Bits:
+    model = _Sparse()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: Bits = []
+    for number in range(7):
+        with step():
+            loss = model(_batch(number)).square().sum()
+            loss.backward()
+            found += bits([loss, *(p.grad for p in model.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+    return found + bits(model.parameters()) + state_bits(optimizer)
+
+
+def family_training(name: str) -> Callable[[Step], Bits]:
+    family = FAMILIES[name]
+
+    def program(step: Step) -> Bits:
+        model = family.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: Bits = []
+        for number in range(4):
+            with step():
+                loss = family.loss(model, number)
+                family.backward(loss)
+                found += bits([loss, *(p.grad for p in model.parameters())])
+                optimizer.step()
+                optimizer.zero_grad()
+        return found + bits(model.parameters()) + bits(model.buffers()) + state_bits(optimizer)
+
+    return program
+
+
+def test_plans_compress_what_is_worth_it(tmp_path: Path) -> None:
+    expected = in_memory(sparse_training)
+    _, generous = offloaded(sparse_training, "1GiB", tmp_path, hardware=SLOW)
+    budget_bytes = int(generous.minimum_bytes + 0.3 * (generous.peak_bytes - generous.minimum_bytes))
+    moved = {}
+    for compress in (False, True):
+        torch.manual_seed(7)
+        with penstock.offload(
+            device_budget=budget_bytes,
+            spill_dir=tmp_path,
+            hardware=SLOW,
+            smallest_bytes=EVERYTHING,
+            compress=compress,
+        ) as run:
+            assert differences(expected, sparse_training(run.step)) == []
+            report = run.report()
+            assert run.plan is not None
+            assert any(evict.codec == "csr" for evict in run.plan.evictions) == compress
+        assert report.peak_bytes <= budget_bytes
+        moved[compress] = report.evicted_bytes
+    assert moved[True] < moved[False]
+
+
+@pytest.mark.parametrize("name", ["cnn", "dense", "dropout", "lstm"])
+@pytest.mark.parametrize("itemsize", [1, 4, 8])
+def test_everything_compressed(
+    name: str, itemsize: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever leaves, by plan or by need, leaves compressed where that makes it smaller."""
+    plain, packed = CopyEngine.evict, 0
+
+    def evict(self: CopyEngine, managed: Any, tier: str | None = None, **options: Any) -> None:
+        nonlocal packed
+        plain(self, managed, tier, **{**options, "packs": itemsize})
+        packed += managed.slot is not None and managed.slot.packing[0] > 0
+
+    monkeypatch.setattr(CopyEngine, "evict", evict)
+    program = family_training(name)
+    expected = in_memory(program)
+    _, generous = offloaded(program, "1GiB", tmp_path)
+    for share in (0.05, 0.5):
+        budget_bytes = int(generous.minimum_bytes + share * (generous.peak_bytes - generous.minimum_bytes))
+        found, report = offloaded(program, budget_bytes, tmp_path)
+        assert differences(expected, found) == [], f"{share}"
+        assert report.peak_bytes <= budget_bytes
+    assert packed > 0
+
+
+def _leave_compressed(run: penstock.Offload, tensors: list[torch.Tensor]) -> None:
+    """Give up the memory of these, with compressed copies."""
+    for tensor in tensors:
+        managed = run._clock.storages.meet(tensor.untyped_storage())
+        with run._engine.lock:
+            run._engine.evict(managed, release=True, packs=4)
+    run._engine.drain()
+    for tensor in tensors:
+        managed = run._clock.storages.meet(tensor.untyped_storage())
+        assert managed.state == 2 and managed.slot.packing[0] > 0
+
+
+def test_an_access_that_nobody_planned_sees_the_bytes(tmp_path: Path) -> None:
+    with penstock.offload(
+        device_budget=32 * PIECE, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+    ) as run:
+        tensors = [torch.relu(_batch(number) - number / 4) for number in range(8)]
+        views = [tensor.numpy() for tensor in tensors]
+        expected = [view.copy() for view in views]
+        _leave_compressed(run, tensors)
+        for view, values in zip(views[:4], expected, strict=False):
+            assert np.array_equal(view, values)
+        views[4][0, 0] = 7.0  # a write
+        expected[4][0, 0] = 7.0
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.write(writer, bytes([np.array_equal(views[5], expected[5])]))
+            os._exit(0)
+        assert os.read(reader, 1) == b"\1"
+        os.waitpid(child, 0)
+        assert run._device.unplanned_accesses >= 5
+        _leave_compressed(run, tensors[:4])
+        assert all(
+            torch.equal(tensor * 1, torch.from_numpy(values))
+            for tensor, values in zip(tensors, expected, strict=True)
+        )
+    assert all(np.array_equal(view, values) for view, values in zip(views, expected, strict=True))
