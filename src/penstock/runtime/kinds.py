@@ -178,9 +178,12 @@ class StepKinds:
         self.minimum_bytes = max(self.minimum_bytes, minimum_bytes(trace))
         left = RECORDINGS if before is None else before.recordings_left
         if before is not None and before.trace.kernel_name == trace.kernel_name:
-            # A kernel is as fast as it has been seen to be: what disturbed it will not come again there.
-            fastest_s = np.minimum(before.trace.kernel_time_s, trace.kernel_time_s)
-            trace = replace(trace, kernel_time_s=fastest_s)
+            # What disturbed a kernel will not come again there, but somewhere else: kernels share the time of
+            # the fastest step as their own fastest times do.
+            times_s = before.trace.kernel_time_s, trace.kernel_time_s
+            fastest_s = np.minimum(*times_s)
+            step_s = min(float(kernels_s.sum()) for kernels_s in times_s)
+            trace = replace(trace, kernel_time_s=fastest_s * (step_s / max(float(fastest_s.sum()), 1e-9)))
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS)
         try:
