@@ -29,7 +29,7 @@ Replayer::Replayer(const Trace& trace, const Machine& machine, const Intervals& 
     : trace_(trace), machine_(machine), rows_(rows), kernels_(kernels), options_(options), links_(machine) {
   check(trace, rows);
   find_copies(trace, rows, copies_);
-  operations_ = operations_of(trace, rows, copies_);
+  find_operations();
   const auto count = at(rows.count);
   state_.assign(count, kResident);
   written_.assign(count, kNoCopy);
@@ -90,6 +90,19 @@ void Replayer::index_rows() {
     return std::max<Index>(rows_.end[r] - (rows_.prefetch_at[r] >= K ? K : 0), 0);
   });
   issues_ = by_kernel(K, urgency.values, [&](Index r) { return rows_.prefetch_at[r] % K; });
+}
+
+void Replayer::find_operations() {
+  for (Index r = 0; r < rows_.count; ++r) {
+    const auto action = rows_.action[r];
+    if (action == kRecompute) {
+      operations_.push_back({rows_.end[r] % trace_.kernels, kRecomputation, r});
+    } else if (is_csr(action)) {
+      operations_.push_back({rows_.end[r] % trace_.kernels, kExpand, r});
+      if (copies_.source[at(r)] == r) operations_.push_back({rows_.begin[r] % trace_.kernels, kCompress, r});
+    }
+  }
+  std::sort(operations_.begin(), operations_.end());
 }
 
 void Replayer::begin_first() {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -27,6 +28,15 @@ enum State : std::int8_t {
 
 enum Written : std::int8_t { kNoCopy, kQueued, kUnderWay, kComplete };
 
+// What the compute stream does for a row before a kernel; they sort by their order.
+struct Operation {
+  Index kernel;
+  Kind kind;
+  Index row;
+
+  auto operator<=>(const Operation& other) const = default;
+};
+
 // Rows in order of issue. A row that was queued again, or released, leaves an entry that is skipped.
 struct Queue {
   struct Entry {
@@ -47,6 +57,7 @@ class Replayer {
  private:
   // The order of events, from the columns of the plan.
   void index_rows();
+  void find_operations();
   Bytes raw(Index row) const { return trace_.bytes[at(rows_.tensor[row])]; }
   Bytes packed(Index row) const { return trace_.compressed[at(rows_.tensor[row])]; }
   Bytes stored(Index row) const { return is_csr(rows_.action[row]) ? packed(row) : raw(row); }

@@ -173,14 +173,11 @@ def _inputs(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[R
     """What a kernel reads when it runs again is on the device, and is what it read the first time."""
     if not recomputations:
         return
-    count, inputs = trace.kernels, trace.inputs
+    count = trace.kernels
     columns = [(entry.tensor, entry.begin, entry.end) for entry in recomputations]
     recomputed = np.array(columns, dtype=np.int64)
     producer, end = trace.tensor_recompute[recomputed[:, 0]], recomputed[:, 2]
-    length = np.diff(inputs.starts)[producer]
-    row = np.repeat(np.arange(len(recomputed)), length)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    tensor = inputs.values[inputs.starts[producer][row] + within]
+    row, tensor = trace.inputs.select(producer)
 
     lasting, end = trace.tensor_persistent[tensor], end[row]
     dead = (end < trace.tensor_birth[tensor]) | (trace.tensor_death[tensor] <= end)

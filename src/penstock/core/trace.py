@@ -133,16 +133,17 @@ class Trace:
         return float(self.kernel_time_s.sum())
 
     @cached_property
+    def fastest_time_s(self) -> FloatArray:
+        """[K] duration of each kernel in its fastest variant."""
+        time_s: FloatArray = self.kernel_time_s.copy()
+        for kernel, variants in enumerate(self.kernel_variants):
+            time_s[kernel] = min([time_s[kernel], *(variant.time_s for variant in variants)])
+        return time_s
+
+    @cached_property
     def fastest_s(self) -> float:
         """As `ideal_s`, with the fastest variant of each kernel."""
-        variants = self.kernel_variants or ((),) * self.kernels
-        times = self.kernel_time_s.tolist()
-        return float(
-            sum(
-                min([time_s, *(variant.time_s for variant in others)])
-                for time_s, others in zip(times, variants, strict=True)
-            )
-        )
+        return float(self.fastest_time_s.sum())
 
     @cached_property
     def start_s(self) -> FloatArray:
@@ -170,29 +171,20 @@ class Trace:
     @cached_property
     def uses(self) -> Lists:
         """T lists: the kernels that use each tensor, ascending, each once."""
-        count = self.kernels
-        kernel = np.concatenate(
-            [np.repeat(np.arange(count), np.diff(lists.starts)) for lists in (self.inputs, self.outputs)]
-        )
+        kernel = np.concatenate([self.inputs.owners, self.outputs.owners])
         tensor = np.concatenate([self.inputs.values, self.outputs.values])
-        keys = np.unique(tensor * max(count, 1) + kernel)
-        starts = np.searchsorted(keys, np.arange(self.tensors + 1) * max(count, 1))
-        return Lists(starts.astype(np.int64), (keys % max(count, 1)).astype(np.int64))
+        return Lists.by_value(self.tensors, tensor, kernel, self.kernels)
 
     @cached_property
     def writers(self) -> Lists:
         """T lists: the kernels that write each tensor, ascending, each once."""
-        count = max(self.kernels, 1)
-        kernel = np.repeat(np.arange(self.kernels), np.diff(self.outputs.starts))
-        keys = np.unique(self.outputs.values * count + kernel)
-        starts = np.searchsorted(keys, np.arange(self.tensors + 1) * count)
-        return Lists(starts.astype(np.int64), (keys % count).astype(np.int64))
+        return Lists.by_value(self.tensors, self.outputs.values, self.outputs.owners, self.kernels)
 
     @cached_property
     def periods(self) -> Periods:
         """Every period in which a movable tensor could be away from the device (G10 section 4.2)."""
         starts, values = self.uses.starts, self.uses.values
-        owner = np.repeat(np.arange(self.tensors), np.diff(starts))
+        owner = self.uses.owners
         used = np.flatnonzero(np.diff(starts))
         last = np.zeros(len(values), dtype=np.bool_)
         last[starts[used + 1] - 1] = True

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
+
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.errors import SpillSpaceFull
@@ -148,8 +150,8 @@ def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
         _warn_once(note)
         return problem.trace.fastest_s, None, note
-    fractional = fractional_plan(problem, time_limit_s=_SOLVING * problem.time_limit_s)
-    return max(fractional.bound_s, problem.trace.fastest_s), fractional.fractions, ""
+    fractional = fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s))
+    return fractional.bound_s, fractional.fractions, ""
 
 
 @cache
@@ -171,7 +173,8 @@ def _starts(
     def fitted(action: ActionArray) -> None:
         repaired = improver.repaired(action)
         if repaired is not None:
-            first = improver.improved(*repaired, evaluations=0, seconds=math.inf, target_s=0.0)
+            late = np.zeros_like(repaired)
+            first = improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0)
             if math.isfinite(first.iteration_s):
                 found.append(first)
 
