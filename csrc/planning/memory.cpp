@@ -30,7 +30,7 @@ void serve(const Trace& trace, const Intervals& rows, Index tensor, const std::v
   const bool around = repeats && trace.persistent[at(tensor)] != 0 &&
                       !written_between(trace, tensor, rows.after[tail], K) &&
                       !written_between(trace, tensor, -1, rows.begin[head]);
-  const bool always = around && newest == head;  // nobody writes the tensor
+  const bool always = around && newest == head;  // no kernel writes the tensor
   for (const auto row : list) {
     auto& source = copies.source[at(row)];
     const bool before = around && source == head;  // served by the copy of the iteration before

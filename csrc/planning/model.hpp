@@ -41,7 +41,7 @@ struct Trace {
   std::vector<Bytes> live;     // [K] without workspaces
   std::vector<Bytes> births;   // [K] allocated by each kernel
   std::vector<Bytes> deaths;   // [K + 1] freed before each kernel; at K: when the iteration is over
-  Lists dying;                 // K + 1 lists of tensors, in the same way
+  Lists dying;                 // K + 1 lists of tensors, likewise
 
   void prepare();
   bool initially_alive(Index tensor) const {

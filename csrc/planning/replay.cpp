@@ -85,7 +85,7 @@ void Replayer::index_rows() {
   ends_ = by_kernel(K, moved, [&](Index r) { return rows_.end[r] % K; });
   packed_ends_ = by_kernel(K, packed, [&](Index r) { return rows_.end[r] % K; });
   writes_ = by_kernel(K + 1, writers, [&](Index r) { return rows_.after[r] + 1; });
-  // Prefetches issued at once work in the order in which kernels need them.
+  // Prefetches issued at the same kernel work in the order in which kernels need them.
   const auto urgency = by_kernel(2 * K, moved, [&](Index r) {
     return std::max<Index>(rows_.end[r] - (rows_.prefetch_at[r] >= K ? K : 0), 0);
   });
@@ -234,7 +234,7 @@ void Replayer::issue(Index row) {
     state = packed_[at(row)] ? kPacked : kResident;
     packed_[at(row)] = 0;
     const auto slot = copies_.slot[at(row)];
-    if (copies_.closes[at(slot)] == row) {  // nobody else needs the copy
+    if (copies_.closes[at(slot)] == row) {  // no other row needs the copy
       abandon(source);
       vacate(slot);
     }

@@ -14,8 +14,8 @@ namespace penstock::planning::search {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Kernel kReturning = 60;      // kernels after a late one whose tensors may have been in the way
-constexpr Kernel kLeaving = 200;       // kernels before a full one whose copies may be under way
+constexpr Kernel kReturning = 60;      // kernels after a late one whose tensors may have delayed it
+constexpr Kernel kLeaving = 200;       // kernels before a full one whose copies may be in progress
 constexpr double kTraffic = 2e-3;      // what a second of copies or recomputation counts for, of one waited
 constexpr double kAmple = 3.0;         // a period this many times as long as its copies is as good as any
 constexpr int kRoomTries = 4;
@@ -473,7 +473,7 @@ bool Search::change(State& state, const Outcome& verdict) {
   return altered;
 }
 
-// Sends away what is in the way at the fullest kernel, as drawn. False where nothing can leave.
+// Sends a period away that covers the fullest kernel, as drawn. False where nothing can leave.
 bool Search::give_room(State& state) {
   const Kernel worst = std::max_element(memory_.begin(), memory_.end()) - memory_.begin();
   return alter(state, pick(leaving_, [&](std::size_t period) {

@@ -69,3 +69,13 @@ class Lists:
         inside = place >= self.starts[index]
         found[inside] = self.values[place[inside]]
         return found
+
+    def first_above(self, index: IntArray, limit: IntArray, otherwise: int) -> IntArray:
+        """[N] the smallest entry of list ``index[n]`` that is above ``limit[n]``; ``otherwise`` where there
+        is none. The lists ascend and hold no negative numbers."""
+        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
+        place = np.searchsorted(self.owners * scale + self.values, index * scale + limit, side="right")
+        found: IntArray = np.full(len(index), otherwise, dtype=np.int64)
+        inside = place < self.starts[index + 1]
+        found[inside] = self.values[place[inside]]
+        return found

@@ -90,13 +90,18 @@ class Hardware:
                 )
 
     def __repr__(self) -> str:
+        return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"
+
+    @property
+    def in_numbers(self) -> str:
+        """What each tier holds, and the rate of each link that there is, for people."""
         tiers = ", ".join(f"{tier} {format_bytes(self.capacity_bytes(tier))}" for tier in TIERS)
         links = ", ".join(
             f"{link.replace('_', ' ')} {format_rate(self.rate_bytes_per_s(link))}"
             for link in LINKS
             if self.rate_bytes_per_s(link) > 0
         )
-        return f"<penstock.Hardware {self.name or 'without a name'}: {tiers}; {links}>"
+        return f"{tiers}; {links}"
 
     def require_rates(self) -> None:
         """Raise InvalidArgument where a tier has room, but a link on the way there or back has no rate."""

@@ -202,6 +202,21 @@ class Trace:
         columns = (column.tolist() for column in self.periods)
         return tuple(InactivePeriod(*row) for row in zip(*columns, strict=True))
 
+    @cached_property
+    def recomputable_until(self) -> IntArray:
+        """[T] the last kernel before which each tensor can be recomputed: what its producer reads is alive
+        then, and has not been written since. -1 where nothing can recompute it."""
+        until: IntArray = np.full(self.tensors, -1, dtype=np.int64)
+        if len(self.tensor_recompute):
+            made = np.flatnonzero(self.tensor_recompute >= 0)
+            until[made] = self.kernels
+            row, parent = self.inputs.select(self.tensor_recompute[made])
+            alive = np.where(self.tensor_persistent[parent], self.kernels, self.tensor_death[parent] - 1)
+            # Before the kernel that writes it next, it is still as it was.
+            same = self.writers.first_above(parent, self.tensor_recompute[made][row], self.kernels)
+            np.minimum.at(until, made[row], np.minimum(alive, same))
+        return until
+
     @property
     def movable(self) -> BoolArray:
         """[T] `tensor_movable`, also where that is empty."""

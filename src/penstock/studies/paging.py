@@ -31,7 +31,6 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.hardware import Hardware
-from penstock.core.timeline import Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.studies.paging_flow import Flows
@@ -80,17 +79,6 @@ class PagingResult:
     faulted_bytes: FloatArray
     moved_bytes: Mapping[str, int]
     peak_bytes: int
-
-    def timeline(self, trace: Trace) -> Timeline:
-        """The kernels, each after the wait for its pages. Links are not drawn: pages trickle."""
-        spans, stalls = [], []
-        for kernel, name in enumerate(trace.kernel_name):
-            start_s, end_s = float(self.start_s[kernel]), float(self.start_s[kernel + 1])
-            begin_s = min(start_s + float(self.stall_s[kernel]), end_s)
-            if begin_s > start_s:
-                stalls.append(Stall(start_s, begin_s, "prefetch", kernel))
-            spans.append(Span("compute", begin_s, end_s, name, kernel))
-        return Timeline(iteration_s=self.iteration_s, spans=tuple(spans), stalls=tuple(stalls))
 
 
 def simulate_paging(

@@ -23,9 +23,8 @@ from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.errors import SpillSpaceFull
 from penstock.planners.optimal.lp.fractional import fractional_plan
-from penstock.planners.optimal.search.choices import Choices, choices
+from penstock.planners.optimal.search.choices import ActionArray, Choices, choices
 from penstock.planners.optimal.search.improve import Candidate, Improver
-from penstock.planners.optimal.search.rounding import ActionArray
 from penstock.planners.optimal.search.seeds import everything_away, of_intervals, seeds
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.variants import with_fastest, with_least_workspace

@@ -65,7 +65,7 @@ class EvictionCandidates:
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
         if recompute and len(trace.tensor_recompute):
             producer = trace.tensor_recompute[tensor]
-            recompute_until = np.minimum(_recomputable_until(trace)[tensor], end)
+            recompute_until = np.minimum(trace.recomputable_until[tensor], end)
             possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
             recompute_s[possible] = kernel_time_s[producer[possible]]
         return cls(
@@ -104,24 +104,3 @@ def _versions(
     rank[order] = np.arange(len(version)) - first
     opened[order] = (begin - ready)[order[first]] + ready[order]
     return version, rank, opened
-
-
-def _recomputable_until(trace: Trace) -> IntArray:
-    """[T] last kernel before which each tensor can be recomputed: its producer's inputs are alive, and have
-    not been written since. -1 where nothing makes it."""
-    kernels = trace.kernels
-    until = np.full(trace.tensors, -1, dtype=np.int64)
-    persistent, death = trace.tensor_persistent.tolist(), trace.tensor_death.tolist()
-    for tensor, producer in enumerate(trace.tensor_recompute.tolist()):
-        if producer < 0:
-            continue
-        limit = kernels
-        for parent in trace.inputs[producer].tolist():
-            if not persistent[parent]:
-                limit = min(limit, death[parent] - 1)
-            written = trace.writers[parent]
-            place = int(np.searchsorted(written, producer, side="right"))
-            if place < len(written):
-                limit = min(limit, int(written[place]))  # before that kernel, it is still as it was
-        until[tensor] = limit
-    return until

@@ -9,8 +9,7 @@ import numpy as np
 from penstock._native import PlanSearch
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.plan import Evict, Recompute
-from penstock.planners.optimal.search.choices import Choices
-from penstock.planners.optimal.search.rounding import ActionArray
+from penstock.planners.optimal.search.choices import ActionArray, Choices
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import MOVES, RECOMPUTE
 from penstock.simulator.replay import machine_columns, trace_columns
