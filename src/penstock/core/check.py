@@ -30,7 +30,8 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     """Every rule that ``plan`` breaks; empty when it is legal.
 
     Memory is checked as if every copy took no time. A legal plan can then always run within its
-    budget, however slow the links are: whoever waits for memory waits for a copy under way.
+    budget, however slow the links are: a step that waits for memory always waits for a
+    copy in progress.
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
     not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
     """

@@ -178,7 +178,7 @@ def copy_sources(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
     That is its own index where the tensor has to be written, and an earlier eviction's where
     that one left a copy on the same tier, with the same codec, and no kernel has written the tensor
     since. Where the plan has tensors away over the end of the iteration, the earlier one may be of the
-    iteration before; if nobody ever writes the tensor, all go back to its last eviction.
+    iteration before; if no kernel ever writes the tensor, all go back to its last eviction.
     """
     sources: list[int] = _sources(trace, rows_of(trace, evictions))[0].tolist()
     return sources
@@ -187,7 +187,7 @@ def copy_sources(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
 def copies_made(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
     """For each eviction, in which iterations it writes a copy: NEVER, in the FIRST only or in EVERY one.
 
-    What is served by the iteration before has nobody to serve it in the first, unless that copy is of a
+    What is served by the iteration before has no copy to serve it in the first, unless that copy is of a
     tensor that starts out away.
     """
     rows = rows_of(trace, evictions)
@@ -251,7 +251,7 @@ def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
     root = np.maximum.accumulate(np.where(clean, -1, position))
     late = root < first[group]
     final = root[last]
-    final = np.where(final < first, last, final)  # nobody writes it
+    final = np.where(final < first, last, final)  # no kernel writes it
     root = np.where(late, final[group], root)
     sources, lates = np.empty(total, dtype=np.int64), np.zeros(total, dtype=np.bool_)
     sources[order], lates[order] = order[root], late

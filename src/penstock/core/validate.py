@@ -1,4 +1,4 @@
-"""What every trace must be, whoever made it: the rules that planners and simulator rely on."""
+"""The rules that every trace obeys: planners and simulator rely on them."""
 
 from __future__ import annotations
 

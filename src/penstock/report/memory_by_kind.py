@@ -33,7 +33,7 @@ SAMPLES = 1600  # of a curve, at most: about one for each pixel
 class Eviction:
     """One eviction of a plan, with the copies that carried it out.
 
-    written   the copy out; None where an earlier copy was still true
+    written   the copy out; None where an earlier copy was still valid
     read      the copy back; None where the tensor never left
     """
 

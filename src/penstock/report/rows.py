@@ -131,7 +131,7 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
         every[eviction.evict.tensor].append((eviction.evict.begin, lines))
     for entry in plan.recomputations:
         producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
-        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
+        text = [f"released during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
         every[entry.tensor].append((entry.begin, text))
     for tensor, entries in every.items():
         texts[tensor] = tensor_text(trace, tensor)
@@ -162,7 +162,7 @@ def _eviction_text(trace: Trace, eviction: Eviction) -> list[str]:
     if eviction.written is not None:
         lines.append(f"to {evict.tier}{form}: {_when(eviction.written)}")
     else:
-        lines.append(f"to {evict.tier}: nothing to write, its copy is still true")
+        lines.append(f"to {evict.tier}: nothing to write, its copy is still valid")
     lines.append(f"away during {_span(trace, evict.begin, evict.end)}")
     asked = "on demand" if evict.prefetch_at == evict.end else f"asked at {evict.prefetch_at}"
     lines.append(f"back: {_when(eviction.read)}, {asked}")

@@ -66,7 +66,7 @@ class PagingResult:
                    has no room) and nothing else anywhere
     start_s        [K + 1] when each kernel started, and the last ended, from the start of the iteration
     stall_s        [K] by how much each kernel took longer than with everything resident
-    faulted_bytes  [K] pages that each kernel found missing and not under way
+    faulted_bytes  [K] pages that each kernel found missing and not asked for
     moved_bytes    by link
     peak_bytes     the most device bytes in use
     """
@@ -263,7 +263,7 @@ class _Paging:
         )
 
     def _kernel(self, kernel: int, alive: Collection[int]) -> tuple[float, float]:
-        """Run one kernel: the seconds it took, and the bytes it found missing and not under way."""
+        """Run one kernel: the seconds it took, and the bytes it found missing and not asked for."""
         used = self.used[kernel]
         spared: set[int] = set()
         if self.correlated:

@@ -1,4 +1,4 @@
-"""Where the pages of every tensor are while a device pages on demand, and who gives way next."""
+"""Where the pages of every tensor are while a device pages on demand, and which leave next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 1.0  # bytes: less than a byte is nothing, so that sums of floating 
 
 
 class Queue:
-    """Pages on their way to the device from one place, first come, first served.
+    """Pages to be copied to the device from one place, first come, first served.
 
     source   NOWHERE, HOST or DISK
     demand   a kernel waits for them; otherwise they are prefetched

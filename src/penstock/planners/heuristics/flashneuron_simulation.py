@@ -38,13 +38,13 @@ def simulate_flashneuron(
 ) -> Simulation:
     """What FlashNeuron's runtime does with these evictions, each tensor's only one.
 
-    Raises InvalidArgument where a tensor finds no free extent and nothing under way frees one.
+    Raises InvalidArgument where a tensor finds no free extent and no copy in progress frees one.
     """
     return _Run(trace, evictions, budget_bytes, hardware).run()
 
 
 class _Run:
-    """The state of one simulation: writes and reads each wait in a queue of their own, one under way."""
+    """The state of one simulation: writes and reads each wait in a queue of their own, one in progress."""
 
     def __init__(
         self, trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware

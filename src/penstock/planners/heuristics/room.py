@@ -25,8 +25,8 @@ class Room:
     """Free bytes of each tier during each kernel, as copies are given their places.
 
     A copy stays while a later eviction can use it again: from the first of the tensor's evictions to the
-    kernel that ends the last. That of a persistent tensor that leaves more than once, or that nobody
-    writes, is taken to stay throughout.
+    kernel that ends the last. That of a persistent tensor that leaves more than once, or that no
+    kernel writes, is taken to stay throughout.
     """
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:

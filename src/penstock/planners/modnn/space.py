@@ -1,4 +1,4 @@
-"""A managed stretch of device memory: who is where, and which gaps are left (moDNN section 3.3)."""
+"""A managed stretch of device memory: which block is where, and which gaps are left (moDNN section 3.3)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from penstock.planners.variants import with_fastest, with_least_workspace
 from penstock.units import format_bytes, format_bytes_up
 
 GOOD_ENOUGH = 1.0005  # of the bound
-TEMPERATURES = (1e-4, 5e-5)  # of the searches at once, where the start is FAR from the bound or farther
+TEMPERATURES = (1e-4, 5e-5)  # of the searches side by side, where the start is FAR from the bound or farther
 FAR = 0.05
 ROUNDS = 5  # after each, all go on from the best
 SETTLED = 2e-4  # a round that gains less is the last

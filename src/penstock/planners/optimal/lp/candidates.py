@@ -22,7 +22,7 @@ class EvictionCandidates:
                          the same number: one copy serves them all
     rank                 [P] the period's place among those of its version, in time
     opened               [P] begin of the first period of its version, maybe in the iteration before
-    lasting              [P] nothing ever writes the tensor: its copy stays true from one iteration to
+    lasting              [P] nothing ever writes the tensor: its copy stays valid from one iteration to
                          the next, and costs nothing
     size_bytes           [P]
     packed_bytes         [P] as bitmask-CSR; the size where that is not less

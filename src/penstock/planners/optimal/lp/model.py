@@ -239,7 +239,7 @@ class LPModel:
             self.build.add(self.memory_rows[self.tight], ahead, -1.0 / float(cost[some].max()))
 
     def _leave(self, starts: IntArray, ends: IntArray, amounts: Amounts) -> None:
-        """Free at once, at the ends of slots ``[starts, ends)``."""
+        """Free immediately, at the ends of slots ``[starts, ends)``."""
         left = self.flows.level(starts, ends, amounts)
         self.build.add(self.memory_rows[self.tight], left[self.tight], 1.0)
 
@@ -290,7 +290,7 @@ class LPModel:
             self.build.add(rows, columns, -1.0)
 
     def _duplex(self) -> None:
-        """Both ways at once, each at `duplex` of its rate: the corners of what a second can carry are
+        """Both directions at once, each at `duplex` of its rate: the corners of what a second can carry are
         (1, 0), (duplex, duplex) and (0, 1), in parts of the rates."""
         write, read = self._rate("disk_write"), self._rate("disk_read")
         other = min(1.0, (1 - self.hardware.duplex) / self.hardware.duplex)

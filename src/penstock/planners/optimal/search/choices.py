@@ -101,7 +101,7 @@ def _actions(
 
 
 def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatArray:
-    """[P] seconds there and back, when nothing else is under way, and what the compute stream spends."""
+    """[P] seconds there and back, when nothing else is transferred, and what the compute stream spends."""
     distinct, position = np.unique(size_bytes, return_inverse=True)
     both = [
         hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
