@@ -48,10 +48,8 @@ def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
         ],
         dtype=np.int64,
     ).reshape(-1, 7)
-    moved = trace.tensor_bytes[table[:, 0]].copy()
     compressed = table[:, 6] > 0
-    for row in np.flatnonzero(compressed).tolist():
-        moved[row] = trace.compressed_bytes(int(table[row, 0]))
+    moved = np.where(compressed, trace.packed_bytes[table[:, 0]], trace.tensor_bytes[table[:, 0]])
     tensor, after, begin, end, prefetch_at, kind, _ = table.T
     return Rows(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -234,18 +233,23 @@ class Trace:
             return self
         return replace(self, tensor_death=death, tensor_persistent=self.tensor_persistent & ~(goes & ~used))
 
-    def compressed_bytes(self, tensor: int) -> int:
-        """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, those that
-        are not zero, and where each row of them begins. Its own size where that is not less, or its density
-        is not known."""
-        size_bytes = int(self.tensor_bytes[tensor])
+    @cached_property
+    def packed_bytes(self) -> IntArray:
+        """[T] what each tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, those
+        that are not zero, and where each row of them begins. Its own size where that is not less, or its
+        density is not known."""
         if not len(self.tensor_density):
-            return size_bytes
-        itemsize = int(self.tensor_itemsize[tensor]) if len(self.tensor_itemsize) else 4
-        elements = size_bytes // max(itemsize, 1)
-        nonzero_bytes = math.ceil(elements * float(self.tensor_density[tensor])) * itemsize
+            return self.tensor_bytes
+        itemsize = self.tensor_itemsize if len(self.tensor_itemsize) else np.full(self.tensors, 4)
+        elements = self.tensor_bytes // itemsize
+        nonzero_bytes = np.ceil(elements * self.tensor_density).astype(np.int64) * itemsize
         pointer_bytes = (-(-elements // CSR_ROW_ELEMENTS) + 1) * CSR_POINTER_BYTES
-        return min(size_bytes, -(-elements // 8) + nonzero_bytes + pointer_bytes)
+        packed: IntArray = np.minimum(self.tensor_bytes, -(-elements // 8) + nonzero_bytes + pointer_bytes)
+        return packed
+
+    def compressed_bytes(self, tensor: int) -> int:
+        """`packed_bytes` of one tensor."""
+        return int(self.packed_bytes[tensor])
 
     def scaled(self, time: float = 1.0) -> Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""

@@ -206,7 +206,7 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
     return {
         "kernels": count,
         "bytes": _column(trace.tensor_bytes),
-        "compressed": _compressed_bytes(trace),
+        "compressed": _column(trace.packed_bytes),
         "birth": _column(np.clip(trace.tensor_birth, 0, count)),
         "death": _column(np.clip(trace.tensor_death, 0, count)),
         "persistent": trace.tensor_persistent.astype(np.uint8),
@@ -218,7 +218,7 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
 
 def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
     """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
-    sizes = (trace.tensor_bytes, _compressed_bytes(trace))
+    sizes = (trace.tensor_bytes, trace.packed_bytes)
     return {
         "budget": budget_bytes,
         "shares_bus": hardware.disk_shares_bus,
@@ -234,13 +234,6 @@ def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict
             for link in LINKS
         ],
     }
-
-
-def _compressed_bytes(trace: Trace) -> IntArray:
-    """[T] what each tensor takes as bitmask-CSR."""
-    if not len(trace.tensor_density):
-        return _column(trace.tensor_bytes)
-    return np.array([trace.compressed_bytes(tensor) for tensor in range(trace.tensors)], dtype=np.int64)
 
 
 def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:

@@ -58,9 +58,7 @@ class EvictionCandidates:
         ready, lasting = _ready(trace, tensor, before, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
         size = trace.tensor_bytes[tensor]
-        packed = size.copy()
-        if compress:
-            packed = np.array([trace.compressed_bytes(entry) for entry in tensor.tolist()], dtype=np.int64)
+        packed = trace.packed_bytes[tensor] if compress else size.copy()
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
         if recompute and len(trace.tensor_recompute):

@@ -77,12 +77,7 @@ def _actions(
     trace, hardware = problem.trace, problem.hardware
     cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
     cost_s[:, KEEP] = 0.0
-    packed = size_bytes
-    if problem.compress and len(trace.tensor_density):
-        distinct, position = np.unique(tensor, return_inverse=True)
-        packed = np.array([trace.compressed_bytes(int(index)) for index in distinct], dtype=np.int64)[
-            position
-        ]
+    packed = trace.packed_bytes[tensor] if problem.compress else size_bytes
     coding_s = size_bytes / hardware.compress_bytes_per_s + size_bytes / hardware.expand_bytes_per_s
     for action, (tier, codec) in MOVES.items():
         if hardware.capacity_bytes(tier) <= 0:
