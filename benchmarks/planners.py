@@ -6,7 +6,8 @@ Nothing here is timed but the planning: iteration times are the simulator's. Par
 
 published   the cells of G10's figures 11, 15, 16 and 18, on its own traces, with its artifact's settings:
             penstock's g10, flashneuron, Base UVM and DeepUM+ against the published times, and `optimal`
-            against the published G10 and against its own bound. Needs the traces: see PENSTOCK_G10_DATA
+            against the published G10 and against its own bound. All 183 cells need all traces: see
+            PENSTOCK_G10_DATA; three are in tests/data/g10
 real        the published traces with their fixed costs taken out, and traces captured here with times from
             data sheets: each action (moving, recomputation, compression) alone and all together
 demo        the demo's trace at several budgets: `optimal` against the other policies

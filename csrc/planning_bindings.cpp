@@ -1,16 +1,14 @@
-// What Python sees of the replay. Every array is checked: a wrong one raises ValueError.
+// What Python sees of the replay and of the search for a better plan. Every array is checked: a wrong one raises
+// ValueError. The columns are made by penstock.simulator.replay and penstock.planners.optimal.search.improve.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <algorithm>
-#include <string>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
-#include "planning/model.hpp"
-#include "planning/replay.hpp"
-#include "planning_columns.hpp"
+#include "planning/search.hpp"
 
 namespace nb = nanobind;
 
@@ -20,50 +18,104 @@ namespace {
 
 using namespace planning;
 
-// One field of each entry, as an array.
-template <class T, class Entry, class Field>
-nb::object field(const std::vector<Entry>& entries, Field of) {
-  std::vector<T> values(entries.size());
-  std::transform(entries.begin(), entries.end(), values.begin(), [&](const Entry& entry) {
-    return static_cast<T>(of(entry));
-  });
-  return array(std::move(values));
+template <class T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::vector<T> copied(const Column<T>& column) {
+  return {column.data(), column.data() + column.shape(0)};
 }
+
+template <class T>
+std::vector<T> column(const nb::dict& columns, const char* name) {
+  return copied(nb::cast<Column<T>>(columns[name]));
+}
+
+template <class T>
+nb::object array(std::vector<T> values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
+
+template <class Work>
+auto without_gil(Work work) {
+  const nb::gil_scoped_release release;
+  return work();
+}
+
+Lists lists_of(const nb::dict& values, const char* name) {
+  const auto pair = nb::cast<nb::tuple>(values[name]);
+  return {copied(nb::cast<Column<Index>>(pair[0])), copied(nb::cast<Column<Index>>(pair[1]))};
+}
+
+Trace trace_of(const nb::dict& trace) {
+  Trace t;
+  t.kernels = nb::cast<Index>(trace["kernels"]);
+  t.bytes = column<Bytes>(trace, "bytes");
+  t.compressed = column<Bytes>(trace, "compressed");
+  t.birth = column<Index>(trace, "birth");
+  t.death = column<Index>(trace, "death");
+  t.persistent = column<std::uint8_t>(trace, "persistent");
+  t.producer = column<Index>(trace, "producer");
+  t.outputs = lists_of(trace, "outputs");
+  t.writers = lists_of(trace, "writers");
+  t.tensors = static_cast<Index>(t.bytes.size());
+  check(t);
+  t.prepare();
+  return t;
+}
+
+Machine machine_of(const nb::dict& machine, const Trace& trace) {
+  Machine m;
+  m.budget = nb::cast<Bytes>(machine["budget"]);
+  m.shares_bus = nb::cast<bool>(machine["shares_bus"]);
+  m.duplex = nb::cast<double>(machine["duplex"]);
+  m.compress_bytes_per_s = nb::cast<double>(machine["compress_bytes_per_s"]);
+  m.expand_bytes_per_s = nb::cast<double>(machine["expand_bytes_per_s"]);
+  m.copy_overhead_s = nb::cast<double>(machine["copy_overhead_s"]);
+  const auto links = nb::cast<nb::list>(machine["links"]);
+  for (std::size_t link = 0; link < kLinks; ++link) {
+    const auto values = nb::cast<nb::tuple>(links[link]);
+    m.latency_s[link] = nb::cast<double>(values[0]);
+    m.rate[link] = copied(nb::cast<Column<double>>(values[1]));
+    m.rate_compressed[link] = copied(nb::cast<Column<double>>(values[2]));
+  }
+  check(trace, m);
+  return m;
+}
+
+// -- the replay ----------------------------------------------------------------------------------------
 
 struct Planner {
   Trace trace;
   Machine machine;
-
-  // The columns of a plan and of its kernels: borrowed while Python waits.
-  struct Rows {
-    Column<Index> tensor, after, begin, end, prefetch_at;
-    Column<std::int8_t> action;
-    Column<double> time_s;
-    Column<Bytes> workspace;
-
-    Intervals intervals() const {
-      const auto count = tensor.shape(0);
-      for (const auto length :
-           {after.shape(0), begin.shape(0), end.shape(0), prefetch_at.shape(0), action.shape(0)})
-        if (length != count) throw nb::value_error("columns of different lengths");
-      return {static_cast<Index>(count), tensor.data(), after.data(), begin.data(), end.data(),
-              prefetch_at.data(), action.data()};
-    }
-    Kernels kernels(const Trace& trace) const {
-      if (static_cast<Index>(time_s.shape(0)) != trace.kernels ||
-          static_cast<Index>(workspace.shape(0)) != trace.kernels)
-        throw nb::value_error("times and workspaces of another number of kernels");
-      return {time_s.data(), workspace.data()};
-    }
-  };
 };
 
-Planner::Rows rows_of(const nb::tuple& columns) {
-  return {nb::cast<Column<Index>>(columns[0]),  nb::cast<Column<Index>>(columns[1]),
-          nb::cast<Column<Index>>(columns[2]),  nb::cast<Column<Index>>(columns[3]),
-          nb::cast<Column<Index>>(columns[4]),  nb::cast<Column<std::int8_t>>(columns[5]),
-          nb::cast<Column<double>>(columns[6]), nb::cast<Column<Bytes>>(columns[7])};
-}
+// The columns of a plan and of its kernels: borrowed while Python waits.
+struct Plan {
+  Column<Index> tensor, after, begin, end, prefetch_at;
+  Column<std::int8_t> action;
+  Column<double> time_s;
+  Column<Bytes> workspace;
+
+  Plan(const nb::tuple& columns, const Trace& trace)
+      : tensor(nb::cast<Column<Index>>(columns[0])), after(nb::cast<Column<Index>>(columns[1])),
+        begin(nb::cast<Column<Index>>(columns[2])), end(nb::cast<Column<Index>>(columns[3])),
+        prefetch_at(nb::cast<Column<Index>>(columns[4])), action(nb::cast<Column<std::int8_t>>(columns[5])),
+        time_s(nb::cast<Column<double>>(columns[6])), workspace(nb::cast<Column<Bytes>>(columns[7])) {
+    for (const auto length :
+         {after.shape(0), begin.shape(0), end.shape(0), prefetch_at.shape(0), action.shape(0)})
+      require(length == tensor.shape(0), "columns of different lengths");
+    require(time_s.shape(0) == at(trace.kernels) && workspace.shape(0) == at(trace.kernels),
+            "times and workspaces of another number of kernels");
+  }
+  Intervals intervals() const {
+    return {static_cast<Index>(tensor.shape(0)), tensor.data(), after.data(), begin.data(), end.data(),
+            prefetch_at.data(), action.data()};
+  }
+  Kernels kernels() const { return {time_s.data(), workspace.data()}; }
+};
 
 void construct(Planner* self, const nb::dict& trace, const nb::dict& machine) {
   auto checked = trace_of(trace);
@@ -71,7 +123,22 @@ void construct(Planner* self, const nb::dict& trace, const nb::dict& machine) {
   new (self) Planner{std::move(checked), std::move(with_rates)};
 }
 
-nb::dict outcome_of(Outcome&& outcome, bool record) {
+// The fields of all entries, each as an array.
+template <class Entry, class... Fields>
+nb::tuple fields(const std::vector<Entry>& entries, Fields Entry::*... of) {
+  const auto one = [&]<class T>(T Entry::*field) {
+    std::vector<T> values;
+    for (const auto& entry : entries) values.push_back(entry.*field);
+    return array(std::move(values));
+  };
+  return nb::make_tuple(one(of)...);
+}
+
+nb::dict run(const Planner& self, const nb::tuple& columns, bool record, bool stop_on_deadlock) {
+  const Plan plan(columns, self.trace);
+  auto outcome = without_gil([&] {
+    return replay(self.trace, self.machine, plan.intervals(), plan.kernels(), {record, stop_on_deadlock});
+  });
   nb::dict result;
   result["deadlock"] = outcome.deadlock;
   result["iteration_s"] = outcome.iteration_s;
@@ -80,73 +147,68 @@ nb::dict outcome_of(Outcome&& outcome, bool record) {
   result["start_s"] = array(std::move(outcome.start_s));
   result["peak_bytes"] = nb::make_tuple(outcome.peak[0], outcome.peak[1], outcome.peak[2]);
   if (!record) return result;
-  const auto& spans = outcome.spans;
-  result["spans"] = nb::make_tuple(field<std::int8_t>(spans, [](const Span& s) { return s.stream; }),
-                                   field<std::int8_t>(spans, [](const Span& s) { return s.kind; }),
-                                   field<Index>(spans, [](const Span& s) { return s.index; }),
-                                   field<double>(spans, [](const Span& s) { return s.start_s; }),
-                                   field<double>(spans, [](const Span& s) { return s.end_s; }),
-                                   field<Bytes>(spans, [](const Span& s) { return s.bytes; }));
-  const auto& stalls = outcome.stalls;
-  result["stalls"] = nb::make_tuple(field<double>(stalls, [](const Stall& s) { return s.start_s; }),
-                                    field<double>(stalls, [](const Stall& s) { return s.end_s; }),
-                                    field<std::int8_t>(stalls, [](const Stall& s) { return s.cause; }),
-                                    field<Index>(stalls, [](const Stall& s) { return s.kernel; }));
-  const auto& samples = outcome.samples;
-  result["samples"] = nb::make_tuple(field<std::int8_t>(samples, [](const Sample& s) { return s.tier; }),
-                                     field<double>(samples, [](const Sample& s) { return s.time_s; }),
-                                     field<Bytes>(samples, [](const Sample& s) { return s.bytes; }));
+  result["spans"] = fields(outcome.spans, &Span::stream, &Span::kind, &Span::index, &Span::start_s, &Span::end_s,
+                           &Span::bytes);
+  result["stalls"] = fields(outcome.stalls, &Stall::start_s, &Stall::end_s, &Stall::cause, &Stall::kernel);
+  result["samples"] = fields(outcome.samples, &Sample::tier, &Sample::time_s, &Sample::bytes);
   return result;
 }
 
-nb::dict run(const Planner& self, const nb::tuple& columns, bool record, bool stop_on_deadlock) {
-  const auto rows = rows_of(columns);
-  const auto intervals = rows.intervals();
-  const auto kernels = rows.kernels(self.trace);
-  Outcome outcome;
-  {
-    const nb::gil_scoped_release release;
-    outcome = replay(self.trace, self.machine, intervals, kernels, {record, stop_on_deadlock});
-  }
-  return outcome_of(std::move(outcome), record);
-}
-
 nb::object static_bytes_of(const Planner& self, const nb::tuple& columns) {
-  const auto rows = rows_of(columns);
-  const auto intervals = rows.intervals();
-  const auto kernels = rows.kernels(self.trace);
-  std::vector<Bytes> result;
-  {
-    const nb::gil_scoped_release release;
-    result = static_bytes(self.trace, intervals, kernels);
-  }
-  return array(std::move(result));
+  const Plan plan(columns, self.trace);
+  return array(without_gil([&] { return static_bytes(self.trace, plan.intervals(), plan.kernels()); }));
 }
 
 nb::tuple tier_bytes_of(const Planner& self, const nb::tuple& columns) {
-  const auto rows = rows_of(columns);
-  const auto intervals = rows.intervals();
-  std::array<std::vector<Bytes>, 2> result;
-  {
-    const nb::gil_scoped_release release;
-    result = tier_bytes(self.trace, intervals);
-  }
-  return nb::make_tuple(array(std::move(result[0])), array(std::move(result[1])));
+  const Plan plan(columns, self.trace);
+  auto tiers = without_gil([&] { return tier_bytes(self.trace, plan.intervals()); });
+  return nb::make_tuple(array(std::move(tiers[0])), array(std::move(tiers[1])));
 }
 
-nb::object prefetch(const Planner& self, const nb::tuple& columns, const Column<double>& start_s,
-                    Index early) {
-  const auto rows = rows_of(columns);
-  const auto intervals = rows.intervals();
-  const auto kernels = rows.kernels(self.trace);
-  if (static_cast<Index>(start_s.shape(0)) != self.trace.kernels + 1)
-    throw nb::value_error("starts of another number of kernels");
-  std::vector<Index> result;
-  {
-    const nb::gil_scoped_release release;
-    result = place_prefetches(self.trace, self.machine, intervals, kernels, start_s.data(), early);
-  }
-  return array(std::move(result));
+// -- the search ----------------------------------------------------------------------------------------
+
+using search::Search;
+using Actions = Column<std::int8_t>;
+
+void make(Search* self, const nb::dict& trace, const nb::dict& machine, const nb::dict& table) {
+  search::Choices choices{
+      .tensor = column<Index>(table, "tensor"),
+      .begin = column<Index>(table, "begin"),
+      .end = column<Index>(table, "end"),
+      .ready = column<Index>(table, "ready"),
+      .bytes = column<Bytes>(table, "size_bytes"),
+      .allowed = column<std::uint8_t>(table, "allowed"),
+      .cost_s = column<double>(table, "cost_s"),
+      .bias = column<double>(table, "bias"),
+      .order = column<Index>(table, "order"),
+      .parent_starts = column<Index>(table, "parent_starts"),
+      .parents = column<Index>(table, "parents"),
+      .tier_bytes = {nb::cast<Bytes>(machine["host_bytes"]), nb::cast<Bytes>(machine["disk_bytes"])},
+  };
+  auto checked = trace_of(trace);
+  auto with_rates = machine_of(machine, checked);
+  new (self) Search(std::move(checked), std::move(with_rates), column<double>(trace, "time_s"),
+                    column<Bytes>(trace, "workspace_bytes"), std::move(choices));
+}
+
+nb::object repair(Search& self, const Actions& action) {
+  search::State state{copied(action), std::vector<std::int8_t>(action.shape(0))};
+  const bool fits = without_gil([&] { return self.repair(state); });
+  return fits ? array(std::move(state.action)) : nb::none();
+}
+
+nb::tuple improve(Search& self, const Actions& action, const Actions& late, std::int64_t evaluations, double seconds,
+                  double target_s, double temperature, std::uint64_t seed) {
+  const search::State state{copied(action), copied(late)};
+  auto found = without_gil([&] {
+    return self.improve(state, {evaluations, seconds, target_s, temperature, seed});
+  });
+  auto& rows = found.rows;
+  return nb::make_tuple(
+      array(std::move(found.state.action)), array(std::move(found.state.late)), found.iteration_s,
+      nb::make_tuple(array(std::move(rows.tensor)), array(std::move(rows.after)), array(std::move(rows.begin)),
+                     array(std::move(rows.end)), array(std::move(rows.prefetch_at)), array(std::move(rows.action))),
+      found.evaluations, found.timed_out);
 }
 
 }  // namespace
@@ -157,8 +219,15 @@ void bind_planning(nb::module_& module) {
            nb::sig("def __init__(self, trace: dict[str, object], machine: dict[str, object]) -> None"))
       .def("run", &run, nb::arg("columns"), nb::arg("record"), nb::arg("stop_on_deadlock"))
       .def("static_bytes", &static_bytes_of, nb::arg("columns"))
-      .def("tier_bytes", &tier_bytes_of, nb::arg("columns"))
-      .def("prefetch", &prefetch, nb::arg("columns"), nb::arg("start_s"), nb::arg("early"));
+      .def("tier_bytes", &tier_bytes_of, nb::arg("columns"));
+  nb::class_<Search>(module, "PlanSearch",
+                     "Local search over what happens in each inactive period. One thread works at a time.")
+      .def("__init__", &make, nb::arg("trace"), nb::arg("machine"), nb::arg("choices"),
+           nb::sig("def __init__(self, trace: dict[str, object], machine: dict[str, object], "
+                   "choices: dict[str, object]) -> None"))
+      .def("repair", &repair, nb::arg("action"))
+      .def("improve", &improve, nb::arg("action"), nb::arg("late"), nb::arg("evaluations"), nb::arg("seconds"),
+           nb::arg("target_s"), nb::arg("temperature"), nb::arg("seed"));
   module.def("plan_actions", [] {
     nb::list rows;
     for (const auto& [name, tier, codec] : kActionNames) rows.append(nb::make_tuple(name, tier, codec));

@@ -11,17 +11,13 @@ from typing import Any
 
 import penstock
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.placement import METHODS, fragmentation_of_stays, place
+from penstock.planners.placement import METHODS, place
 
 
 def placement_rows(
     name: str, trace: penstock.Trace, plan: penstock.Plan, methods: Sequence[str] = tuple(METHODS)
 ) -> Iterator[dict[str, Any]]:
-    """One row a method.
-
-    fragmentation           extent over peak, minus one, with one address for each tensor's life
-    fragmentation_of_stays  the same where a tensor that comes back may have another address
-    """
+    """One row a method; fragmentation is the extent over the peak, minus one."""
     for method in methods:
         start_s = time.perf_counter()
         placement = place(trace, plan, method)
@@ -34,7 +30,6 @@ def placement_rows(
             "peak_bytes": placement.peak_bytes,
             "extent_bytes": placement.extent_bytes,
             "fragmentation": placement.fragmentation,
-            "fragmentation_of_stays": fragmentation_of_stays(trace, plan, method),
             "within_budget": placement.extent_bytes <= plan.device_budget_bytes,
             "placing_s": placing_s,
         }

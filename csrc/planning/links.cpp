@@ -54,7 +54,7 @@ double Links::moved(int link, double now_s) const {
 }
 
 // Where the disk shares the bus, its copy has its own rate, but at most half of the bus while a host copy
-// runs the same way, which has the rest.
+// runs in the same direction, which has the rest.
 void Links::share(double now_s) {
   for (const auto [host, disk, opposite] : {std::array<int, 3>{kHostOut, kDiskOut, kDiskBack},
                                             std::array<int, 3>{kHostBack, kDiskBack, kDiskOut}}) {

@@ -1,8 +1,6 @@
 #include "model.hpp"
 
-#include <algorithm>
 #include <limits>
-#include <stdexcept>
 #include <string>
 
 namespace penstock::planning {
@@ -44,14 +42,6 @@ void Trace::prepare() {
 }
 
 namespace {
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-bool all_within(const std::vector<Index>& values, Index low, Index high) {
-  return std::all_of(values.begin(), values.end(), [=](Index value) { return low <= value && value <= high; });
-}
 
 void check(const Lists& lists, Index count, Index limit) {
   require(lists.starts.size() == at(count) + 1 && lists.starts.front() == 0 &&

@@ -1,9 +1,11 @@
 // What a replay knows of a trace, a machine and a plan: plain arrays, indices as in Python.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 namespace penstock::planning {
@@ -39,7 +41,7 @@ struct Trace {
   std::vector<Bytes> live;     // [K] without workspaces
   std::vector<Bytes> births;   // [K] allocated by each kernel
   std::vector<Bytes> deaths;   // [K + 1] freed before each kernel; at K: when the iteration is over
-  Lists dying;                 // K + 1 lists of tensors, in the same way
+  Lists dying;                 // K + 1 lists of tensors, likewise
 
   void prepare();
   bool initially_alive(Index tensor) const {
@@ -83,6 +85,30 @@ struct Intervals {
   const std::int8_t* action = nullptr;
 };
 
+// The same, owned.
+struct Rows {
+  std::vector<Index> tensor, after, begin, end, prefetch_at;
+  std::vector<std::int8_t> action;
+
+  Intervals view() const {
+    return {static_cast<Index>(size()), tensor.data(), after.data(), begin.data(), end.data(), prefetch_at.data(),
+            action.data()};
+  }
+  std::size_t size() const { return action.size(); }
+  void clear() {
+    for (auto* column : {&tensor, &after, &begin, &end, &prefetch_at}) column->clear();
+    action.clear();
+  }
+  void add(Index tensor_, Index after_, Index begin_, Index end_, Index prefetch_at_, std::int8_t action_) {
+    tensor.push_back(tensor_);
+    after.push_back(after_);
+    begin.push_back(begin_);
+    end.push_back(end_);
+    prefetch_at.push_back(prefetch_at_);
+    action.push_back(action_);
+  }
+};
+
 // How the kernels run: as traced, or by another variant, or with other times.
 struct Kernels {
   const double* time_s = nullptr;      // [K]
@@ -101,6 +127,12 @@ struct Copies {
 };
 
 // These throw std::invalid_argument. A trace is checked before it is prepared.
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+inline bool all_within(const std::vector<Index>& values, Index low, Index high) {
+  return std::all_of(values.begin(), values.end(), [=](Index value) { return low <= value && value <= high; });
+}
 void check(const Trace& trace);
 void check(const Trace& trace, const Machine& machine);
 void check(const Trace& trace, const Intervals& rows);

@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "model.hpp"
-#include "rates.hpp"
+#include "links.hpp"
 
 namespace penstock::planning {
 

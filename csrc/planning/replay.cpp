@@ -29,7 +29,7 @@ Replayer::Replayer(const Trace& trace, const Machine& machine, const Intervals& 
     : trace_(trace), machine_(machine), rows_(rows), kernels_(kernels), options_(options), links_(machine) {
   check(trace, rows);
   find_copies(trace, rows, copies_);
-  operations_ = operations_of(trace, rows, copies_);
+  find_operations();
   const auto count = at(rows.count);
   state_.assign(count, kResident);
   written_.assign(count, kNoCopy);
@@ -85,11 +85,24 @@ void Replayer::index_rows() {
   ends_ = by_kernel(K, moved, [&](Index r) { return rows_.end[r] % K; });
   packed_ends_ = by_kernel(K, packed, [&](Index r) { return rows_.end[r] % K; });
   writes_ = by_kernel(K + 1, writers, [&](Index r) { return rows_.after[r] + 1; });
-  // Prefetches issued at once work in the order in which kernels need them.
+  // Prefetches issued at the same kernel work in the order in which kernels need them.
   const auto urgency = by_kernel(2 * K, moved, [&](Index r) {
     return std::max<Index>(rows_.end[r] - (rows_.prefetch_at[r] >= K ? K : 0), 0);
   });
   issues_ = by_kernel(K, urgency.values, [&](Index r) { return rows_.prefetch_at[r] % K; });
+}
+
+void Replayer::find_operations() {
+  for (Index r = 0; r < rows_.count; ++r) {
+    const auto action = rows_.action[r];
+    if (action == kRecompute) {
+      operations_.push_back({rows_.end[r] % trace_.kernels, kRecomputation, r});
+    } else if (is_csr(action)) {
+      operations_.push_back({rows_.end[r] % trace_.kernels, kExpand, r});
+      if (copies_.source[at(r)] == r) operations_.push_back({rows_.begin[r] % trace_.kernels, kCompress, r});
+    }
+  }
+  std::sort(operations_.begin(), operations_.end());
 }
 
 void Replayer::begin_first() {
@@ -221,7 +234,7 @@ void Replayer::issue(Index row) {
     state = packed_[at(row)] ? kPacked : kResident;
     packed_[at(row)] = 0;
     const auto slot = copies_.slot[at(row)];
-    if (copies_.closes[at(slot)] == row) {  // nobody else needs the copy
+    if (copies_.closes[at(slot)] == row) {  // no other row needs the copy
       abandon(source);
       vacate(slot);
     }

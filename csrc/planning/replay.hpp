@@ -6,14 +6,16 @@
 #include <vector>
 
 #include "model.hpp"
-#include "operations.hpp"
 
 namespace penstock::planning {
 
+// What the compute stream does before a kernel, in order: compress, expand, recompute. After each kernel, and
+// before it, it starts copies.
+enum Kind : std::int8_t { kRun, kCompress, kExpand, kRecomputation, kStartCopies };
+
 // What occupied a stream. Streams: 0 compute, 1 + link.
 struct Span {
-  std::int8_t stream;
-  Kind kind;  // on the compute stream
+  std::int8_t stream, kind;  // the Kind, on the compute stream
   Index index;  // kernel, or tensor
   double start_s, end_s;
   Bytes bytes;

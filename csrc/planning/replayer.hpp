@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -17,7 +18,7 @@ namespace penstock::planning {
 // Where a row's tensor is.
 //   kLeaving    its memory is freed when the copy that serves it is complete
 //   kWaiting    the prefetch is issued and has no memory yet
-//   kReturning  it has memory, and its copy is queued or under way
+//   kReturning  it has memory, and its copy is queued or in progress
 //   kPacked     compressed, on the device, to be expanded
 //   kUnpacked   expanded, and its compressed buffer still there
 //   kReleased    to be recomputed
@@ -26,6 +27,15 @@ enum State : std::int8_t {
 };
 
 enum Written : std::int8_t { kNoCopy, kQueued, kUnderWay, kComplete };
+
+// What the compute stream does for a row before a kernel; they sort by their order.
+struct Operation {
+  Index kernel;
+  Kind kind;
+  Index row;
+
+  auto operator<=>(const Operation& other) const = default;
+};
 
 // Rows in order of issue. A row that was queued again, or released, leaves an entry that is skipped.
 struct Queue {
@@ -47,6 +57,7 @@ class Replayer {
  private:
   // The order of events, from the columns of the plan.
   void index_rows();
+  void find_operations();
   Bytes raw(Index row) const { return trace_.bytes[at(rows_.tensor[row])]; }
   Bytes packed(Index row) const { return trace_.compressed[at(rows_.tensor[row])]; }
   Bytes stored(Index row) const { return is_csr(rows_.action[row]) ? packed(row) : raw(row); }
@@ -79,7 +90,7 @@ class Replayer {
   void restore(const Operation& operation, Index kernel);
 
   // Bytes that recomputing a tensor needs beside its own: a workspace, and room for other results that
-  // are not there. Those on their way back take their own memory: nobody plans for it twice.
+  // are not there. Those that are coming back take their own memory: it is not planned for twice.
   // What operations `before` it restore is there by then.
   Bytes beside(Index row, Index kernel, bool planned, std::span<const Operation> before = {}) const;
 
@@ -93,7 +104,7 @@ class Replayer {
   // The kernel that needed an expanded tensor has ended: its compressed buffer goes, or stays for a copy.
   void unpacked(Index row);
 
-  // Releases writes of tensors that die. Returns the bytes that writes under way hold.
+  // Releases writes of tensors that die. Returns the bytes that writes in progress hold.
   Bytes die(Index kernel);
 
   // Copies out
@@ -101,7 +112,7 @@ class Replayer {
   void write_after(Index kernel);
   void write(Index row);
 
-  // Cancels a write that is queued or under way.
+  // Cancels a write that is queued or in progress.
   void abandon(Index row);
   void release_buffer(Index row);
   void written(Index row);
@@ -177,7 +188,7 @@ class Replayer {
   std::vector<std::uint8_t> buffered_;  // its compressed buffer waits for the end of its write
   std::vector<std::uint8_t> on_tier_;   // by slot
   std::vector<std::uint32_t> ticket_;
-  std::vector<int> held_;  // by tensor: writes under way when it died
+  std::vector<int> held_;  // by tensor: writes in progress when it died
   Queue demands_, prefetches_;
   std::array<Queue, 2> writes_queue_;
   std::array<Queue, kLinks> reads_, urgent_;

@@ -5,19 +5,17 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <utility>
 
-#include "replay.hpp"
 #include "samples/random.hpp"
 
-namespace penstock::search {
+namespace penstock::planning::search {
 
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Kernel kReturning = 60;      // kernels after a late one whose tensors may have been in the way
-constexpr Kernel kLeaving = 200;       // kernels before a full one whose copies may be under way
+constexpr Kernel kReturning = 60;      // kernels after a late one whose tensors may have delayed it
+constexpr Kernel kLeaving = 200;       // kernels before a full one whose copies may be in progress
 constexpr double kTraffic = 2e-3;      // what a second of copies or recomputation counts for, of one waited
 constexpr double kAmple = 3.0;         // a period this many times as long as its copies is as good as any
 constexpr int kRoomTries = 4;
@@ -27,17 +25,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-bool on_host(std::int8_t action) { return action == kHost || action == kHostCsr; }
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-bool all_within(const std::vector<std::int64_t>& values, std::int64_t low, std::int64_t high) {
-  return std::all_of(values.begin(), values.end(), [=](auto value) { return low <= value && value <= high; });
-}
-
-void check(const Choices& choices, const planning::Trace& trace) {
+void check(const Choices& choices, const Trace& trace) {
   const auto P = choices.periods();
   const auto K = trace.kernels;
   for (const auto* column : {&choices.begin, &choices.end, &choices.ready, &choices.bytes, &choices.order})
@@ -69,22 +57,7 @@ void check(const Choices& choices, const planning::Trace& trace) {
 
 }  // namespace
 
-void Rows::clear() {
-  for (auto* column : {&tensor, &after, &begin, &end, &prefetch_at}) column->clear();
-  action.clear();
-}
-
-void Rows::add(std::int64_t tensor_, Kernel after_, Kernel begin_, Kernel end_, std::int8_t action_) {
-  tensor.push_back(tensor_);
-  after.push_back(after_);
-  begin.push_back(begin_);
-  end.push_back(end_);
-  prefetch_at.push_back(end_);
-  action.push_back(action_);
-}
-
-Search::Search(planning::Trace trace, planning::Machine machine, std::vector<double> time_s,
-               std::vector<planning::Bytes> workspace, Choices choices)
+Search::Search(Trace trace, Machine machine, std::vector<double> time_s, std::vector<Bytes> workspace, Choices choices)
     : trace_(std::move(trace)), machine_(std::move(machine)), time_s_(std::move(time_s)),
       workspace_(std::move(workspace)), kernels_{time_s_.data(), workspace_.data()}, choices_(std::move(choices)) {
   const auto count = static_cast<std::size_t>(trace_.kernels);
@@ -123,23 +96,12 @@ void Search::check(const State& state) const {
   }
 }
 
-void Search::find_static_bytes(const Rows& rows) { memory_ = planning::static_bytes(trace_, rows.view(), kernels_); }
-
-void Search::find_tier_bytes() {
-  auto tiers = planning::tier_bytes(trace_, rows_.view());
-  host_ = std::move(tiers[0]);
-  disk_ = std::move(tiers[1]);
-}
-
-void Search::run(const Rows& rows, Verdict& verdict) const {
-  auto outcome =
-      planning::replay(trace_, machine_, rows.view(), kernels_, {.record = false, .stop_on_deadlock = true});
-  verdict.iteration_s = outcome.deadlock ? kInfinity : outcome.iteration_s;
-  verdict.stall_s = std::move(outcome.stall_s);
-  verdict.stall_cause = std::move(outcome.cause);
-  verdict.start_s = std::move(outcome.start_s);
-  verdict.start_s.resize(time_s_.size());
-  verdict.start_s.push_back(outcome.iteration_s);
+Outcome Search::run(const Rows& rows) const {
+  auto outcome = replay(trace_, machine_, rows.view(), kernels_, {.record = false, .stop_on_deadlock = true});
+  outcome.start_s.resize(time_s_.size());
+  outcome.start_s.push_back(outcome.iteration_s);
+  if (outcome.deadlock) outcome.iteration_s = kInfinity;
+  return outcome;
 }
 
 bool Search::covers(std::size_t period, Kernel kernel) const {
@@ -197,7 +159,7 @@ void Search::expand(const State& state) {
     auto& last_end = last_end_[static_cast<std::size_t>(tensor)];
     auto after = std::max(choices_.ready[period], last_end);
     if (is_csr(action) || state.late[period]) after = begin_[period] - 1;
-    rows_.add(tensor, after, begin_[period], end_[period], action);
+    rows_.add(tensor, after, begin_[period], end_[period], end_[period], action);
     periods_.push_back(period);
     last_end = end_[period];
   }
@@ -206,29 +168,25 @@ void Search::expand(const State& state) {
   for (const auto tensor : rows_.tensor) last_end_[static_cast<std::size_t>(tensor)] = -1;
 }
 
-bool Search::memory_fits() {
-  find_static_bytes(rows_);
-  return std::all_of(memory_.begin(), memory_.end(),
-                     [this](std::int64_t bytes) { return bytes <= machine_.budget; });
+bool Search::memory_fits(const Rows& rows) {
+  memory_ = static_bytes(trace_, rows.view(), kernels_);
+  return all_within(memory_, std::numeric_limits<std::int64_t>::min(), machine_.budget);
 }
 
 bool Search::tiers_fit() {
   // A look that suffices where there is plenty: each row takes room at most once.
-  std::int64_t host_bytes = 0, disk_bytes = 0;
-  for (std::size_t row = 0; row < rows_.size(); ++row) {
-    if (is_moved(rows_.action[row])) (on_host(rows_.action[row]) ? host_bytes : disk_bytes) += choices_.bytes[periods_[row]];
-  }
-  if (host_bytes <= choices_.host_bytes && disk_bytes <= choices_.disk_bytes) return true;
-  find_tier_bytes();
-  const auto within = [](const std::vector<std::int64_t>& used, std::int64_t capacity) {
-    return std::all_of(used.begin(), used.end(), [capacity](std::int64_t bytes) { return bytes <= capacity; });
-  };
-  return within(host_, choices_.host_bytes) && within(disk_, choices_.disk_bytes);
+  std::array<std::int64_t, 2> most{};
+  for (std::size_t row = 0; row < rows_.size(); ++row)
+    if (is_moved(rows_.action[row])) most[is_disk(rows_.action[row])] += choices_.bytes[periods_[row]];
+  const auto& room = choices_.tier_bytes;
+  if (most[0] <= room[0] && most[1] <= room[1]) return true;
+  tiers_ = tier_bytes(trace_, rows_.view());
+  return all_within(tiers_[0], 0, room[0]) && all_within(tiers_[1], 0, room[1]);
 }
 
 bool Search::fits(const State& state) {
   expand(state);
-  return memory_fits() && tiers_fit();
+  return memory_fits(rows_) && tiers_fit();
 }
 
 // Sends the period away: the cheapest action that the tiers have room for, the linear program's favourite first.
@@ -254,17 +212,13 @@ bool Search::place(State& state, std::size_t period) {
 }
 
 bool Search::repair_tiers(State& state) {
-  const auto worst = [](const std::vector<std::int64_t>& used, std::int64_t capacity) {
-    const auto most = std::max_element(used.begin(), used.end());
-    return most == used.end() || *most <= capacity ? Kernel{-1} : Kernel{most - used.begin()};
-  };
   for (std::size_t step = 0; step < 2 * choices_.periods() + 2; ++step) {
     expand(state);
-    find_tier_bytes();
-    auto kernel = worst(host_, choices_.host_bytes);
-    const bool host = kernel >= 0;
-    if (!host) kernel = worst(disk_, choices_.disk_bytes);
-    if (kernel < 0) return true;
+    tiers_ = tier_bytes(trace_, rows_.view());
+    const bool host = !all_within(tiers_[0], 0, choices_.tier_bytes[0]);
+    if (!host && all_within(tiers_[1], 0, choices_.tier_bytes[1])) return true;
+    const auto& used = tiers_[host ? 0 : 1];
+    const Kernel kernel = std::max_element(used.begin(), used.end()) - used.begin();
     // Of the copies that are there then, the one that the linear program wants there least; the longest of those.
     std::size_t chosen = kNone;
     double least = kInfinity;
@@ -272,7 +226,7 @@ bool Search::repair_tiers(State& state) {
       for (std::size_t row = 0; row < rows_.size(); ++row) {
         const auto period = periods_[row];
         const auto action = state.action[period];
-        if (!is_moved(action) || on_host(action) != host) continue;
+        if (!is_moved(action) || is_disk(action) == host) continue;
         const auto begin = rows_.after[row] + 1, end = rows_.end[row], later = kernel + trace_.kernels;
         if (there && !(begin <= kernel && kernel < end) && !(begin <= later && later < end)) continue;
         const auto* bias = &choices_.bias[period * kActions];
@@ -305,8 +259,8 @@ bool Search::repair_tiers(State& state) {
 bool Search::host_seems_free(std::size_t period) const {
   const auto begin = choices_.begin[period], end = choices_.end[period];
   for (const auto kernel : {begin, (begin + end) / 2, end - 1}) {
-    const auto used = host_[static_cast<std::size_t>(kernel % trace_.kernels)];
-    if (used + choices_.bytes[period] > choices_.host_bytes) return false;
+    const auto used = tiers_[0][static_cast<std::size_t>(kernel % trace_.kernels)];
+    if (used + choices_.bytes[period] > choices_.tier_bytes[0]) return false;
   }
   return true;
 }
@@ -314,15 +268,13 @@ bool Search::host_seems_free(std::size_t period) const {
 bool Search::repair_memory(State& state) {
   std::vector<double> over_s(static_cast<std::size_t>(2 * trace_.kernels) + 1);
   std::vector<std::uint8_t> refused(choices_.periods(), 0);
-  std::int64_t all_bytes = 0;
-  for (const auto bytes : choices_.bytes) all_bytes += bytes;
-  const bool scarce = choices_.host_bytes > 0 && all_bytes > choices_.host_bytes;
+  const auto all_bytes = std::accumulate(choices_.bytes.begin(), choices_.bytes.end(), std::int64_t{0});
+  const bool scarce = choices_.tier_bytes[0] > 0 && all_bytes > choices_.tier_bytes[0];
   for (std::size_t step = 0; step < 3 * choices_.periods() + 3; ++step) {
     expand(state);
-    find_static_bytes(rows_);
-    if (scarce) find_tier_bytes();
+    if (memory_fits(rows_)) return true;
+    if (scarce) tiers_ = tier_bytes(trace_, rows_.view());
     const auto most = std::max_element(memory_.begin(), memory_.end());
-    if (most == memory_.end() || *most <= machine_.budget) return true;
     const Kernel worst = most - memory_.begin();
     const double excess = static_cast<double>(*most - machine_.budget);
     over_s[0] = 0.0;
@@ -337,7 +289,7 @@ bool Search::repair_memory(State& state) {
       if (state.action[period] != kKeep || refused[period] || !covers(period, worst)) continue;
       double cost_s = kInfinity;
       for (std::int8_t action = kHost; action < kActions; ++action) {
-        if ((choices_.allowed[period] >> action & 1) && !(scarce && on_host(action) && !host_seems_free(period))) {
+        if ((choices_.allowed[period] >> action & 1) && !(scarce && is_moved(action) && !is_disk(action) && !host_seems_free(period))) {
           cost_s = std::min(cost_s, choices_.cost_s[period * kActions + static_cast<std::size_t>(action)]);
         }
       }
@@ -390,7 +342,7 @@ bool Search::repair(State& state) {
 
 void Search::prune(State& state) {
   expand(state);
-  find_static_bytes(rows_);
+  memory_fits(rows_);
   candidates_.clear();
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
     if (state.action[period] == kKeep) continue;
@@ -414,15 +366,15 @@ void Search::prune(State& state) {
     state.action[period] = kKeep;
     if (!fits(state)) state.action[period] = action;
     expand(state);
-    find_static_bytes(rows_);
+    memory_fits(rows_);
   }
 }
 
 // The time of what the last call of `expand` made of `state`, which memory has room for.
 double Search::evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into) {
   if (!tiers_fit()) return kInfinity;
-  rows_.prefetch_at = planning::place_prefetches(trace_, machine_, rows_.view(), kernels_, start_s.data(), early);
-  run(rows_, into.verdict);
+  rows_.prefetch_at = place_prefetches(trace_, machine_, rows_.view(), kernels_, start_s.data(), early);
+  into.verdict = run(rows_);
   into.state = state;
   into.rows = rows_;
   return into.verdict.iteration_s;
@@ -474,7 +426,7 @@ bool Search::alter(State& state, std::size_t period, bool may_keep) {
 }
 
 // One small change, half of the time aimed at a kernel that waits.
-bool Search::change(State& state, const Verdict& verdict) {
+bool Search::change(State& state, const Outcome& verdict) {
   const auto kernels = trace_.kernels;
   const auto kept = [&](std::size_t period) { return state.action[period] == kKeep; };
   const double draw = uniform();
@@ -485,7 +437,7 @@ bool Search::change(State& state, const Verdict& verdict) {
       double left = uniform() * total;
       Kernel at = 0;
       while (at + 1 < kernels && (left -= verdict.stall_s[static_cast<std::size_t>(at)]) > 0.0) ++at;
-      if (verdict.stall_cause[static_cast<std::size_t>(at)] == planning::kPrefetch) {
+      if (verdict.cause[static_cast<std::size_t>(at)] == kPrefetch) {
         return alter(state, pick(staying_, [&](std::size_t period) {
                        const auto until = ((choices_.end[period] - at) % kernels + kernels) % kernels;
                        return is_moved(state.action[period]) && until < kReturning;
@@ -521,7 +473,7 @@ bool Search::change(State& state, const Verdict& verdict) {
   return altered;
 }
 
-// Sends away what is in the way at the fullest kernel, as drawn. False where nothing can leave.
+// Sends a period away that covers the fullest kernel, as drawn. False where nothing can leave.
 bool Search::give_room(State& state) {
   const Kernel worst = std::max_element(memory_.begin(), memory_.end()) - memory_.begin();
   return alter(state, pick(leaving_, [&](std::size_t period) {
@@ -531,13 +483,12 @@ bool Search::give_room(State& state) {
 
 // Takes a copy, as drawn, off the tier that is fullest. False where none is there.
 bool Search::give_tier_room(State& state) {
-  const auto host_most = std::max_element(host_.begin(), host_.end());
-  const auto disk_most = std::max_element(disk_.begin(), disk_.end());
-  const bool host = host_most != host_.end() && *host_most > choices_.host_bytes;
-  const Kernel worst = host ? host_most - host_.begin() : disk_most - disk_.begin();
+  const bool host = !all_within(tiers_[0], 0, choices_.tier_bytes[0]);
+  const auto& used = tiers_[host ? 0 : 1];
+  const Kernel worst = std::max_element(used.begin(), used.end()) - used.begin();
   const auto period = pick(staying_, [&](std::size_t at) {
     const auto action = state.action[at];
-    return is_moved(action) && on_host(action) == host && covers(at, worst);
+    return is_moved(action) && is_disk(action) != host && covers(at, worst);
   });
   if (period == kNone) return false;
   const bool disk = choices_.allowed[period] >> kDisk & 1;
@@ -568,7 +519,7 @@ Found Search::improve(const State& start, const Limits& limits) {
     double before_s = kInfinity;
     for (int round = 0; round < 3; ++round) {
       expand(start);
-      const double iteration_s = memory_fits() ? evaluate(start, kernels, start_s, trial) : kInfinity;
+      const double iteration_s = memory_fits(rows_) ? evaluate(start, kernels, start_s, trial) : kInfinity;
       ++found.evaluations;
       if (!(iteration_s < before_s)) break;
       before_s = iteration_s;
@@ -596,13 +547,13 @@ Found Search::improve(const State& start, const Limits& limits) {
     proposal.action = current.state.action;
     proposal.late = current.state.late;
     if (!change(proposal, current.verdict)) continue;
-    bool room = (expand(proposal), memory_fits());
+    bool room = (expand(proposal), memory_fits(rows_));
     for (int attempt = 0; !room && attempt < kRoomTries && give_room(proposal); ++attempt) {
-      room = (expand(proposal), memory_fits());
+      room = (expand(proposal), memory_fits(rows_));
     }
     for (int attempt = 0; room && attempt < kRoomTries && !tiers_fit(); ++attempt) {
-      room = give_tier_room(proposal) && (expand(proposal), memory_fits());
-      if (!room) room = give_room(proposal) && (expand(proposal), memory_fits());
+      room = give_tier_room(proposal) && (expand(proposal), memory_fits(rows_));
+      if (!room) room = give_room(proposal) && (expand(proposal), memory_fits(rows_));
     }
     if (!room) continue;
     const double iteration_s = evaluate(proposal, early, current.verdict.start_s, trial);
@@ -628,7 +579,6 @@ void Search::polish(Found& found, const Limits& limits, Clock::time_point begun)
     if (is_moved(found.rows.action[row])) moves.push_back(row);
   }
   if (moves.empty()) return;
-  Verdict verdict;
   const auto until = found.evaluations + static_cast<std::int64_t>(kPolish * static_cast<double>(limits.evaluations));
   while (found.evaluations < until && found.iteration_s > limits.target_s) {
     found.timed_out = found.timed_out || seconds_since(begun) > limits.seconds;
@@ -642,15 +592,13 @@ void Search::polish(Found& found, const Limits& limits, Clock::time_point begun)
     auto wish = found.rows.end[row] - static_cast<Kernel>(below(reach));
     if (wish == before) continue;
     found.rows.prefetch_at[row] = wish;
-    find_static_bytes(found.rows);
-    const bool room = *std::max_element(memory_.begin(), memory_.end()) <= machine_.budget;
-    if (room) run(found.rows, verdict);
-    if (room && verdict.iteration_s <= found.iteration_s) {
-      found.iteration_s = verdict.iteration_s;
+    const double iteration_s = memory_fits(found.rows) ? run(found.rows).iteration_s : kInfinity;
+    if (iteration_s <= found.iteration_s) {
+      found.iteration_s = iteration_s;
     } else {
       found.rows.prefetch_at[row] = before;
     }
   }
 }
 
-}  // namespace penstock::search
+}  // namespace penstock::planning::search

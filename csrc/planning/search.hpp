@@ -6,43 +6,12 @@
 #include <mutex>
 #include <vector>
 
-#include "model.hpp"
+#include "replay.hpp"
 
-namespace penstock::search {
+namespace penstock::planning::search {
 
 using Clock = std::chrono::steady_clock;
 using Kernel = std::int64_t;
-
-using planning::is_csr;
-using planning::is_moved;
-using planning::kDisk;
-using planning::kDiskCsr;
-using planning::kHost;
-using planning::kHostCsr;
-using planning::kKeep;
-using planning::kRecompute;
-using planning::kActions;
-
-// The eviction intervals of a plan, as columns: one entry for each eviction or recomputation.
-struct Rows {
-  std::vector<std::int64_t> tensor, after, begin, end, prefetch_at;
-  std::vector<std::int8_t> action;
-
-  planning::Intervals view() const {
-    return {static_cast<planning::Index>(size()), tensor.data(), after.data(), begin.data(), end.data(),
-            prefetch_at.data(), action.data()};
-  }
-  std::size_t size() const { return action.size(); }
-  void clear();
-  void add(std::int64_t tensor, Kernel after, Kernel begin, Kernel end, std::int8_t action);
-};
-
-// What a replay says of a plan. Stalls are by kernel; the cause is a planning::Cause.
-struct Verdict {
-  double iteration_s = 0.0;
-  std::vector<double> stall_s, start_s;
-  std::vector<std::int8_t> stall_cause;
-};
 
 // What may be chosen: P inactive periods of T tensors over K kernels.
 //
@@ -59,15 +28,14 @@ struct Choices {
   std::vector<std::uint8_t> allowed;
   std::vector<double> cost_s, bias;
   std::vector<std::int64_t> order, parent_starts, parents;
-  std::int64_t host_bytes = 0, disk_bytes = 0;
+  std::array<std::int64_t, 2> tier_bytes{};  // of the host and the disk
 
   std::size_t periods() const { return tensor.size(); }
 };
 
 // A choice for every period. late: the copy starts only before the period, though it could earlier.
 struct State {
-  std::vector<std::int8_t> action;
-  std::vector<std::uint8_t> late;
+  std::vector<std::int8_t> action, late;
 };
 
 struct Limits {
@@ -90,8 +58,8 @@ struct Found {
 class Search {
  public:
   // time_s, workspace: [K] of the kernels as they run. Throws std::invalid_argument where columns do not fit.
-  Search(planning::Trace trace, planning::Machine machine, std::vector<double> time_s,
-         std::vector<planning::Bytes> workspace, Choices choices);
+  Search(Trace trace, Machine machine, std::vector<double> time_s,
+         std::vector<Bytes> workspace, Choices choices);
 
   // The nearest choice found that fits, without what it does not need. False where none was found.
   bool repair(State& state);
@@ -103,16 +71,14 @@ class Search {
   struct Current {
     State state;
     Rows rows;
-    Verdict verdict;
+    Outcome verdict;
   };
 
   void check(const State& state) const;
 
   // Fills rows_ with the eviction intervals that a choice leads to: recomputations bring back early what they read.
   void expand(const State& state);
-  void find_static_bytes(const Rows& rows);
-  void find_tier_bytes();
-  void run(const Rows& rows, Verdict& verdict) const;
+  Outcome run(const Rows& rows) const;  // start_s: [K + 1], the last is the end
   bool fits(const State& state);
 
   // Takes back what is not needed, the dearest first.
@@ -120,14 +86,14 @@ class Search {
 
   bool covers(std::size_t period, Kernel kernel) const;
   void shrink(std::size_t period, Kernel pull);
-  bool memory_fits();
+  bool memory_fits(const Rows& rows);
   bool tiers_fit();
   bool place(State& state, std::size_t period);
   bool repair_tiers(State& state);
   bool repair_memory(State& state);
   double evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into);
   double score(const Current& candidate) const;
-  bool change(State& state, const Verdict& verdict);
+  bool change(State& state, const Outcome& verdict);
   void polish(Found& found, const Limits& limits, Clock::time_point begun);
   bool give_room(State& state);
   bool give_tier_room(State& state);
@@ -140,27 +106,28 @@ class Search {
   std::size_t pick(const std::vector<double>& weight, Test test);
 
   std::mutex mutex_;
-  const planning::Trace trace_;
-  const planning::Machine machine_;
+  const Trace trace_;
+  const Machine machine_;
   const std::vector<double> time_s_;
-  const std::vector<planning::Bytes> workspace_;
-  const planning::Kernels kernels_;  // of the two above
+  const std::vector<Bytes> workspace_;
+  const Kernels kernels_;  // of the two above
   const Choices choices_;
   std::vector<double> ideal_start_s_;
   std::vector<double> leaving_, staying_;  // [P] how likely a period is drawn to be away, or not
   std::uint64_t seed_ = 0, drawn_ = 0;
 
-  // What the last call of `expand` found, and of find_static_bytes and find_tier_bytes.
+  // What the last call of `expand` found, and of static_bytes and tier_bytes.
   Rows rows_;
   std::vector<std::size_t> periods_;            // of each row
   std::vector<Kernel> begin_, end_;             // [P] as shrunk; empty where the period is not away
   std::vector<std::vector<Kernel>> pulls_;      // [T]
   std::vector<std::int64_t> pulled_;            // tensors with pulls
   std::vector<Kernel> last_end_;                // [T]
-  std::vector<std::int64_t> memory_, host_, disk_;
+  std::vector<std::int64_t> memory_;
+  std::array<std::vector<std::int64_t>, 2> tiers_;
   std::vector<std::pair<double, std::size_t>> candidates_;
 };
 
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
-}  // namespace penstock::search
+}  // namespace penstock::planning::search

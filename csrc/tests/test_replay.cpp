@@ -9,24 +9,6 @@ using penstock::test::Random;
 
 namespace {
 
-struct Columns {
-  std::vector<Index> tensor, after, begin, end, prefetch_at;
-  std::vector<std::int8_t> action;
-
-  void add(Index t, Index a, Index b, Index e, Index p, Action what) {
-    tensor.push_back(t);
-    after.push_back(a);
-    begin.push_back(b);
-    end.push_back(e);
-    prefetch_at.push_back(p);
-    action.push_back(static_cast<std::int8_t>(what));
-  }
-  Intervals view() const {
-    return {static_cast<Index>(tensor.size()), tensor.data(), after.data(), begin.data(), end.data(),
-            prefetch_at.data(), action.data()};
-  }
-};
-
 Lists lists_of(const std::vector<std::vector<Index>>& entries) {
   Lists lists;
   for (const auto& entry : entries) {
@@ -65,14 +47,14 @@ Trace three_kernels() {
 const std::vector<double> kTimes{1, 5, 1};
 const std::vector<Bytes> kWorkspaces{0, 0, 0};
 
-Outcome run(const Trace& trace, const Machine& on, const Columns& columns) {
+Outcome run(const Trace& trace, const Machine& on, const Rows& columns) {
   return replay(trace, on, columns.view(), {kTimes.data(), kWorkspaces.data()}, {.record = true});
 }
 
 }  // namespace
 
 TEST(an_eviction_on_demand_is_waited_for) {
-  Columns plan;
+  Rows plan;
   plan.add(0, 0, 1, 2, 2, kDisk);
   const auto outcome = run(three_kernels(), machine(1, 100, 50.0), plan);
   CHECK_EQUAL(outcome.iteration_s, 9.0);  // 2 s for the read
@@ -83,9 +65,41 @@ TEST(an_eviction_on_demand_is_waited_for) {
 }
 
 TEST(a_recomputation_runs_its_kernel_again) {
-  Columns plan;
+  Rows plan;
   plan.add(0, 0, 1, 2, 2, kRecompute);
   CHECK_EQUAL(run(three_kernels(), machine(1, 100, 50.0), plan).iteration_s, 8.0);
+}
+
+// Reads take 2 s, one after the other: of the two that are due at 12 s and 13 s, the first has to be issued by
+// 10 s, and kernel 1 starts at 1 s; with room to spare both may be issued sooner.
+TEST(prefetches_are_placed_at_the_latest_moment_in_time) {
+  Trace trace;
+  trace.kernels = 14;
+  trace.tensors = 2;
+  trace.bytes = trace.compressed = {100, 100};
+  trace.birth = {0, 0};
+  trace.death = {13, 14};
+  trace.persistent = {0, 0};
+  trace.producer = {-1, -1};
+  std::vector<std::vector<Index>> outputs(14);
+  outputs[0] = {0, 1};
+  trace.outputs = lists_of(outputs);
+  trace.writers = lists_of({{0}, {0}});
+  trace.prepare();
+  const std::vector<double> times(14, 1.0);
+  const std::vector<Bytes> workspaces(14);
+  const Kernels kernels{times.data(), workspaces.data()};
+  std::vector<double> starts(15);
+  for (std::size_t k = 0; k < starts.size(); ++k) starts[k] = static_cast<double>(k);
+  Rows plan;
+  plan.add(0, 0, 1, 12, 12, kDisk);
+  plan.add(1, 0, 1, 13, 13, kDisk);
+  const auto placed = [&](Bytes budget, Index early) {
+    return place_prefetches(trace, machine(2, budget, 50.0), plan.view(), kernels, starts.data(), early);
+  };
+  CHECK(placed(1'000'000'000, 0) == (std::vector<Index>{9, 11}));
+  CHECK(placed(1'000'000'000, 3) == (std::vector<Index>{6, 8}));
+  CHECK(placed(100, 0) == (std::vector<Index>{9, 13}));
 }
 
 TEST(nothing_that_a_plan_says_is_read_past_the_end_of_the_trace) {
@@ -95,7 +109,7 @@ TEST(nothing_that_a_plan_says_is_read_past_the_end_of_the_trace) {
   for (const auto& [tensor, after, begin, end] : std::vector<std::array<Index, 4>>{
            {1, 0, 1, 2}, {-1, 0, 1, 2}, {0, 3, 1, 2}, {0, -2, 1, 2}, {0, 0, 4, 5}, {0, 0, 1, far},
            {0, 0, -1, 2}, {0, 0, 2, 1}}) {
-    Columns plan;
+    Rows plan;
     plan.add(tensor, after, begin, end, begin, kHost);
     bool refused = false;
     try {
@@ -133,7 +147,7 @@ TEST(random_plans_come_to_an_end) {
     trace.writers = lists_of(writers);
     trace.prepare();
 
-    Columns plan;
+    Rows plan;
     const auto rows = random(0, 12);
     for (std::size_t row = 0; row < rows; ++row) {
       const auto begin = static_cast<Index>(random(0, at(K)));
@@ -156,8 +170,15 @@ TEST(random_plans_come_to_an_end) {
     tier_bytes(trace, plan.view());
     std::vector<double> starts(at(K) + 1);
     for (std::size_t k = 0; k <= at(K); ++k) starts[k] = 0.5 * static_cast<double>(k);
+    // Placed prefetches stay within their rows and the budget, where what comes back on demand does.
+    auto lazy = plan;
+    lazy.prefetch_at = lazy.end;
+    const auto before = static_bytes(trace, lazy.view(), kernels);
     const auto placed = place_prefetches(trace, on, plan.view(), kernels, starts.data(), 3);
     for (std::size_t row = 0; row < rows; ++row)
-      CHECK(plan.action[row] == kKeep || placed[row] >= plan.begin[row]);
+      CHECK(plan.action[row] == kKeep || (placed[row] >= plan.begin[row] && placed[row] <= plan.end[row]));
+    lazy.prefetch_at = placed;
+    const auto after = static_bytes(trace, lazy.view(), kernels);
+    for (std::size_t k = 0; k < at(K); ++k) CHECK(after[k] <= std::max(before[k], on.budget));
   }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,7 +135,8 @@ def test_planners_count_the_bytes_that_it_takes(density: float, itemsize: int) -
     tensor = torch.zeros(elements, dtype={2: torch.float16, 4: torch.float32, 8: torch.float64}[itemsize])
     tensor[: math.ceil(density * elements)] = 1
     taken = codecs.encode("csr", tensor).numel()
-    assert csr_bytes(elements, itemsize, density) == taken
+    sizes = (np.array([number]) for number in (elements, itemsize, density))
+    assert csr_bytes(*sizes).tolist() == [taken]
 
 
 def test_codecs_that_plans_name_are_there() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +15,12 @@ from penstock import Evict, Hardware, Plan, Trace, simulate
 from penstock.core.check import check
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
-from penstock.planners.optimal.lp.bound import lower_bound
 from penstock.planners.optimal.lp.fractional import fractional_plan
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import ACTIONS, KEEP, RECOMPUTE
 from penstock.studies import published
 from tests.support.traces import (
+    G10_DATA,
     Step,
     candidates,
     five_kernels,
@@ -30,13 +28,13 @@ from tests.support.traces import (
     legal_plans,
     machine,
     machines,
+    needs_g10_data,
     traces,
     whole_traces,
 )
 
 pytest.importorskip("highspy", reason="the bound needs the solver: pip install 'penstock[plan]'")
 
-DATA = Path(os.environ.get("PENSTOCK_G10_DATA", Path(__file__).parents[2] / ".." / "shared" / "data" / "g10"))
 GIB = 2**30
 ARTIFACT = Hardware(  # G10's evaluation: the README beside the data
     device_bytes=40 * GIB,
@@ -117,7 +115,7 @@ def test_the_best_of_all_plans_for_five_kernels_is_near_it() -> None:
     trace, disk = five_kernels(), machine(50.0)
     for budget in (200, 100):
         best = min(simulate(trace, plan, disk).iteration_s for plan in _every_plan(trace, disk, budget))
-        lower = lower_bound(Problem(trace, disk, budget))
+        lower = fractional_plan(Problem(trace, disk, budget)).bound_s
         assert lower <= best * (1 + 1e-9)
         # Half a tensor at a time is what the bound allows itself.
         assert best <= 1.35 * lower
@@ -189,19 +187,13 @@ def test_grids_of_any_fineness_agree() -> None:
     bounds = [fractional_plan(Problem(trace, hardware, budget), slots).bound_s for slots in (20, 60, 1000)]
     assert bounds[2] >= max(bounds) * (1 - 1e-6)
     assert bounds[0] >= 0.9 * bounds[2]
-    assert lower_bound(Problem(trace, hardware, budget)) == pytest.approx(bounds[2], rel=1e-6)
 
 
-def test_without_time_the_bound_is_the_kernels_time() -> None:
-    trace = gpt(layers=2)
-    assert lower_bound(Problem(trace, machine(1e9), trace.peak_bytes // 2), 0.0) == trace.ideal_s
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"no published traces in {DATA}: set PENSTOCK_G10_DATA")
+@needs_g10_data
 @pytest.mark.parametrize("name", FIGURE_11)
 def test_the_published_plans_of_figure_11_are_above_it(name: str) -> None:
     published_of_ideal = dict(zip(FIGURE_11, (0.997, 0.671, 0.977, 0.984, 0.934), strict=True))[name]
-    trace = published.trace(DATA / f"{name}.json.gz")
+    trace = published.trace(G10_DATA / f"{name}.json.gz")
     found = fractional_plan(Problem(trace, ARTIFACT, ARTIFACT.device_bytes, time_limit_s=60), 60)
     assert found.status == "optimal"
     assert trace.ideal_s <= found.bound_s <= trace.ideal_s / published_of_ideal

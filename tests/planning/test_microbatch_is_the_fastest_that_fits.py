@@ -48,22 +48,9 @@ def step(batch: int, fixed_s: float = 0.0, name: str = "conv") -> Trace:
     return made.trace()
 
 
-def kept(trace: Trace) -> Plan:
-    """A planner for which everything has to stay."""
-    budget = 60 * PAGE
-    if trace.peak_bytes > budget:
-        raise InvalidArgument(f"{trace.peak_bytes} bytes do not fit")
-    return Plan(
-        policy="kept",
-        device_budget_bytes=budget,
-        predicted_s=trace.ideal_s,
-        predicted_peak_bytes=trace.peak_bytes,
-    )
-
-
 def test_the_optimizer_runs_once_and_the_fastest_size_wins() -> None:
     sizes = {size: step(size, fixed_s=0.5) for size in (1, 2, 4, 8, 16)}
-    chosen = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, planner=kept)
+    chosen = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, "keep")
     assert (chosen.size, chosen.count) == (8, 2)
     assert chosen.predicted_s_per_sample == pytest.approx((2 * 6 * (0.5 + 0.8) + 1.0) / 16)
     rows = {row.size: row for row in chosen.table}
@@ -74,7 +61,7 @@ def test_the_optimizer_runs_once_and_the_fastest_size_wins() -> None:
 
 
 def test_a_whole_batch_that_fits_is_not_divided() -> None:
-    chosen = choose_micro_batch({4: step(4), 8: step(8)}, machine(), 8, 60 * PAGE, planner=kept)
+    chosen = choose_micro_batch({4: step(4), 8: step(8)}, machine(), 8, 60 * PAGE, "keep")
     assert (chosen.size, chosen.count, chosen.warnings) == (8, 1, ())
 
 
@@ -87,16 +74,16 @@ def test_gradients_stay_from_part_to_part() -> None:
 
 def test_batch_statistics_are_warned_of_only_where_the_batch_is_divided() -> None:
     sizes = {size: step(size, name="aten::native_batch_norm") for size in (4, 8, 16)}
-    divided = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, planner=kept)
+    divided = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, "keep")
     assert divided.count == 2
     (warning,) = divided.warnings
     assert "`aten::native_batch_norm0`" in warning and "statistics of 8 samples, not of 16" in warning
-    assert choose_micro_batch(sizes, machine(), 8, 60 * PAGE, planner=kept).warnings == ()
+    assert choose_micro_batch(sizes, machine(), 8, 60 * PAGE, "keep").warnings == ()
 
 
 def test_sizes_in_between_are_interpolated_and_said_to_be() -> None:
     sizes = {4: step(4), 16: step(16)}
-    chosen = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, sizes=[4, 8, 16], planner=kept)
+    chosen = choose_micro_batch(sizes, machine(), 16, 60 * PAGE, "keep", sizes=[4, 8, 16])
     assert chosen.size == 8
     assert [row.interpolated for row in chosen.table] == [False, True, False]
     assert "Trace a micro-batch of 8" in chosen.warnings[0]
@@ -120,7 +107,7 @@ def test_only_like_traces_are_interpolated() -> None:
 def test_moDNN_takes_the_largest_whose_working_set_fits() -> None:
     sizes = {size: step(size) for size in (1, 2, 4, 8)}
     budget = working_set_bytes(accumulating(sizes[4]))
-    chosen = choose_micro_batch(sizes, machine(), 8, budget, planner=kept)
+    chosen = choose_micro_batch(sizes, machine(), 8, budget, "keep")
     assert chosen.working_set_size == 4
 
 

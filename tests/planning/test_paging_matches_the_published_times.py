@@ -15,7 +15,7 @@ from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.studies import published
 from penstock.studies.paging import PagingResult, simulate_paging
-from tests.support.traces import G10_DATA, needs_g10_data
+from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 GIB = 1 << 30
 CASES = ("BERT-256", "VIT-768", "Inceptionv3-1024", "SENet154-256")
@@ -51,7 +51,7 @@ def paged(case: str, policy: str) -> PagingResult:
 
 @pytest.mark.parametrize("case", CASES)
 def test_times_and_order_are_the_published(case: str) -> None:
-    figure = published.results(G10_DATA / "published.json").figure_15[case]
+    figure = published_times("fig15_batch")[case]
     ours = {}
     for policy, name in NAMES.items():
         theirs = figure[name]

@@ -130,15 +130,6 @@ def test_a_disk_of_its_own_does_not_slow_the_bus() -> None:
     assert alone.iteration_s <= shared.iteration_s
 
 
-def test_the_timeline_holds_every_kernel_and_every_wait() -> None:
-    trace = weights_in_turn(3)
-    result = simulate_paging(trace, machine(device=20), faults=FREE)
-    timeline = result.timeline(trace)
-    assert [span.label for span in timeline.spans] == list(trace.kernel_name)
-    assert timeline.stall_s == pytest.approx(float(result.stall_s.sum()))
-    assert timeline.iteration_s == pytest.approx(timeline.busy_s("compute") + timeline.stall_s)
-
-
 def test_what_cannot_be_paged_is_refused() -> None:
     trace = weights_in_turn(3)
     with pytest.raises(BudgetTooSmall, match="raise the budget to 10485760"):

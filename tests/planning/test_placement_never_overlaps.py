@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.occupancy import occupancy
-from penstock.planners.placement import METHODS, Placement, fragmentation_of_stays, place, with_offsets
+from penstock.planners.placement import METHODS, Placement, place
 from tests.support.traces import PAGE, Step, five_kernels, gpt, legal_plans, machine, traces, whole_traces
 
 slow = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -96,14 +95,6 @@ def test_the_best_needs_no_more_than_first_fit_as_they_come(trace: Trace) -> Non
     assert place(trace, keep, "best").extent_bytes <= place(trace, keep, "exact_fit").extent_bytes
 
 
-@slow
-@given(data=st.data(), method=st.sampled_from(sorted(METHODS)))
-def test_without_returns_a_stay_is_a_life(data: st.DataObject, method: str) -> None:
-    trace = data.draw(st.one_of(traces(), whole_traces()))
-    life = place(trace, keep, method).fragmentation
-    assert fragmentation_of_stays(trace, keep, method) == pytest.approx(life)
-
-
 def test_a_gap_of_exactly_the_size_is_taken_first() -> None:
     step = Step()
     large, between, small, last = (step.tensor(size * PAGE) for size in (3, 1, 2, 1))
@@ -163,19 +154,6 @@ def replace_all(trace: Trace, values: dict[int, int]):  # type: ignore[no-untype
     for tensor, kernel in values.items():
         links[tensor] = kernel
     return links
-
-
-def test_a_plan_without_room_for_addresses_is_refused_and_told_what_would_fit() -> None:
-    step = Step()
-    first, second, third, last = (step.tensor(size * PAGE) for size in (1, 2, 2, 1))
-    step.kernel("make", 1.0, outputs=[first, second])
-    step.kernel("pair", 1.0, inputs=[second], outputs=[third])
-    step.kernel("end", 1.0, inputs=[third], outputs=[last])
-    trace = step.trace()
-    plan = Plan(policy="keep", device_budget_bytes=4 * PAGE)
-    assert with_offsets(trace, plan).offsets
-    with pytest.raises(InvalidArgument, match=re.escape("Plan for a device budget of")):
-        with_offsets(trace, replace(plan, device_budget_bytes=4 * PAGE - 1))
 
 
 def test_it_is_the_same_every_time() -> None:

@@ -5,12 +5,11 @@ The published traces and times are found by PENSTOCK_G10_DATA.
 
 from __future__ import annotations
 
-import os
+import gzip
+import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
@@ -20,16 +19,13 @@ from penstock.planners.heuristics.g10 import g10
 from penstock.planners.problem import Problem
 from penstock.simulator.replay import Intervals, Replay
 from penstock.studies import published
+from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("PENSTOCK_G10_DATA", ROOT.parent / "shared" / "data" / "g10"))
 GIB = 2**30
 GPU_BYTES = 40 * GIB
 SHARE = 10 / 50  # of the bus that the disk has, in pages of a batch
 
-pytestmark = pytest.mark.skipif(
-    not DATA.exists(), reason=f"the published traces are not in {DATA}: set PENSTOCK_G10_DATA to their folder"
-)
+pytestmark = needs_g10_data
 
 
 def machine(bus_bytes_per_s: float, disk_bytes_per_s: float) -> Hardware:
@@ -50,9 +46,8 @@ SIMULATED = machine(15.754e9, SHARE * 15.754e9)
 
 
 def figure_15() -> Iterator[tuple[str, Trace, dict[str, float | None]]]:
-    results = published.results(DATA / "published.json")
-    for case, times in results.figure_15.items():
-        yield case, published.trace(DATA / f"{case}.json.gz"), dict(times)
+    for case, times in published_times("fig15_batch").items():
+        yield case, published.trace(G10_DATA / f"{case}.json.gz"), times
 
 
 def test_flashneuron_over_batch_size() -> None:
@@ -88,12 +83,13 @@ def test_g10_over_batch_size() -> None:
 def test_g10_moves_what_its_own_schedules_move() -> None:
     """Bytes to either tier, where the published schedules say: within a tenth of all that moves."""
     for case in ("Inceptionv3-1536", "ResNet152-1280", "SENet154-1024"):
-        trace = published.trace(DATA / f"{case}.json.gz")
+        trace = published.trace(G10_DATA / f"{case}.json.gz")
         made = g10(Problem(trace, PLANNED, GPU_BYTES))
         theirs = {"host": 0, "disk": 0}
-        for operation in published.schedule(DATA / f"plan-{case}.json.gz").operations:
-            if operation.action == "evict":
-                theirs[operation.tier] += int(trace.tensor_bytes[operation.tensor])
+        schedule = json.loads(gzip.decompress((G10_DATA / f"plan-{case}.json.gz").read_bytes()))
+        for _, tensor, action in schedule["ops"]:
+            if action != "prefetch":
+                theirs[{"evict_host": "host", "evict_ssd": "disk"}[action]] += int(trace.tensor_bytes[tensor])
         ours = {"host": 0, "disk": 0}
         for evict in made.evictions:
             ours[evict.tier] += int(trace.tensor_bytes[evict.tensor])

@@ -1,4 +1,4 @@
-"""The published traces, schedules and results are read as what they are."""
+"""The published traces are read as what they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.columns import KINDS, PHASES
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
 from penstock.studies import published
-from tests.support.traces import G10_DATA, needs_g10_data
+from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 NAMES = sorted(path.name for path in G10_DATA.glob("*-*.json.gz") if not path.name.startswith("plan-"))
 
@@ -178,37 +178,11 @@ def test_an_activation_that_is_edited_is_not_made_anew(tmp_path: Path) -> None:
     assert trace.tensor_recompute.tolist() == [-1, -1, 1, -1, -1, -1, -1, -1]
 
 
-def test_a_schedule(tmp_path: Path) -> None:
-    document = {
-        "schema": "plan/1",
-        "model": "tiny",
-        "batch": 4,
-        "ops": [[2, 0, "evict_host"], [3, 2, "evict_ssd"], [5, 2, "prefetch"]],
-    }
-    made = published.schedule(written(tmp_path, document, "plan-tiny-4.json.gz"))
-    assert made == published.Schedule(
-        "tiny",
-        4,
-        (
-            published.Operation(2, 0, "evict", "host"),
-            published.Operation(3, 2, "evict", "disk"),
-            published.Operation(5, 2, "prefetch", ""),
-        ),
-    )
-    with pytest.raises(InvalidFile, match="'burn'"):
-        published.schedule(written(tmp_path, {**document, "ops": [[1, 1, "burn"]]}))
-    with pytest.raises(InvalidFile, match="'plan/1'"):
-        published.trace(written(tmp_path, document))
-    with pytest.raises(InvalidFile, match="'trace/1'"):
-        published.schedule(written(tmp_path, small()))
-
-
 @needs_g10_data
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_trace(name: str) -> None:
     trace = published.trace(G10_DATA / name)
-    results = published.results(G10_DATA / "published.json")
-    ideal_s = results.figure_15.get(name.removesuffix(".json.gz"), {}).get("ideal")
+    ideal_s = published_times("fig15_batch").get(name.removesuffix(".json.gz"), {}).get("ideal")
     if ideal_s is not None:
         assert trace.ideal_s == pytest.approx(ideal_s, rel=1e-4)
     assert f"{trace.notes['model']}-{trace.notes['batch']}" == name.removesuffix(".json.gz")
@@ -226,18 +200,3 @@ def test_every_published_trace(name: str) -> None:
     assert share == 1 if name.startswith(("BERT", "VIT")) else 0.3 < share < 0.5
     for times_s in published.fault_times_s(G10_DATA / name):
         assert (times_s >= trace.kernel_time_s).all()
-
-
-@needs_g10_data
-def test_the_published_results_and_schedules() -> None:
-    results = published.results(G10_DATA / "published.json")
-    assert results.figure_11["VIT-1280"]["FlashNeuron"] is None
-    assert results.figure_16["BERT-256"][0.0] > results.figure_16["BERT-256"][16.0]
-    assert set(results.figure_18["BERT-512"]) == {6.4, 12.8, 19.2, 25.6, 32.0}
-    assert results.setting["pcie_GiBps_each_way"] == 15.754
-    assert len(results.figure_15) == 25
-    for path in G10_DATA.glob("plan-*.json.gz"):
-        made = published.schedule(path)
-        trace = published.trace(G10_DATA / f"{made.model}-{made.batch}.json.gz")
-        assert all(0 <= entry.kernel < trace.kernels for entry in made.operations)
-        assert all(0 <= entry.tensor < trace.tensors for entry in made.operations)

@@ -119,25 +119,6 @@ def test_moves_cost_nothing_on_links_without_end(data: st.DataObject, trace: Tra
     assert timeline.stalls == ()
 
 
-@given(data=st.data(), trace=any_trace, hardware=any_machine, early=st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_placed_prefetches_keep_the_budget(
-    data: st.DataObject, trace: Trace, hardware: Hardware, early: int
-) -> None:
-    plan = data.draw(legal_plans(trace, hardware, slack_bytes=500 * PAGE))
-    replay = Replay(trace, hardware, plan.device_budget_bytes)
-    intervals = Intervals.of_plan(plan)
-    lazy = replace(intervals, prefetch_at=intervals.end)
-    placed = replay.prefetch(intervals, trace.start_s, early, variants=plan.variants)
-    assert (placed >= intervals.begin).all()
-    assert (placed <= intervals.end).all()
-    moved = replace(intervals, prefetch_at=placed)
-    before = replay.static_bytes(lazy, variants=plan.variants)
-    after = replay.static_bytes(moved, variants=plan.variants)
-    assert (after <= np.maximum(before, plan.device_budget_bytes)).all()
-    assert (placed <= replay.prefetch(intervals, trace.start_s, 0, variants=plan.variants)).all()
-
-
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
 @settings(max_examples=30, deadline=None)
 def test_rows_that_are_kept_count_for_nothing(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:

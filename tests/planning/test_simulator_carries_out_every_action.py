@@ -255,28 +255,3 @@ def test_a_search_can_stop_at_a_deadlock() -> None:
     assert Replay(trace, machine(50.0), 100).run(rows).iteration_s == float("inf")
     going_on = Replay(trace, machine(50.0), 100).run(rows, stop_on_deadlock=False)
     assert (going_on.iteration_s, going_on.peak_bytes, going_on.deadlock) == (5, 300, True)
-
-
-def test_kernel_times_can_be_given() -> None:
-    result = Replay(five_kernels(), machine(50.0), 10**9).run(Intervals.of(()), np.full(5, 2.0))
-    assert result.iteration_s == 10
-    assert result.start_s.tolist() == [0, 2, 4, 6, 8]
-
-
-def test_prefetches_are_placed_at_the_latest_moment_in_time() -> None:
-    """Reads take 2 s, one after the other: of the two that are due at 12 s and 13 s, the first has to be
-    issued by 10 s, and `wait` starts at 1 s; with room to spare both may be issued sooner."""
-    step = Step()
-    first, second = step.tensor(100), step.tensor(100)
-    step.kernel("make", 1.0, outputs=[first, second])
-    for index in range(11):
-        step.kernel(f"wait{index}", 1.0)
-    step.kernel("use", 1.0, [first])
-    step.kernel("use again", 1.0, [second])
-    trace = step.trace()
-    rows = Intervals.of((Evict(0, 0, 1, 12, 12), Evict(1, 0, 1, 13, 13)))
-    planner = Replay(trace, machine(50.0), 10**9)
-    assert planner.prefetch(rows, trace.start_s).tolist() == [9, 11]
-    assert planner.prefetch(rows, trace.start_s, early=3).tolist() == [6, 8]
-    tight = Replay(trace, machine(50.0), 100)
-    assert tight.prefetch(rows, trace.start_s).tolist() == [9, 13]

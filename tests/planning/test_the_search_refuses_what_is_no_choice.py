@@ -69,9 +69,9 @@ def test_traces_are_checked(name: str, value: int) -> None:
 def test_choices_for_other_periods_are_refused() -> None:
     improver = Improver(PROBLEM, OPTIONS)
     short, nothing = np.zeros(len(OPTIONS) - 1, dtype=np.int8), np.zeros(len(OPTIONS), dtype=np.int8)
+    with pytest.raises(ValueError, match="another number of periods"):
+        improver.repaired(short)
     for action, late in ((short, nothing), (nothing, short)):
-        with pytest.raises(ValueError, match="another number of periods"):
-            improver.repaired(action, late)
         with pytest.raises(ValueError, match="another number of periods"):
             improver.improved(action, late, evaluations=1, seconds=1.0, target_s=0.0)
     for wrong in (-1, 1, 6, 127):  # there is no host
@@ -85,7 +85,9 @@ def test_two_threads_find_what_one_finds() -> None:
     assert found is not None
 
     def improved(seed: int) -> tuple[float, list[int]]:
-        best = improver.improved(*found, evaluations=150, seconds=60.0, target_s=0.0, seed=seed)
+        best = improver.improved(
+            found, np.zeros_like(found), evaluations=150, seconds=60.0, target_s=0.0, seed=seed
+        )
         return best.iteration_s, best.action.tolist()
 
     alone = [improved(seed) for seed in range(6)]

@@ -24,6 +24,7 @@ from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import PUBLISHED_SCHEMA, Trace
 from penstock.errors import InvalidFile
+from penstock.runtime.report import Report
 from penstock.storage.autotune.sharing import CostTables
 from penstock.storage.autotune.tables import Entry, Tables
 from penstock.studies import published
@@ -152,6 +153,21 @@ VALUES: dict[str, tuple[type, Any]] = {
         dataclasses.replace(machine(), measured_rates={"disk_read": ((4096, 1e8), (8192, 2e8))}),
     ),
     "timeline": (Timeline, spans()),
+    "report": (
+        Report,
+        Report(
+            **dict.fromkeys(("device", "policy", "reason", "memory_manager"), "x"),
+            **{name: 1 << 20 for name in Report.__annotations__ if name.endswith("_bytes")},
+            **{name: 1.5 for name in Report.__annotations__ if name.endswith("_s") and "per" not in name},
+            **dict.fromkeys(("steps", "profiled_steps", "trace_mismatches", "unplanned_accesses"), 2),
+            direct_io=False,
+            operators=100,
+            moved_bytes_by_kind={"weight": 100},
+            rates_bytes_per_s={"disk_read": 1e9},
+            moved_bytes_by_io_path={"threads": 100},
+            unavailable_transports={"cuFile": "no GPU"},
+        ),
+    ),
     "tables": (CostTables, CostTables({"ext4 on x": Tables((ENTRY,))})),
 }
 
@@ -195,6 +211,8 @@ def is_refused_or_valid(kind: type, path: Path, load: Callable[[type, Path], Any
         assert again.inactive_periods == value.inactive_periods and again.peak_bytes == value.peak_bytes
     else:
         assert again == value
+    if kind is Report:
+        assert str(value) and repr(value) and value._repr_html_()
     if kind is Plan:
         trace = value.trace or five_kernels()
         assert all(isinstance(problem, str) for problem in check(trace, value, machine()))

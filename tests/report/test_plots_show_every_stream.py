@@ -10,7 +10,8 @@ import matplotlib.image
 import pytest
 
 import penstock
-from penstock.report.plot import _apart, _merged, _rows, phase_intervals, plot
+from penstock.report.plot import _apart, _merged, phase_intervals, plot
+from penstock.report.rows import rows
 from penstock.units import format_bytes
 from tests.support.traces import gpt
 
@@ -56,13 +57,13 @@ def test_streams_have_rows_for_what_was_predicted_and_measured(
 ) -> None:
     plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
     timeline = penstock.simulate(trace, plan, slow)
-    rows = _rows(trace, {"predicted": timeline, "measured": timeline})
-    assert [(row.stream, row.source) for row in rows] == [
+    found = rows(trace, timeline, timeline)
+    assert [(row.stream, row.source) for row in found] == [
         (stream, source)
         for stream in ("compute", "disk_write", "disk_read")
         for source in ("predicted", "measured")
     ]
-    assert rows[0].note.endswith("stalled")
+    assert found[0].note.endswith("stalled")
 
 
 def test_phases_cover_the_iteration(trace: penstock.Trace, hardware: penstock.Hardware) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,12 @@ G10_DATA = Path(os.environ.get("PENSTOCK_G10_DATA", Path(__file__).parents[3] / 
 needs_g10_data = pytest.mark.skipif(
     not G10_DATA.is_dir(), reason=f"no published traces in {G10_DATA}: set PENSTOCK_G10_DATA to their folder"
 )
+
+
+def published_times(figure: str) -> dict[str, dict[str, float | None]]:
+    """[case][system] seconds an iteration in one of G10's figures, None where the system failed."""
+    times: dict[str, dict[str, float | None]] = json.loads((G10_DATA / "published.json").read_text())[figure]
+    return times
 
 
 @dataclass

@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -29,20 +29,6 @@ from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import join, slices
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-
-
-class Meter(Protocol):
-    """Measures one kernel on a real device."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> int:
-        """Wait until the kernel is done. Returns the bytes that lived during it only."""
-        ...
-
-    def in_use_bytes(self) -> int:
-        """Device bytes in use now."""
-        ...
 
 
 class Costs(NamedTuple):
@@ -70,7 +56,7 @@ class _Watch(weakref.ref):  # type: ignore[type-arg]
 class Tracer(TorchDispatchMode):
     """Records every kernel that runs while it is entered, and the life of every storage.
 
-    meter      measures real kernels; None where nothing is executed
+    meter      waits for real kernels; None where there is nothing to wait for, or nothing is executed
     costs      what tracing itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     density    measure which fraction of each activation's elements is not zero, when backward begins
@@ -84,7 +70,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(
         self,
-        meter: Meter | None = None,
+        meter: CudaMeter | None = None,
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
         *,
         costs: Costs = NO_COSTS,
@@ -235,19 +221,9 @@ class Tracer(TorchDispatchMode):
         self._excluded_s += time.perf_counter() - begun_s
 
 
-class _CpuMeter:
-    def begin(self) -> None:
-        pass
-
-    def end(self) -> int:
-        return 0
-
-    def in_use_bytes(self) -> int:
-        return 0
-
-
 class CudaMeter:
-    """Waits for each kernel on a CUDA device and reads what the allocator saw."""
+    """Waits for each kernel on a CUDA device and reads what the allocator saw: bytes that lived during the
+    kernel only, and bytes in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -433,7 +409,7 @@ def trace(
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
-    meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+    meter = CudaMeter(device) if device.type == "cuda" else None
     tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
     with _compiled_regions_shown():
         for _ in range(warmup):
@@ -449,7 +425,7 @@ def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -
 _known_costs: dict[type, Costs] = {}
 
 
-def costs_of_tracing(meter: Meter) -> Costs:
+def costs_of_tracing(meter: CudaMeter | None) -> Costs:
     """What tracing with such a meter costs, by a kernel and a view that do next to nothing.
 
     Measured once in a process, in some 10 ms.

@@ -142,7 +142,7 @@ def save_text(text: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """Whoever reads standard output has seen enough where it closes it, as ``head`` does: no error."""
+    """A reader that closes standard output, as ``head`` does, has seen enough: no error."""
     try:
         yield
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.planners import Problem
 from penstock.report.policies import Candidate, compare_policies
-from penstock.report.summary import Summary, percent, summarise
+from penstock.report.summary import Summary, summarise
 from penstock.report.sweep import Cell, cases, sweep
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
@@ -113,7 +113,7 @@ def policy_table(found: Sequence[Candidate], chosen: str) -> Table:
         if (summary := entry.summary) is None:
             rows.append((entry.policy, "cannot", *[""] * 5))
             continue
-        rows.append((entry.policy, *timing(summary), str(summary.recomputations or "")))
+        rows.append((entry.policy, *summary.timing(), str(summary.recomputations or "")))
     names = [entry.policy for entry in found]
     return Table(
         ("policy", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed"),
@@ -160,18 +160,7 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
 
 def _budget_row(cell: Cell) -> tuple[str, ...]:
     assert cell.summary is not None
-    return (format_bytes_up(cell.case.budget_bytes), *timing(cell.summary), cell.limits)
-
-
-def timing(summary: Summary) -> tuple[str, ...]:
-    """Time, over the ideal, above the bound, stalls, bytes evicted."""
-    return (
-        format_seconds(summary.predicted_s),
-        f"{summary.over_ideal:.2f} x" if summary.over_ideal is not None else "",
-        percent(summary.gap) if summary.gap is not None else "",
-        format_seconds(stalls) if (stalls := sum(summary.stall_s.values())) else "none",
-        format_bytes(evicted) if (evicted := sum(summary.written_bytes.values())) else "none",
-    )
+    return (format_bytes_up(cell.case.budget_bytes), *cell.summary.timing(), cell.limits)
 
 
 def cell_values(cell: Cell) -> dict[str, Any]:

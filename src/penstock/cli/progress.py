@@ -22,7 +22,7 @@ def samples_progress(
     """A function to call with the samples and bytes so far; None where nothing is to be shown.
 
     doing                 such as "packed"
-    samples, size_bytes   all there are, None where nobody knows
+    samples, size_bytes   all there are, None where that is not known
     """
     if quiet:
         yield None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, load, own_files, save_text
-from penstock.cli.planning import cell_values, policy_table, summary_table, timing
+from penstock.cli.planning import cell_values, policy_table, summary_table
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -165,7 +165,7 @@ def _whatif_table(cells: Sequence[Cell]) -> Table:
             rows.append((*row, "cannot", *[""] * (len(columns) - len(row) - 1)))
             notes.append(f"{', '.join(row)}: {cell.reason}")
             continue
-        row += timing(cell.summary)
+        row += cell.summary.timing()
         if by_sample:
             row.append(format_seconds(cell.sample_s) if cell.sample_s is not None else "")
         disk = ("fast enough" if cell.disk_is_enough else "too slow") if cell.uses_disk else "not used"

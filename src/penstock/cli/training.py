@@ -129,7 +129,7 @@ def _batches(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt at once.
+    """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt immediately.
 
     An exception amid a step could strike in a destructor, where Python drops it. Where SIGINT is ignored, as
     in a background job of a shell, it stays so.

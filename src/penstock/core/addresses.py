@@ -10,7 +10,7 @@ from penstock.core.trace import Trace
 from penstock.units import format_bytes
 
 
-def presences(
+def residencies(
     trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[Recompute]
 ) -> list[tuple[int, int, int]]:
     """(first kernel, kernel after the last, tensor) of each time that a tensor is on the device, within
@@ -42,12 +42,12 @@ def presences(
 def check_offsets(
     trace: Trace, plan: Plan, evictions: Sequence[Evict], recomputations: Sequence[Recompute]
 ) -> Iterator[str]:
-    """Every tensor has an address while it is there, within the budget, and nobody else has it."""
+    """Every tensor has an address while it is there, within the budget, and no other tensor has it."""
     if len(plan.offsets) != trace.tensors:
         yield f"the plan gives addresses to {len(plan.offsets)} tensors: the trace has {trace.tensors}"
         return
     size, budget = trace.tensor_bytes.tolist(), plan.device_budget_bytes
-    needed = [entry for entry in presences(trace, evictions, recomputations) if size[entry[2]] > 0]
+    needed = [entry for entry in residencies(trace, evictions, recomputations) if size[entry[2]] > 0]
     sound = []
     for tensor in sorted({tensor for _, _, tensor in needed}):
         offset = plan.offsets[tensor]

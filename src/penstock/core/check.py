@@ -30,7 +30,8 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     """Every rule that ``plan`` breaks; empty when it is legal.
 
     Memory is checked as if every copy took no time. A legal plan can then always run within its
-    budget, however slow the links are: whoever waits for memory waits for a copy under way.
+    budget, however slow the links are: a step that waits for memory always waits for a
+    copy in progress.
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
     not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
     """
@@ -173,14 +174,11 @@ def _inputs(trace: Trace, evictions: Sequence[Evict], recomputations: Sequence[R
     """What a kernel reads when it runs again is on the device, and is what it read the first time."""
     if not recomputations:
         return
-    count, inputs = trace.kernels, trace.inputs
+    count = trace.kernels
     columns = [(entry.tensor, entry.begin, entry.end) for entry in recomputations]
     recomputed = np.array(columns, dtype=np.int64)
     producer, end = trace.tensor_recompute[recomputed[:, 0]], recomputed[:, 2]
-    length = np.diff(inputs.starts)[producer]
-    row = np.repeat(np.arange(len(recomputed)), length)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    tensor = inputs.values[inputs.starts[producer][row] + within]
+    row, tensor = trace.inputs.select(producer)
 
     lasting, end = trace.tensor_persistent[tensor], end[row]
     dead = (end < trace.tensor_birth[tensor]) | (trace.tensor_death[tensor] <= end)

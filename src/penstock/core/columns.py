@@ -36,15 +36,46 @@ class Lists:
             np.array([value for entry in lists for value in entry], dtype=np.int64),
         )
 
+    @property
+    def owners(self) -> IntArray:
+        """[N] the number of the list that each entry of `values` is in."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
+    def select(self, indices: IntArray) -> tuple[IntArray, IntArray]:
+        """The entries of some lists, one list after the other: [N] where in ``indices`` the list of each
+        entry is, and [N] the entries."""
+        lengths = np.diff(self.starts)[indices]
+        row = np.repeat(np.arange(len(indices)), lengths)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return row, self.values[self.starts[indices][row] + within]
+
+    @classmethod
+    def by_value(cls, lists: int, index: IntArray, value: IntArray, values: int) -> Lists:
+        """So many lists: list i has, ascending and once each, every ``value[n]`` where ``index[n]`` is i. All
+        are below ``values``."""
+        scale = max(values, 1)
+        keys = np.unique(index * scale + value)
+        return cls(np.searchsorted(keys, np.arange(lists + 1) * scale).astype(np.int64), keys % scale)
+
     def last_below(self, index: IntArray, limit: IntArray) -> IntArray:
         """[N] the largest entry of list ``index[n]`` that is below ``limit[n]``; -1 where there is none.
 
         The lists ascend and hold no negative numbers.
         """
         scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
-        keys = np.repeat(np.arange(len(self)), np.diff(self.starts)) * scale + self.values
+        keys = self.owners * scale + self.values
         place = np.searchsorted(keys, index * scale + limit) - 1
         found: IntArray = np.full(len(index), -1, dtype=np.int64)
         inside = place >= self.starts[index]
+        found[inside] = self.values[place[inside]]
+        return found
+
+    def first_above(self, index: IntArray, limit: IntArray, otherwise: int) -> IntArray:
+        """[N] the smallest entry of list ``index[n]`` that is above ``limit[n]``; ``otherwise`` where there
+        is none. The lists ascend and hold no negative numbers."""
+        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
+        place = np.searchsorted(self.owners * scale + self.values, index * scale + limit, side="right")
+        found: IntArray = np.full(len(index), otherwise, dtype=np.int64)
+        inside = place < self.starts[index + 1]
         found[inside] = self.values[place[inside]]
         return found

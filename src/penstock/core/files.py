@@ -191,6 +191,8 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
             "written by this version of penstock"
         )
     try:
-        return msgspec.convert(msgspec.json.decode(source.data, type=_Valued).value, kind, dec_hook=_decode)
+        found = msgspec.json.decode(source.data, type=_Valued).value
+        msgspec.msgpack.encode(found)  # refuses integers beyond 64 bits, which fail where they are used
+        return msgspec.convert(found, kind, dec_hook=_decode)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidFile(f"{path} is not a penstock {kind.__name__.lower()} file: {error}") from error

@@ -90,16 +90,21 @@ class Hardware:
                 )
 
     def __repr__(self) -> str:
+        return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"
+
+    @property
+    def in_numbers(self) -> str:
+        """What each tier holds, and the rate of each link that there is, for people."""
         tiers = ", ".join(f"{tier} {format_bytes(self.capacity_bytes(tier))}" for tier in TIERS)
         links = ", ".join(
             f"{link.replace('_', ' ')} {format_rate(self.rate_bytes_per_s(link))}"
             for link in LINKS
             if self.rate_bytes_per_s(link) > 0
         )
-        return f"<penstock.Hardware {self.name or 'without a name'}: {tiers}; {links}>"
+        return f"{tiers}; {links}"
 
     def require_rates(self) -> None:
-        """Raise InvalidArgument where a tier has room, but a link on the way there or back has no rate."""
+        """Raise InvalidArgument where a tier has room, but a link there or back has no rate."""
         for tier in TIERS[1:]:
             if self.capacity_bytes(tier) <= 0:
                 continue
@@ -150,11 +155,11 @@ class Hardware:
         return ("host_to_device", "disk_read") if self.disk_shares_bus else ("disk_read",)
 
     def evict_s(self, tier: str, size_bytes: int) -> float:
-        """Seconds to copy from the device to ``tier``: the slowest link on the way decides."""
+        """Seconds to copy from the device to ``tier``: its slowest link decides."""
         return max(self.transfer_s(link, size_bytes) for link in self.evict_links(tier))
 
     def prefetch_s(self, tier: str, size_bytes: int) -> float:
-        """Seconds to copy from ``tier`` to the device: the slowest link on the way decides."""
+        """Seconds to copy from ``tier`` to the device: its slowest link decides."""
         return max(self.transfer_s(link, size_bytes) for link in self.prefetch_links(tier))
 
     def scaled(self, factors: Mapping[str, float]) -> Hardware:

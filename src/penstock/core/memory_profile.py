@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import BoolArray, IntArray, Lists
+from penstock.core.columns import BoolArray, FloatArray, IntArray
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Trace, released_after_last_use
 
@@ -48,10 +48,8 @@ def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
         ],
         dtype=np.int64,
     ).reshape(-1, 7)
-    moved = trace.tensor_bytes[table[:, 0]].copy()
     compressed = table[:, 6] > 0
-    for row in np.flatnonzero(compressed).tolist():
-        moved[row] = trace.compressed_bytes(int(table[row, 0]))
+    moved = np.where(compressed, trace.packed_bytes[table[:, 0]], trace.tensor_bytes[table[:, 0]])
     tensor, after, begin, end, prefetch_at, kind, _ = table.T
     return Rows(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
 
@@ -91,15 +89,15 @@ def least_workspace_bytes(trace: Trace) -> IntArray:
     return least
 
 
-def workspace_bytes(trace: Trace, variants: Sequence[int] = ()) -> IntArray:
-    """[K] workspace of each kernel, in the variant that runs."""
+def kernels_as_run(trace: Trace, variants: Sequence[int] = ()) -> tuple[FloatArray, IntArray]:
+    """[K] time and [K] workspace of each kernel, in the variant that runs: -1 for the kernel as traced."""
     if not any(variant >= 0 for variant in variants):
-        return trace.kernel_workspace_bytes
-    chosen: IntArray = trace.kernel_workspace_bytes.copy()
+        return trace.kernel_time_s, trace.kernel_workspace_bytes
+    time_s, workspace = trace.kernel_time_s.copy(), trace.kernel_workspace_bytes.copy()
     for kernel, variant in enumerate(variants):
         if variant >= 0:
-            chosen[kernel] = trace.kernel_variants[kernel][variant].workspace_bytes
-    return chosen
+            _, time_s[kernel], workspace[kernel] = trace.kernel_variants[kernel][variant]
+    return time_s, workspace
 
 
 def resident_bytes(
@@ -122,7 +120,7 @@ def resident_bytes(
     recomputed = np.array(
         [(entry.tensor, entry.begin, entry.end) for entry in recomputations], dtype=np.int64
     ).reshape(-1, 3)
-    workspace = workspace_bytes(trace, variants)
+    _, workspace = kernels_as_run(trace, variants)
     size = trace.tensor_bytes
     held = trace.live_bytes - trace.kernel_workspace_bytes
     held = held - spread(count, evicted.begin, evicted.prefetch_at, size[evicted.tensor])
@@ -178,7 +176,7 @@ def copy_sources(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
     That is its own index where the tensor has to be written, and an earlier eviction's where
     that one left a copy on the same tier, with the same codec, and no kernel has written the tensor
     since. Where the plan has tensors away over the end of the iteration, the earlier one may be of the
-    iteration before; if nobody ever writes the tensor, all go back to its last eviction.
+    iteration before; if no kernel ever writes the tensor, all go back to its last eviction.
     """
     sources: list[int] = _sources(trace, rows_of(trace, evictions))[0].tolist()
     return sources
@@ -187,7 +185,7 @@ def copy_sources(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
 def copies_made(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
     """For each eviction, in which iterations it writes a copy: NEVER, in the FIRST only or in EVERY one.
 
-    What is served by the iteration before has nobody to serve it in the first, unless that copy is of a
+    What is served by the iteration before has no copy to serve it in the first, unless that copy is of a
     tensor that starts out away.
     """
     rows = rows_of(trace, evictions)
@@ -203,11 +201,7 @@ def copies_made(trace: Trace, evictions: Sequence[Evict]) -> list[int]:
 
 def written(trace: Trace, tensor: IntArray, after: IntArray, before: IntArray) -> BoolArray:
     """[N] whether some kernel k writes the tensor, after < k < before."""
-    writers = trace.writers
-    count = max(trace.kernels, 1)
-    keys = np.repeat(np.arange(trace.tensors), np.diff(writers.starts)) * count + writers.values
-    first = np.searchsorted(keys, tensor * count + after, side="right")
-    found: BoolArray = np.searchsorted(keys, tensor * count + before, side="left") > first
+    found: BoolArray = trace.writers.last_below(tensor, before) > after
     return found
 
 
@@ -255,7 +249,7 @@ def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
     root = np.maximum.accumulate(np.where(clean, -1, position))
     late = root < first[group]
     final = root[last]
-    final = np.where(final < first, last, final)  # nobody writes it
+    final = np.where(final < first, last, final)  # no kernel writes it
     root = np.where(late, final[group], root)
     sources, lates = np.empty(total, dtype=np.int64), np.zeros(total, dtype=np.bool_)
     sources[order], lates[order] = order[root], late
@@ -272,33 +266,21 @@ def _born_bytes(trace: Trace) -> IntArray:
 
 def _transient_bytes(trace: Trace, evicted: Rows, recomputed: IntArray) -> IntArray:
     """[R] bytes of the other outputs of the kernel that recomputes each tensor that are not there."""
-    outputs: Lists = trace.outputs
-    producer, at = trace.tensor_recompute[recomputed[:, 0]], recomputed[:, 2] % trace.kernels
-    length = np.diff(outputs.starts)[producer]
-    row = np.repeat(np.arange(len(recomputed)), length)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    tensor = outputs.values[outputs.starts[producer][row] + within]
+    at = recomputed[:, 2] % trace.kernels
+    row, tensor = trace.outputs.select(trace.tensor_recompute[recomputed[:, 0]])
     other = tensor != recomputed[row, 0]
     row, tensor, kernel = row[other], tensor[other], at[row[other]]
     there = (trace.tensor_birth[tensor] <= kernel) & (kernel < trace.tensor_death[tensor])
-    there &= ~is_away(trace, evicted, recomputed, tensor, kernel)
+    # Away: raw until its prefetch, otherwise until its end.
+    until = np.where(evicted.compressed, evicted.end, evicted.prefetch_at)
+    gone, begin, end = (
+        np.concatenate([column, recomputed[:, index]])
+        for index, column in enumerate((evicted.tensor, evicted.begin, until))
+    )
+    there &= ~covered(trace.kernels, gone, begin, end, tensor, kernel)
     extra = np.zeros(len(recomputed), dtype=np.int64)
     np.add.at(extra, row[~there], trace.tensor_bytes[tensor[~there]])
     return extra
-
-
-def is_away(
-    trace: Trace, evicted: Rows, recomputed: IntArray, tensor: IntArray, kernel: IntArray
-) -> BoolArray:
-    """[N] whether a tensor is away during a kernel: raw until its prefetch, otherwise until its end.
-
-    recomputed   [R, 3] tensor, begin and end of the recomputations
-    """
-    until = np.where(evicted.compressed, evicted.end, evicted.prefetch_at)
-    gone = np.concatenate([evicted.tensor, recomputed[:, 0]])
-    begin = np.concatenate([evicted.begin, recomputed[:, 1]])
-    end = np.concatenate([until, recomputed[:, 2]])
-    return covered(trace.kernels, gone, begin, end, tensor, kernel)
 
 
 def covered(

@@ -9,7 +9,7 @@ from penstock.core.columns import BoolArray, IntArray, Lists
 
 def sole_writers(outputs: Lists, tensors: int) -> IntArray:
     """[T] the one kernel that writes each tensor, -1 where none or several do."""
-    kernel, tensor = _pairs(outputs)
+    kernel, tensor = outputs.owners, outputs.values
     first = np.full(tensors, len(outputs), dtype=np.int64)
     last = np.full(tensors, -1, dtype=np.int64)
     np.minimum.at(first, tensor, kernel)
@@ -27,8 +27,8 @@ def harmful(producers: IntArray, inputs: Lists, outputs: Lists, persistent: Bool
     producers   [T] kernel that recomputes each tensor, -1 where none
     """
     tensors = len(producers)
-    reader, read = _pairs(inputs)
-    writer, wrote = _pairs(outputs)
+    reader, read = inputs.owners, inputs.values
+    writer, wrote = outputs.owners, outputs.values
     last = np.full(tensors, -1, dtype=np.int64)
     np.maximum.at(last, wrote, writer)
     edits = np.isin(writer * tensors + wrote, reader * tensors + read)
@@ -45,8 +45,3 @@ def harmless_producers(producers: IntArray, inputs: Lists, outputs: Lists, persi
     harm = harmful(kept, inputs, outputs, persistent)
     found: IntArray = np.where((kept >= 0) & harm[kept], -1, kept) if len(harm) else kept
     return found
-
-
-def _pairs(lists: Lists) -> tuple[IntArray, IntArray]:
-    """Kernel and tensor of every entry."""
-    return np.repeat(np.arange(len(lists)), np.diff(lists.starts)), lists.values

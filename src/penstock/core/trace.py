@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,10 +19,11 @@ from penstock.units import format_bytes, format_seconds
 PUBLISHED_SCHEMA = "trace/1"  # of files that penstock.studies.published reads
 
 
-def csr_bytes(elements: int, itemsize: int, density: float) -> int:
+def csr_bytes(elements: IntArray, itemsize: IntArray, density: FloatArray) -> IntArray:
     """What elements take as bitmask-CSR, of which the share ``density`` is not zero: where each row of 128
     begins, a bit for each, and those that are not zero (penstock.codecs.bitmask)."""
-    return (-(-elements // 128) + 1) * 4 + -(-elements // 8) + math.ceil(elements * density) * itemsize
+    head_bytes: IntArray = (-(-elements // 128) + 1) * 4 + -(-elements // 8)
+    return head_bytes + np.ceil(elements * density).astype(np.int64) * itemsize
 
 
 class Variant(NamedTuple):
@@ -138,16 +138,17 @@ class Trace:
         return float(self.kernel_time_s.sum())
 
     @cached_property
+    def fastest_time_s(self) -> FloatArray:
+        """[K] duration of each kernel in its fastest variant."""
+        time_s: FloatArray = self.kernel_time_s.copy()
+        for kernel, variants in enumerate(self.kernel_variants):
+            time_s[kernel] = min([time_s[kernel], *(variant.time_s for variant in variants)])
+        return time_s
+
+    @cached_property
     def fastest_s(self) -> float:
         """As `ideal_s`, with the fastest variant of each kernel."""
-        variants = self.kernel_variants or ((),) * self.kernels
-        times = self.kernel_time_s.tolist()
-        return float(
-            sum(
-                min([time_s, *(variant.time_s for variant in others)])
-                for time_s, others in zip(times, variants, strict=True)
-            )
-        )
+        return float(self.fastest_time_s.sum())
 
     @cached_property
     def start_s(self) -> FloatArray:
@@ -175,29 +176,20 @@ class Trace:
     @cached_property
     def uses(self) -> Lists:
         """T lists: the kernels that use each tensor, ascending, each once."""
-        count = self.kernels
-        kernel = np.concatenate(
-            [np.repeat(np.arange(count), np.diff(lists.starts)) for lists in (self.inputs, self.outputs)]
-        )
+        kernel = np.concatenate([self.inputs.owners, self.outputs.owners])
         tensor = np.concatenate([self.inputs.values, self.outputs.values])
-        keys = np.unique(tensor * max(count, 1) + kernel)
-        starts = np.searchsorted(keys, np.arange(self.tensors + 1) * max(count, 1))
-        return Lists(starts.astype(np.int64), (keys % max(count, 1)).astype(np.int64))
+        return Lists.by_value(self.tensors, tensor, kernel, self.kernels)
 
     @cached_property
     def writers(self) -> Lists:
         """T lists: the kernels that write each tensor, ascending, each once."""
-        count = max(self.kernels, 1)
-        kernel = np.repeat(np.arange(self.kernels), np.diff(self.outputs.starts))
-        keys = np.unique(self.outputs.values * count + kernel)
-        starts = np.searchsorted(keys, np.arange(self.tensors + 1) * count)
-        return Lists(starts.astype(np.int64), (keys % count).astype(np.int64))
+        return Lists.by_value(self.tensors, self.outputs.values, self.outputs.owners, self.kernels)
 
     @cached_property
     def periods(self) -> Periods:
         """Every period in which a movable tensor could be away from the device (G10 section 4.2)."""
         starts, values = self.uses.starts, self.uses.values
-        owner = np.repeat(np.arange(self.tensors), np.diff(starts))
+        owner = self.uses.owners
         used = np.flatnonzero(np.diff(starts))
         last = np.zeros(len(values), dtype=np.bool_)
         last[starts[used + 1] - 1] = True
@@ -214,6 +206,21 @@ class Trace:
         """`periods` one by one."""
         columns = (column.tolist() for column in self.periods)
         return tuple(InactivePeriod(*row) for row in zip(*columns, strict=True))
+
+    @cached_property
+    def recomputable_until(self) -> IntArray:
+        """[T] the last kernel before which each tensor can be recomputed: what its producer reads is alive
+        then, and has not been written since. -1 where nothing can recompute it."""
+        until: IntArray = np.full(self.tensors, -1, dtype=np.int64)
+        if len(self.tensor_recompute):
+            made = np.flatnonzero(self.tensor_recompute >= 0)
+            until[made] = self.kernels
+            row, parent = self.inputs.select(self.tensor_recompute[made])
+            alive = np.where(self.tensor_persistent[parent], self.kernels, self.tensor_death[parent] - 1)
+            # Before the kernel that writes it next, it is still as it was.
+            same = self.writers.first_above(parent, self.tensor_recompute[made][row], self.kernels)
+            np.minimum.at(until, made[row], np.minimum(alive, same))
+        return until
 
     @property
     def movable(self) -> BoolArray:
@@ -232,15 +239,21 @@ class Trace:
             return self
         return replace(self, tensor_death=death, tensor_persistent=self.tensor_persistent & ~(goes & ~used))
 
-    def compressed_bytes(self, tensor: int) -> int:
-        """What the tensor takes as bitmask-CSR (FlashNeuron section 3.2). Its own size where that is not
-        less, or its density is not known."""
-        size_bytes = int(self.tensor_bytes[tensor])
+    @cached_property
+    def packed_bytes(self) -> IntArray:
+        """[T] what each tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, those
+        that are not zero, and where each row of them begins. Its own size where that is not less, or its
+        density is not known."""
         if not len(self.tensor_density):
-            return size_bytes
-        itemsize = int(self.tensor_itemsize[tensor]) if len(self.tensor_itemsize) else 4
-        elements = size_bytes // max(itemsize, 1)
-        return min(size_bytes, csr_bytes(elements, itemsize, float(self.tensor_density[tensor])))
+            return self.tensor_bytes
+        itemsize = self.tensor_itemsize if len(self.tensor_itemsize) else np.full(self.tensors, 4)
+        elements = self.tensor_bytes // itemsize
+        packed: IntArray = np.minimum(self.tensor_bytes, csr_bytes(elements, itemsize, self.tensor_density))
+        return packed
+
+    def compressed_bytes(self, tensor: int) -> int:
+        """`packed_bytes` of one tensor."""
+        return int(self.packed_bytes[tensor])
 
     def scaled(self, time: float = 1.0) -> Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""

@@ -1,4 +1,4 @@
-"""What every trace must be, whoever made it: the rules that planners and simulator rely on."""
+"""The rules that every trace obeys: planners and simulator rely on them."""
 
 from __future__ import annotations
 
@@ -140,10 +140,8 @@ def _production(trace: Trace) -> None:
     uses, writers = trace.uses, trace.writers
     used = np.flatnonzero(np.diff(uses.starts))
     first = uses.values[uses.starts[used]]
-    read = trace.inputs.values
-    reader = np.repeat(np.arange(trace.kernels), np.diff(trace.inputs.starts))
     first_read = np.full(trace.tensors, trace.kernels, dtype=np.int64)
-    np.minimum.at(first_read, read, reader)
+    np.minimum.at(first_read, trace.inputs.values, trace.inputs.owners)
     kind = trace.tensor_kind[used]
     there = trace.tensor_persistent[used] | (kind == KINDS.index("input"))
     there |= (trace.tensor_birth[used] == 0) & ~np.isin(kind, _MADE_INSIDE)

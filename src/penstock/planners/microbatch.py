@@ -8,23 +8,22 @@ Both answers stand in the table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.core.columns import KINDS, PHASES, IntArray
 from penstock.core.hardware import Hardware
-from penstock.core.memory_profile import minimum_bytes
+from penstock.core.memory_profile import kernels_as_run, minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
+from penstock.planners import plan
 from penstock.planners.variants import algorithms
 from penstock.units import format_bytes, format_bytes_up
 
 SHARE = 0.15  # of all kernels: moDNN's alpha
-
-Planner = Callable[[Trace], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,6 @@ def choose_micro_batch(
     policy: str = "optimal",
     *,
     sizes: Sequence[int] | None = None,
-    planner: Planner | None = None,
 ) -> MicroBatch:
     """The size of the micro-batch with the least predicted time per sample.
 
@@ -98,7 +96,6 @@ def choose_micro_batch(
     policy         name in penstock.planners.POLICIES
     sizes          the sizes to consider: those of the traces where not given. Sizes in between are
                    interpolated (see `interpolated`)
-    planner        plans one trace, in place of ``policy``
 
     Raises InvalidArgument where no size can be considered, BudgetTooSmall where none fits, and
     SpillSpaceFull where none that fits finds room for what has to leave.
@@ -112,8 +109,6 @@ def choose_micro_batch(
             f"none of the sizes {', '.join(map(str, asked)) or '(none)'} divides the batch of {batch}: "
             "give traces of parts into which it can be divided equally"
         )
-    make = planner or _planner(hardware, budget_bytes, policy)
-
     table: list[Candidate] = []
     plans: dict[int, Plan] = {}
     last_error: Exception | None = None
@@ -129,14 +124,14 @@ def choose_micro_batch(
             working_set_bytes=working_set_bytes(part),
         )
         try:
-            plan = make(part)
+            made = plan(part, hardware, policy, device_budget_bytes=budget_bytes)
         except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:
             last_error = error
             table.append(replace(row, reason=str(error)))
             continue
-        predicted_s = count * plan.predicted_s - (count - 1) * _optimizer_s(part, plan)
-        table.append(replace(row, predicted_s=predicted_s, peak_bytes=plan.predicted_peak_bytes))
-        plans[size] = plan
+        predicted_s = count * made.predicted_s - (count - 1) * _optimizer_s(part, made)
+        table.append(replace(row, predicted_s=predicted_s, peak_bytes=made.predicted_peak_bytes))
+        plans[size] = made
     if not plans:
         assert last_error is not None
         smallest = table[0]
@@ -270,23 +265,10 @@ def _alike(low: Trace, high: Trace) -> bool:
     )
 
 
-def _planner(hardware: Hardware, budget_bytes: int, policy: str) -> Planner:
-    from penstock.planners import plan  # which lists this module's policies
-
-    return lambda trace: plan(trace, hardware, policy, device_budget_bytes=budget_bytes)
-
-
 def _optimizer_s(trace: Trace, plan: Plan) -> float:
     """Seconds of the optimizer's kernels: what all parts but one do without."""
-    total_s = 0.0
-    for kernel in np.flatnonzero(trace.kernel_phase == PHASES.index("optimizer")).tolist():
-        variant = plan.variants[kernel] if plan.variants else -1
-        total_s += (
-            trace.kernel_variants[kernel][variant].time_s
-            if variant >= 0
-            else float(trace.kernel_time_s[kernel])
-        )
-    return total_s
+    time_s, _ = kernels_as_run(trace, plan.variants)
+    return float(time_s[trace.kernel_phase == PHASES.index("optimizer")].sum())
 
 
 def _warnings(trace: Trace, best: Candidate, batch: int) -> list[str]:

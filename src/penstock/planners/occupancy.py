@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.core.columns import IntArray
+from penstock.core.memory_profile import kernels_as_run
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 
@@ -51,13 +52,6 @@ class Occupancy:
         """The most bytes in use at any moment: no addresses can do with less."""
         return int(self.in_use.max(initial=0))
 
-    def stays(self) -> Occupancy:
-        """The same with a block for each row: a tensor that comes back is another block."""
-        row = np.arange(len(self.block), dtype=np.int64)
-        return replace(
-            self, size_bytes=self.size_bytes[self.block], tensor=self.tensor[self.block], block=row
-        )
-
     @property
     def held(self) -> IntArray:
         """[N] for how many moments each block is in use."""
@@ -81,6 +75,7 @@ class _Moments:
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace, self.plan = trace, plan
+        self.workspaces: list[int] = kernels_as_run(trace, plan.variants)[1].tolist()
         count = trace.kernels
         steps: list[list[tuple[str, int]]] = [[] for _ in range(count)]
         for index, evict in enumerate(plan.evictions):
@@ -103,7 +98,7 @@ class _Moments:
 
     def occupancy(self) -> Occupancy:
         trace = self.trace
-        sizes = [*trace.tensor_bytes.tolist(), *self._workspaces()]
+        sizes = [*trace.tensor_bytes.tolist(), *self.workspaces]
         rows: list[tuple[int, int, int]] = []
         spans = self._tensors()
         for tensor, held in enumerate(spans):
@@ -120,14 +115,6 @@ class _Moments:
         numbers = np.arange(len(sizes), dtype=np.int64)
         numbers[trace.tensors :] = -1
         return Occupancy(size_bytes, numbers, table[:, 0], table[:, 1], table[:, 2], self.total)
-
-    def _workspaces(self) -> list[int]:
-        """[K] the workspace of each kernel, of the variant that runs."""
-        found: list[int] = self.trace.kernel_workspace_bytes.tolist()
-        for kernel, variant in enumerate(self.plan.variants):
-            if variant >= 0:
-                found[kernel] = self.trace.kernel_variants[kernel][variant].workspace_bytes
-        return found
 
     def _tensors(self) -> list[list[Span]]:
         """[T] the moments during which each tensor is on the device."""
@@ -168,11 +155,10 @@ class _Moments:
                 used_by = evict.end % trace.kernels
                 until = self._before(evict.end) + self.main[used_by] + 1 - self.first[used_by]
                 yield size, self._cyclic(self._before(evict.prefetch_at), until)
-        workspaces = self._workspaces()
         for index, recompute in enumerate(self.plan.recomputations):
             producer = int(trace.tensor_recompute[recompute.tensor])
             moment = self.moment["recompute", index]
-            yield workspaces[producer], [(moment, moment + 1)]
+            yield self.workspaces[producer], [(moment, moment + 1)]
             for output in trace.outputs[producer].tolist():
                 if output != recompute.tensor and not _holds(spans[output], moment):
                     yield int(trace.tensor_bytes[output]), [(moment, moment + 1)]

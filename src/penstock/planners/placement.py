@@ -5,7 +5,7 @@ is an order in which the blocks are placed, and a rule for the gap that each one
 shares a moment with.
 
 A plan that keeps to its budget byte by byte may still need more address space than that. Where the budget
-has to hold with addresses, plan with less: ``budget / (1 + fragmentation)``; `with_offsets` says how much.
+has to hold with addresses, plan with less: ``budget / (1 + fragmentation)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.occupancy import Occupancy, occupancy
-from penstock.units import format_bytes, format_bytes_up
 
 ALIGNMENT_BYTES = 256  # what CUDA's allocator promises
 PLACED_AT_MOST = 40_000  # blocks that "best" places in its attempts to improve: about two seconds
@@ -71,9 +70,13 @@ def place(
     alignment_bytes   every address is a multiple of it
     enough_bytes      an extent of no more than this need not be improved
     """
-    _require(method, alignment_bytes)
+    if method not in METHODS:
+        raise InvalidArgument(f"there is no placement {method!r}: choose {', '.join(METHODS)}")
+    if alignment_bytes < 1:
+        raise InvalidArgument(f"alignment_bytes is {alignment_bytes}: give 1 or more")
     blocks = occupancy(trace, plan)
-    offsets = METHODS[method](_aligned(blocks, alignment_bytes), plan, enough_bytes)
+    aligned = replace(blocks, size_bytes=-(-blocks.size_bytes // alignment_bytes) * alignment_bytes)
+    offsets = METHODS[method](aligned, plan, enough_bytes)
     placed = offsets >= 0
     ends = (offsets + blocks.size_bytes)[placed]
     return Placement(
@@ -83,36 +86,6 @@ def place(
         extent_bytes=int(ends.max(initial=0)),
         peak_bytes=blocks.peak_bytes,
     )
-
-
-def with_offsets(trace: Trace, plan: Plan, method: str = "best") -> Plan:
-    """The same plan with an address for every tensor. Raises InvalidArgument where the address space
-    that it needs exceeds its budget, and says which budget to plan for instead."""
-    placement = place(trace, plan, method)
-    budget = plan.device_budget_bytes
-    if placement.extent_bytes > budget:
-        lower = int(budget / (1 + placement.fragmentation))
-        raise InvalidArgument(
-            f"with addresses by {method!r} the plan needs {format_bytes_up(placement.extent_bytes)}, "
-            f"{100 * placement.fragmentation:.1f} % above its peak; its budget is {format_bytes(budget)}. "
-            f"Plan for a device budget of {format_bytes(lower)}, and place that plan"
-        )
-    return replace(plan, offsets=placement.offsets)
-
-
-def fragmentation_of_stays(
-    trace: Trace, plan: Plan, method: str = "best", *, alignment_bytes: int = ALIGNMENT_BYTES
-) -> float:
-    """Fragmentation where a tensor that comes back may have another address than before.
-
-    What an allocator needs that hands out addresses anew, as moDNN's and FlashNeuron's do. The difference
-    to `Placement.fragmentation` is the price of one address for a whole life.
-    """
-    _require(method, alignment_bytes)
-    stays = _aligned(occupancy(trace, plan).stays(), alignment_bytes)
-    offsets = METHODS[method](stays, plan, 0)
-    peak_bytes = occupancy(trace, plan).peak_bytes
-    return _extent(stays, offsets) / peak_bytes - 1 if peak_bytes else 0.0
 
 
 def exact_fit(blocks: Occupancy, plan: Plan, enough_bytes: int) -> IntArray:
@@ -233,17 +206,6 @@ METHODS: dict[str, Callable[[Occupancy, Plan, int], IntArray]] = {
     "exact_fit": exact_fit,
     "best": best,
 }
-
-
-def _require(method: str, alignment_bytes: int) -> None:
-    if method not in METHODS:
-        raise InvalidArgument(f"there is no placement {method!r}: choose {', '.join(METHODS)}")
-    if alignment_bytes < 1:
-        raise InvalidArgument(f"alignment_bytes is {alignment_bytes}: give 1 or more")
-
-
-def _aligned(blocks: Occupancy, alignment_bytes: int) -> Occupancy:
-    return replace(blocks, size_bytes=-(-blocks.size_bytes // alignment_bytes) * alignment_bytes)
 
 
 def _as_they_come(blocks: Occupancy) -> IntArray:

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.columns import KINDS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import PenstockError
-from penstock.report.memory_by_kind import stack_bytes, thinned
-from penstock.report.plot import FAINT, GRID, INK, KIND_COLOURS, RESERVED, RESERVED_COLOUR
-from penstock.report.rows import Row
+from penstock.report.memory_by_kind import SAMPLES, device_samples, layers, memory_unit, thinned
+from penstock.report.rows import FAINT, GRID, INK, MEASURED, Row
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-MEASURED_COLOUR = "#0b3c5d"
-
 TALL, CUT = 4.0, 2.2  # in budgets: a peak above the first is cut off at the second
-SAMPLES = 1600  # of a curve, at most: about one for each pixel
 ROW_PIXELS, MEMORY_PIXELS, REST_PIXELS = 30, 300, 116
-
-
-class Sizes(NamedTuple):
-    """What sizes are drawn in."""
-
-    unit: str
-    factor: float
 
 
 def figure(
@@ -56,8 +44,8 @@ def figure(
         vertical_spacing=26 / (MEMORY_PIXELS + streams_pixels + 26),
         row_heights=[MEMORY_PIXELS, streams_pixels],
     )
-    sizes = _sizes(max(trace.peak_bytes, plan.device_budget_bytes))
-    for trace_ in _memory(go, trace, plan, predicted, measured, sizes):
+    unit, factor = memory_unit(max(trace.peak_bytes, plan.device_budget_bytes))
+    for trace_ in _memory(go, trace, plan, predicted, measured, unit, factor):
         chart.add_trace(trace_, row=1, col=1)
     for place, row in enumerate(rows):
         for group, colour in enumerate(row.colours):
@@ -78,13 +66,12 @@ def figure(
                 col=1,
             )
     end_s = max([trace.ideal_s, *(t.iteration_s for t in (predicted, measured) if t is not None)]) or 1.0
-    _budget_line(chart, plan, sizes)
+    _budget_line(chart, plan, factor)
     chart.update_xaxes(range=[0, end_s], showgrid=False, zeroline=False, linecolor=GRID)
     chart.update_xaxes(title_text="seconds", ticks="outside", tickcolor=GRID, row=2, col=1)
-    top = _top(chart, trace, plan, predicted, sizes)
     chart.update_yaxes(
-        title_text=f"device memory ({sizes.unit})",
-        range=[0, top],
+        title_text=f"device memory ({unit})",
+        range=[0, _top(chart, trace, plan, predicted, factor)],
         gridcolor=GRID,
         zeroline=False,
         fixedrange=True,
@@ -136,86 +123,67 @@ def figure(
 
 
 def _memory(
-    go: Any, trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | None, sizes: Sizes
+    go: Any,
+    trace: Trace,
+    plan: Plan,
+    predicted: Timeline,
+    measured: Timeline | None,
+    unit: str,
+    factor: float,
 ) -> list[Any]:
-    times_s, stack = stack_bytes(trace, plan, predicted, SAMPLES)
-    drawn = []
-    names = {KINDS.index(kind): colour for kind, colour in KIND_COLOURS.items()}
-    layers = [(KINDS[kind].replace("_", " "), colour, stack[:, kind]) for kind, colour in names.items()]
-    layers.append((RESERVED, RESERVED_COLOUR, stack[:, len(KINDS)]))
-    for name, colour, layer in layers:
-        if layer.any():
-            drawn.append(
-                go.Scatter(
-                    x=times_s,
-                    y=_rounded(layer * sizes.factor),
-                    name=name,
-                    mode="lines",
-                    line={"width": 0, "shape": "hv", "color": colour},
-                    fillcolor=colour,
-                    stackgroup="kinds",
-                    hovertemplate=f"%{{y:.2f}} {sizes.unit}",
-                )
-            )
-    live_s, live = thinned(trace.start_s[:-1], trace.live_bytes, SAMPLES)
-    curves = [("everything in memory", live_s, live, {"color": FAINT, "width": 1.1, "dash": "4px,3px"})]
+    times_s, stack = layers(trace, plan, predicted)
+    drawn: list[tuple[str, Any, Any, dict[str, Any]]] = []
+    for name, colour, size in stack:
+        style = {"line": {"width": 0, "color": colour}, "fillcolor": colour, "stackgroup": "kinds"}
+        drawn.append((name, times_s, size, style))
+    live = thinned(trace.start_s[:-1], trace.live_bytes, SAMPLES)
+    dashed = {"line": {"color": FAINT, "width": 1.1, "dash": "4px,3px"}}
+    drawn.append(("everything in memory", *live, dashed))
     if measured is not None:
-        samples = measured.memory.get("device", ())
-        size = np.array([sample.size_bytes for sample in samples], dtype=np.int64)
-        when_s = np.array([sample.time_s for sample in samples])
-        curves.append(("measured", *thinned(when_s, size, SAMPLES), {"color": MEASURED_COLOUR, "width": 1.4}))
-    for name, when_s, size, line in curves:
-        drawn.append(
-            go.Scatter(
-                x=when_s,
-                y=_rounded(size * sizes.factor),
-                name=name,
-                mode="lines",
-                line={**line, "shape": "hv"},
-                hovertemplate=f"%{{y:.2f}} {sizes.unit}",
-            )
+        curve = thinned(*device_samples(measured), SAMPLES)
+        drawn.append(("measured", *curve, {"line": {"color": MEASURED, "width": 1.4}}))
+    return [
+        go.Scatter(
+            x=when_s,
+            y=np.round(size * factor, 4),
+            name=name,
+            mode="lines",
+            line_shape="hv",
+            hovertemplate=f"%{{y:.2f}} {unit}",
+            **style,
         )
-    return drawn
+        for name, when_s, size, style in drawn
+    ]
 
 
-def _top(chart: Figure, trace: Trace, plan: Plan, predicted: Timeline, sizes: Sizes) -> float:
+def _top(chart: Figure, trace: Trace, plan: Plan, predicted: Timeline, factor: float) -> float:
     """Of the memory's axis: the in-memory peak, unless all else would be too low to see beside it."""
     used = max(plan.device_budget_bytes, predicted.peak_bytes)
     if trace.peak_bytes <= used * TALL:
-        return max(used, trace.peak_bytes) * sizes.factor * 1.06
+        return max(used, trace.peak_bytes) * factor * 1.06
     chart.add_annotation(
         text=f"everything in memory: up to {format_bytes(trace.peak_bytes)} \u2191",
         x=0.5,
         xref="paper",
-        y=used * CUT * sizes.factor,
+        y=used * CUT * factor,
         yref="y",
         yanchor="top",
         showarrow=False,
         font={"size": 12, "color": FAINT},
         bgcolor="rgba(255,255,255,0.85)",
     )
-    return used * CUT * sizes.factor
+    return used * CUT * factor
 
 
-def _budget_line(chart: Figure, plan: Plan, sizes: Sizes) -> None:
-    chart.add_hline(
-        y=plan.device_budget_bytes * sizes.factor, line={"color": INK, "width": 1.6}, row=1, col=1
-    )
+def _budget_line(chart: Figure, plan: Plan, factor: float) -> None:
+    chart.add_hline(y=plan.device_budget_bytes * factor, line={"color": INK, "width": 1.6}, row=1, col=1)
     chart.add_annotation(
         text=f"<b>budget</b><br>{format_bytes(plan.device_budget_bytes)}",
         x=1.006,
         xref="paper",
         xanchor="left",
-        y=plan.device_budget_bytes * sizes.factor,
+        y=plan.device_budget_bytes * factor,
         yref="y",
         showarrow=False,
         align="left",
     )
-
-
-def _sizes(largest_bytes: int) -> Sizes:
-    return Sizes("MiB", 2.0**-20) if largest_bytes < 2**31 else Sizes("GiB", 2.0**-30)
-
-
-def _rounded(values: Any) -> Any:
-    return np.round(values, 4)

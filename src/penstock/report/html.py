@@ -26,7 +26,7 @@ from penstock.report.rows import (
     tensor_texts,
 )
 from penstock.report.summary import CAUSE_TEXT, CAUSES, SPILL_TIERS, Summary, percent, summarise
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_seconds
 
 LONGEST_WAITS = 10
 HERE = Path(__file__).parent
@@ -202,14 +202,7 @@ def _policies(found: Sequence[Candidate], summary: Summary) -> str:
             f'<div class="track"><i style="width:{at(each.predicted_s)}"></i>'
             f'<s class="ideal" style="left:{at(each.ideal_s)}"></s>{bound}</div>'
         )
-        cells = [
-            format_seconds(each.predicted_s),
-            f"{each.over_ideal:.2f} x" if each.over_ideal is not None else "",
-            percent(each.gap) if each.gap is not None else "",
-            format_seconds(sum(each.stall_s.values())),
-            format_bytes(sum(each.written_bytes.values())),
-            str(each.recomputations or ""),
-        ]
+        cells = [*each.timing(), str(each.recomputations or "")]
         row = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
         lines.append(f'<tr{chosen}><td>{_text(entry.policy)}</td><td class="bar">{track}</td>{row}</tr>')
     titles = ("policy", "", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed")
@@ -267,19 +260,9 @@ def _waits(trace: Trace, timeline: Timeline) -> str:
 
 
 def _footer(trace: Trace, hardware: Hardware) -> str:
-    tiers = ", ".join(
-        f"{tier} {format_bytes(hardware.capacity_bytes(tier))}"
-        for tier in ("device", "host", "disk")
-        if hardware.capacity_bytes(tier)
-    )
-    links = ", ".join(
-        f"{link.replace('_', ' ')} {format_rate(rate)}"
-        for link in LINKS
-        if (rate := hardware.rate_bytes_per_s(link)) > 0
-    )
     name = f"{hardware.name}: " if hardware.name else ""
     times = "measured" if trace.measured else "estimated or given"
-    return f"Machine: {name}{tiers}; {links}. Kernel times are {times}. Made by penstock."
+    return f"Machine: {name}{hardware.in_numbers}. Kernel times are {times}. Made by penstock."
 
 
 def _table(titles: Sequence[str], lines: Sequence[str], words: Sequence[int] = ()) -> str:

@@ -15,13 +15,25 @@ from penstock.core.trace import Trace, within_budget
 from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
+# From the bottom of the stack to its top, with colours.
+KIND_COLOURS = {
+    "weight": "#56657a",
+    "optimizer_state": "#8b99ac",
+    "gradient": "#c8b68a",
+    "input": "#9dbb8f",
+    "activation": "#e9ae7d",
+    "workspace": "#d5dbe3",
+}
+assert set(KIND_COLOURS) == set(KINDS)
+RESERVED, RESERVED_COLOUR = "reserved for copies", "#eef1f5"
+SAMPLES = 1600  # of a curve, at most: about one for each pixel
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
     """One eviction of a plan, with the copies that carried it out.
 
-    written   the copy out; None where an earlier copy was still true
+    written   the copy out; None where an earlier copy was still valid
     read      the copy back; None where the tensor never left
     """
 
@@ -71,23 +83,44 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
     return changes.total()
 
 
-def stack_bytes(trace: Trace, plan: Plan, predicted: Timeline, points: int) -> tuple[FloatArray, IntArray]:
-    """At most ``points`` times [N], and bytes [N, len(KINDS) + 1] from each on.
+def layers(
+    trace: Trace, plan: Plan, predicted: Timeline
+) -> tuple[FloatArray, list[tuple[str, str, IntArray]]]:
+    """At most `SAMPLES` times [N], and from the bottom of the stack to its top what is on the device: name,
+    colour and bytes [N] from each time on. Kinds that are never there are left out.
 
-    The last column is what the simulator counts beyond the kinds: memory that copies have been given and do
+    The last layer is what the simulator counts beyond the kinds: memory that copies have been given and do
     not fill yet.
     """
     times_s, kinds = device_bytes_by_kind(trace, plan, predicted)
-    samples = predicted.memory.get("device", ())
-    if not samples or not len(times_s):
-        return times_s, np.pad(kinds, ((0, 0), (0, 1)))
-    sample_s = np.array([sample.time_s for sample in samples])
-    total = np.array([sample.size_bytes for sample in samples], dtype=np.int64)
-    grid = np.unique(np.concatenate([times_s, sample_s]))
-    by_kind = kinds[np.maximum(np.searchsorted(times_s, grid, side="right") - 1, 0)]
-    in_use = total[np.maximum(np.searchsorted(sample_s, grid, side="right") - 1, 0)]
-    beyond = np.maximum(in_use - by_kind.sum(axis=1), 0)
-    return thinned(grid, np.column_stack([by_kind, beyond]), points)
+    stack = np.pad(kinds, ((0, 0), (0, 1)))
+    if len(times_s) and predicted.memory.get("device"):
+        sample_s, total = device_samples(predicted)
+        grid = np.unique(np.concatenate([times_s, sample_s]))
+        by_kind = kinds[np.maximum(np.searchsorted(times_s, grid, side="right") - 1, 0)]
+        in_use = total[np.maximum(np.searchsorted(sample_s, grid, side="right") - 1, 0)]
+        beyond = np.maximum(in_use - by_kind.sum(axis=1), 0)
+        times_s, stack = thinned(grid, np.column_stack([by_kind, beyond]), SAMPLES)
+    found = [
+        (kind.replace("_", " "), colour, stack[:, KINDS.index(kind)]) for kind, colour in KIND_COLOURS.items()
+    ]
+    found.append((RESERVED, RESERVED_COLOUR, stack[:, len(KINDS)]))
+    return times_s, [layer for layer in found if layer[2].any()]
+
+
+def device_samples(timeline: Timeline) -> tuple[FloatArray, IntArray]:
+    """Times [N], from 0 to the end of the iteration, and the device bytes [N] in use from each on."""
+    samples = timeline.memory.get("device", ())
+    times_s, sizes = [sample.time_s for sample in samples], [sample.size_bytes for sample in samples]
+    if samples:
+        times_s = [0.0, *times_s, max(timeline.iteration_s, times_s[-1])]
+        sizes = [sizes[0], *sizes, sizes[-1]]
+    return np.array(times_s, dtype=np.float64), np.array(sizes, dtype=np.int64)
+
+
+def memory_unit(largest_bytes: int) -> tuple[str, float]:
+    """What sizes are drawn in, and how much of it a byte is."""
+    return ("MiB", 2.0**-20) if largest_bytes < 2**31 else ("GiB", 2.0**-30)
 
 
 def kernel_times(trace: Trace, timeline: Timeline) -> tuple[FloatArray, FloatArray]:

@@ -4,7 +4,7 @@
   const figure = read("figure");
   const data = read("data");
   const chart = document.getElementById("chart");
-  const way = document.getElementById("way");
+  const path = document.getElementById("path");
   const tip = document.getElementById("tip");
   const HALF = 0.36; // of a row's height, to either side of its middle
 
@@ -100,18 +100,18 @@
 
   function hide() {
     tip.style.display = "none";
-    way.replaceChildren();
+    path.replaceChildren();
   }
 
   function shape(name, attributes) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
     for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    way.append(element);
+    path.append(element);
   }
 
   // Every copy of one tensor, and dashes from where it left to where it came back.
   function outline(found) {
-    way.replaceChildren();
+    path.replaceChildren();
     const { x, y } = axes();
     const clamp = (value) => Math.min(Math.max(value, 0), x._length);
     const height = Math.abs(y.l2p(HALF) - y.l2p(-HALF));
@@ -148,7 +148,7 @@
       tip.append(element);
     });
     tip.style.display = "block";
-    // Above the streams, so that the way of a tensor stays in sight.
+    // Above the streams, so that the path of a tensor stays in sight.
     const box = chart.getBoundingClientRect();
     const left = event.clientX - box.left;
     const right = left + 18 + tip.offsetWidth > box.width;

@@ -5,66 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.core.columns import KINDS, PHASES
-from penstock.core.hardware import LINKS
+from penstock.core.columns import PHASES
 from penstock.core.plan import Plan
-from penstock.core.timeline import Span, Timeline
+from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.report.memory_by_kind import stack_bytes
+from penstock.report.memory_by_kind import device_samples, layers, memory_unit
+from penstock.report.rows import FAINT, GRID, INK, MEASURED, STALL_COLOURS, Row, rows
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-MEASURED = "#0b3c5d"
-PHASE_COLOURS = dict(zip(PHASES, ("#8fb8d0", "#33658a", "#b9a779"), strict=True))
 PHASE_SHADES = dict(zip(PHASES, ("#ffffff", "#f3f6f8", "#ffffff"), strict=True))
-OUT_OF_DEVICE, INTO_DEVICE, STALL = "#3a9188", "#8c6bb1", "#d1343c"
-# From the bottom of the stack to its top, with colours.
-KIND_COLOURS = {
-    "weight": "#56657a",
-    "optimizer_state": "#8b99ac",
-    "gradient": "#c8b68a",
-    "input": "#9dbb8f",
-    "activation": "#e9ae7d",
-    "workspace": "#d5dbe3",
-}
-assert set(KIND_COLOURS) == set(KINDS)
-RESERVED, RESERVED_COLOUR = "reserved for copies", "#eef1f5"
-LINK_COLOURS = {
-    "device_to_host": OUT_OF_DEVICE,
-    "host_to_device": INTO_DEVICE,
-    "disk_write": OUT_OF_DEVICE,
-    "disk_read": INTO_DEVICE,
-}
-LINK_ORDER = ("device_to_host", "disk_write", "disk_read", "host_to_device")
-assert set(LINK_ORDER) == set(LINKS)
 
 SIZE_INCHES, DOTS_PER_INCH = (16, 10), 100
-SAMPLES = 1600  # of a curve, at most: about one for each pixel
 SMALLEST_GAP = 1 / 2000  # of the time axis: bars closer than this are drawn as one
 
 Interval = tuple[float, float]
-
-
-class Row(NamedTuple):
-    """One line of the lower panel.
-
-    source   "predicted" or "measured"
-    bars     colour and intervals, drawn one over the other
-    note     what stands at its right
-    """
-
-    stream: str
-    source: str
-    bars: list[tuple[str, list[Interval]]]
-    note: str
 
 
 def plot(
@@ -85,14 +47,14 @@ def plot(
         raise PenstockError("pictures need matplotlib: pip install 'penstock[report]'") from error
 
     timelines = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
-    rows = _rows(trace, timelines)
+    stream_rows = rows(trace, predicted, measured)
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, facecolor="white")
     memory, streams = figure.subplots(
         2,
         1,
         sharex=True,
         gridspec_kw={
-            "height_ratios": [1.9, len(rows) / 6],
+            "height_ratios": [1.9, len(stream_rows) / 6],
             "hspace": 0.07,
             "left": 0.085,
             "right": 0.865,
@@ -103,7 +65,7 @@ def plot(
     end_s = max([trace.ideal_s, *(timeline.iteration_s for timeline in timelines.values())])
     memory.set_xlim(0, end_s or 1.0)
     _draw_memory(memory, trace, plan, timelines)
-    _draw_streams(streams, rows)
+    _draw_streams(streams, stream_rows, SMALLEST_GAP * end_s)
     phases = phase_intervals(trace, timelines.get("measured", predicted))
     for axes in (memory, streams):
         _shade_phases(axes, phases)
@@ -120,9 +82,8 @@ def plot(
 
 
 def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Timeline]) -> None:
-    unit, digits = ("MiB", 0) if plan.device_budget_bytes < 2**31 else ("GiB", 2)
-    scale = 1 / (2**20 if unit == "MiB" else 2**30)
-
+    unit, scale = memory_unit(max(trace.peak_bytes, plan.device_budget_bytes))
+    digits = 0 if unit == "MiB" else 2
     axes.stairs(
         trace.live_bytes * scale,
         trace.start_s,
@@ -135,7 +96,7 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
     )
     _draw_kinds(axes, trace, plan, timelines["predicted"], scale)
     if "measured" in timelines:
-        times_s, sizes = _curve(timelines["measured"])
+        times_s, sizes = device_samples(timelines["measured"])
         axes.step(
             times_s, sizes * scale, where="post", color=MEASURED, linewidth=1.3, label="measured", zorder=4
         )
@@ -176,35 +137,12 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
 
 def _draw_kinds(axes: Axes, trace: Trace, plan: Plan, predicted: Timeline, scale: float) -> None:
     """What the plan keeps on the device, kind upon kind."""
-    times_s, stack = stack_bytes(trace, plan, predicted, SAMPLES)
-    layers = [(kind, colour, stack[:, KINDS.index(kind)]) for kind, colour in KIND_COLOURS.items()]
-    layers.append((RESERVED, RESERVED_COLOUR, stack[:, len(KINDS)]))
+    times_s, stack = layers(trace, plan, predicted)
     below = np.zeros(len(times_s))
-    for name, colour, sizes in layers:
-        if sizes.any():
-            above = below + sizes * scale
-            axes.fill_between(
-                times_s,
-                below,
-                above,
-                step="post",
-                color=colour,
-                linewidth=0,
-                zorder=1,
-                label=name.replace("_", " "),
-            )
-            below = above
-
-
-def _curve(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """Times and device bytes in use from then on, to the end of the iteration."""
-    samples = timeline.memory.get("device", ())
-    times_s = [sample.time_s for sample in samples]
-    sizes = [sample.size_bytes for sample in samples]
-    if samples:  # what is in use before the first sample, and after the last
-        times_s = [0.0, *times_s, max(timeline.iteration_s, times_s[-1])]
-        sizes = [sizes[0], *sizes, sizes[-1]]
-    return np.array(times_s), np.array(sizes, dtype=np.float64)
+    for name, colour, sizes in stack:
+        above = below + sizes * scale
+        axes.fill_between(times_s, below, above, step="post", color=colour, linewidth=0, zorder=1, label=name)
+        below = above
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
@@ -218,46 +156,22 @@ def _apart(heights: Sequence[float], least: float) -> list[float]:
 # -- streams ---------------------------------------------------------------------------------------
 
 
-def _rows(trace: Trace, timelines: dict[str, Timeline]) -> list[Row]:
-    rows = []
-    links = [
-        link
-        for link in LINK_ORDER
-        if any(span.stream == link for timeline in timelines.values() for span in timeline.spans)
-    ]
-    for source, timeline in timelines.items():
-        bars = [
-            (colour, [interval for name, interval in phase_intervals(trace, timeline) if name == phase])
-            for phase, colour in PHASE_COLOURS.items()
-        ]
-        stalls = [(stall.start_s, stall.end_s) for stall in timeline.stalls]
-        rows.append(Row("compute", source, [*bars, (STALL, stalls)], _stall_note(timeline)))
-    for link in links:
-        for source, timeline in timelines.items():
-            spans = [span for span in timeline.spans if span.stream == link]
-            bars = [(LINK_COLOURS[link], _merged(_intervals(spans), timeline.iteration_s * SMALLEST_GAP))]
-            rows.append(Row(link, source, bars, format_bytes(timeline.moved_bytes(link))))
-    return rows
-
-
-def _stall_note(timeline: Timeline) -> str:
-    return f"{format_seconds(timeline.stall_s)} stalled" if timeline.stall_s else "no stall"
-
-
-def _draw_streams(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_streams(axes: Axes, rows: Sequence[Row], gap_s: float) -> None:
     place, places = 0.0, []
     for index, row in enumerate(rows):
         if index:
             place += 1.0 if rows[index - 1].stream == row.stream else 1.7
         places.append(place)
-        for colour, intervals in row.bars:
+        for number, colour in enumerate(row.colours):
+            is_stall = colour in STALL_COLOURS.values()
+            intervals = _merged(((bar[0], bar[1]) for bar in row.bars if bar[2] == number), gap_s)
             axes.broken_barh(
                 [(begin, end - begin) for begin, end in intervals],
                 (place - 0.42, 0.84),
                 color=colour,
-                alpha=0.5 if row.source == "predicted" and colour != STALL else 1.0,
+                alpha=0.5 if row.source == "predicted" and not is_stall else 1.0,
                 linewidth=0.6,  # the shortest can be seen, too
-                zorder=4 if colour == STALL else 3,
+                zorder=4 if is_stall else 3,
             )
         axes.annotate(
             row.note,
@@ -265,7 +179,7 @@ def _draw_streams(axes: Axes, rows: Sequence[Row]) -> None:
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize=10.5,
-            color=STALL if row.note.endswith("stalled") else FAINT,
+            color=row.note_colour,
         )
         axes.annotate(
             row.source,
@@ -291,10 +205,6 @@ def _draw_streams(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks([])
     axes.set_xlabel("seconds", color=INK, fontsize=12)
     _strip(axes)
-
-
-def _intervals(spans: Iterable[Span]) -> list[Interval]:
-    return [(span.start_s, span.end_s) for span in spans]
 
 
 def _merged(intervals: Iterable[Interval], gap_s: float) -> list[Interval]:

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.columns import KINDS, PHASES
+from penstock.core.hardware import LINKS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
 from penstock.report.memory_by_kind import Eviction, evictions
-from penstock.report.plot import FAINT, INTO_DEVICE, LINK_COLOURS, LINK_ORDER, OUT_OF_DEVICE, STALL
 from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies
 from penstock.units import format_bytes, format_seconds
 
+INK, FAINT, GRID, MEASURED = "#1f2933", "#7b8794", "#e4e7eb", "#0b3c5d"
+OUT_OF_DEVICE, INTO_DEVICE, STALL = "#3a9188", "#8c6bb1", "#d1343c"
+LINK_COLOURS = {
+    "device_to_host": OUT_OF_DEVICE,
+    "disk_write": OUT_OF_DEVICE,
+    "disk_read": INTO_DEVICE,
+    "host_to_device": INTO_DEVICE,
+}
+assert set(LINK_COLOURS) == set(LINKS)
 PHASE_COLOURS = dict(zip(PHASES, ("#9cc3dc", "#33658a", "#7d8f69"), strict=True))
 AGAIN_COLOURS = dict(zip(AGAIN, ("#e0a100", "#a9742f", "#c79a5b"), strict=True))
 STALL_COLOURS = dict(zip(CAUSES, (STALL, "#f08c3a"), strict=True))
@@ -28,14 +37,6 @@ LEGEND = {
     "out of the device": OUT_OF_DEVICE,
     "into the device": INTO_DEVICE,
 }
-STREAM_TITLES = {
-    "compute": "compute",
-    "device_to_host": "device to host",
-    "disk_write": "disk write",
-    "disk_read": "disk read",
-    "host_to_device": "host to device",
-}
-
 MOST_EVICTIONS = 5  # of one tensor that are put in words
 
 
@@ -43,6 +44,8 @@ MOST_EVICTIONS = 5  # of one tensor that are put in words
 class Row:
     """One line of bars.
 
+    source   "predicted" or "measured"
+    note     what stands at its right
     colours  of its groups of bars
     bars     (start_s, end_s, group, what, index), ascending by start; what: "k" a kernel, "t" a tensor's
              copy, "r", "c", "e" work of AGAIN, "s" a predicted stall and "m" a measured one
@@ -63,7 +66,7 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[R
     found = []
     for source, timeline in timelines.items():
         found.append(_compute(trace, source, timeline, both=measured is not None))
-    for link in LINK_ORDER:
+    for link, colour in LINK_COLOURS.items():
         if not any(span.stream == link for timeline in timelines.values() for span in timeline.spans):
             continue
         for source, timeline in timelines.items():
@@ -71,9 +74,8 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[R
             bars = sorted((span.start_s, span.end_s, 0, "t", span.index) for span in spans)
             busy = timeline.busy_s(link) / timeline.iteration_s if timeline.iteration_s else 0.0
             note = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
-            colours = (LINK_COLOURS[link],)
             title = _title(link, source, measured is not None)
-            found.append(Row(link, source, title, note, FAINT, colours, bars))
+            found.append(Row(link, source, title, note, FAINT, (colour,), bars))
     return found
 
 
@@ -98,7 +100,7 @@ def _compute(trace: Trace, source: str, timeline: Timeline, both: bool) -> Row:
 
 
 def _title(stream: str, source: str, both: bool) -> str:
-    name = f"<b>{STREAM_TITLES.get(stream, stream)}</b>"
+    name = f"<b>{stream.replace('_', ' ')}</b>"
     if not both:
         return name
     return name if source == "predicted" else "measured"
@@ -129,7 +131,7 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
         every[eviction.evict.tensor].append((eviction.evict.begin, lines))
     for entry in plan.recomputations:
         producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
-        text = [f"dropped during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
+        text = [f"released during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
         every[entry.tensor].append((entry.begin, text))
     for tensor, entries in every.items():
         texts[tensor] = tensor_text(trace, tensor)
@@ -160,7 +162,7 @@ def _eviction_text(trace: Trace, eviction: Eviction) -> list[str]:
     if eviction.written is not None:
         lines.append(f"to {evict.tier}{form}: {_when(eviction.written)}")
     else:
-        lines.append(f"to {evict.tier}: nothing to write, its copy is still true")
+        lines.append(f"to {evict.tier}: nothing to write, its copy is still valid")
     lines.append(f"away during {_span(trace, evict.begin, evict.end)}")
     asked = "on demand" if evict.prefetch_at == evict.end else f"asked at {evict.prefetch_at}"
     lines.append(f"back: {_when(eviction.read)}, {asked}")
@@ -208,9 +210,7 @@ def copies_waited_for(timeline: Timeline) -> list[list[Span]]:
 def _used_bytes(trace: Trace) -> list[int]:
     """[K] bytes of the tensors that each kernel uses."""
     used = np.zeros(trace.kernels, dtype=np.int64)
-    kernels = trace.uses.values
-    tensors = np.repeat(np.arange(trace.tensors), np.diff(trace.uses.starts))
-    np.add.at(used, kernels, trace.tensor_bytes[tensors])
+    np.add.at(used, trace.uses.values, trace.tensor_bytes[trace.uses.owners])
     result: list[int] = used.tolist()
     return result
 

@@ -79,6 +79,16 @@ class Summary:
             ("disk wear", str(self.disk_wear)),
         ]
 
+    def timing(self) -> tuple[str, ...]:
+        """For people: time, over the ideal, above the bound, stalls, bytes evicted."""
+        return (
+            format_seconds(self.predicted_s),
+            f"{self.over_ideal:.2f} x" if self.over_ideal is not None else "",
+            percent(self.gap) if self.gap is not None else "",
+            format_seconds(stalls) if (stalls := sum(self.stall_s.values())) else "none",
+            format_bytes(evicted) if (evicted := sum(self.written_bytes.values())) else "none",
+        )
+
     def bound_text(self) -> str:
         if self.gap is None:
             return "none proven"

@@ -5,12 +5,12 @@ Assumptions, each of which costs some accuracy:
 - Kernels take the time the trace states; copies do not slow them.
 - A link carries one copy at a time. Writes start in the order they were issued; so do reads, demands
   first. A latency passes before the bytes flow. Rates change while copies run: where the disk shares
-  the bus, its copy has its own rate, but at most half of the bus while a host copy goes the same way,
-  which has the rest; and a disk copy has its rate times ``hardware.duplex`` while the disk works in the
-  other direction.
+  the bus, its copy has its own rate, but at most half of the bus while a host copy goes in the same
+  direction, which has the rest; and a disk copy has its rate times ``hardware.duplex`` while the disk
+  works in the other direction.
 - Prefetches get memory in the order they were issued: one that does not fit holds up those behind it.
 - Before a kernel the compute stream compresses what leaves compressed, waits for what is due, expands
-  it, and makes again what was released, in this order.
+  it, and recomputes what was released, in this order.
 - Starting copies costs the compute stream ``hardware.copy_overhead_s`` each, right after they are issued:
   those of writes behind the kernel that they follow, those of prefetches before the kernel that issues them.
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
@@ -39,7 +39,8 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """What happens when ``plan`` runs: deterministic, and never corrected.
 
     A plan that needs more than its budget is carried out all the same; the peak shows it. Under a budget
-    that does not hold everything, what no kernel reads again leaves at once (see `released_after_last_use`).
+    that does not hold everything, what no kernel reads again leaves immediately (see
+    `released_after_last_use`).
     """
     trace = within_budget(trace, plan.device_budget_bytes)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, Hardware
+from penstock.core.memory_profile import kernels_as_run
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -91,27 +92,23 @@ class Replay:
 
     def __init__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> None:
         self.trace, self.hardware, self.budget_bytes = trace, hardware, budget_bytes
-        self._times = np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64)
-        self._workspaces = _column(trace.kernel_workspace_bytes)
         self._native = _native.Replay(trace_columns(trace), machine_columns(trace, hardware, budget_bytes))
 
     def run(
         self,
         intervals: Intervals,
-        kernel_time_s: FloatArray | None = None,
         record: bool = False,
         *,
-        variants: Sequence[int] | IntArray = (),
+        variants: Sequence[int] = (),
         stop_on_deadlock: bool = True,
     ) -> Result:
         """Carry out a plan.
 
-        kernel_time_s      [K] times in place of those of the trace and its variants
         record             keep every span, stall and change of memory
         variants           as in Plan
         stop_on_deadlock   without, what is needed takes memory above the budget, and the peak shows it
         """
-        columns = self._columns(intervals, variants, kernel_time_s)
+        columns = self._columns(intervals, variants)
         found = _checked(self._native.run, columns, record, stop_on_deadlock)
         device, host, disk = found["peak_bytes"]
         stopped = found["deadlock"] and stop_on_deadlock
@@ -126,7 +123,7 @@ class Replay:
             records={name: found[name] for name in ("spans", "stalls", "samples")} if record else {},
         )
 
-    def static_bytes(self, intervals: Intervals, *, variants: Sequence[int] | IntArray = ()) -> IntArray:
+    def static_bytes(self, intervals: Intervals, *, variants: Sequence[int] = ()) -> IntArray:
         """[K] device bytes at each kernel if every copy took no time: what the plan checker goes by."""
         found: IntArray = _checked(self._native.static_bytes, self._columns(intervals, variants))
         return found
@@ -135,29 +132,6 @@ class Replay:
         """[K] bytes that copies occupy during each kernel, on "host" and on "disk"."""
         host, disk = _checked(self._native.tier_bytes, self._columns(intervals))
         return {"host": host, "disk": disk}
-
-    def prefetch(
-        self,
-        intervals: Intervals,
-        start_s: FloatArray,
-        early: int = 0,
-        *,
-        variants: Sequence[int] | IntArray = (),
-    ) -> IntArray:
-        """[R] when to issue each prefetch: at the latest kernel at whose start it, and all after it on its
-        link, are in time; then up to `early` kernels sooner. Later where memory is short by the static rule:
-        prefetches never take it above the budget. One that is placed at `begin` never leaves.
-
-        start_s   [K + 1] when each kernel is expected to start, and the last to end; a [K] is continued
-                  with the last kernel's time
-        """
-        clock = np.ascontiguousarray(start_s, dtype=np.float64)
-        if len(clock) == self.trace.kernels and len(clock):
-            clock = np.append(clock, clock[-1] + self._times[-1])
-        found: IntArray = _checked(
-            self._native.prefetch, self._columns(intervals, variants), clock, int(early)
-        )
-        return found
 
     @cached_property
     def _unreachable(self) -> dict[int, str]:
@@ -174,17 +148,24 @@ class Replay:
     def _columns(
         self,
         intervals: Intervals,
-        variants: Sequence[int] | IntArray = (),
-        kernel_time_s: FloatArray | None = None,
+        variants: Sequence[int] = (),
     ) -> tuple[Any, ...]:
         for action, reason in self._unreachable.items():
             if (intervals.action == action).any():
                 raise InvalidArgument(reason)
-        times, workspaces = self._times, self._workspaces
-        if len(variants):
-            times, workspaces = _of_variants(self.trace, variants)
-        if kernel_time_s is not None:
-            times = np.ascontiguousarray(kernel_time_s, dtype=np.float64)
+        kernels, table = self.trace.kernels, self.trace.kernel_variants
+        if len(variants) not in (0, kernels):
+            raise InvalidArgument(
+                f"the plan has variants of {len(variants)} kernels; the trace has {kernels} kernels. "
+                "Make the plan from the same trace"
+            )
+        for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
+            if variants[kernel] >= (count := len(table[kernel]) if table else 0):
+                raise InvalidArgument(
+                    f"the plan runs variant {variants[kernel]} of kernel {kernel}, which has {count}: "
+                    "make the plan from the same trace"
+                )
+        times, workspaces = kernels_as_run(self.trace, variants)
         return (
             intervals.tensor,
             intervals.after,
@@ -192,8 +173,8 @@ class Replay:
             intervals.end,
             intervals.prefetch_at,
             intervals.action,
-            times,
-            workspaces,
+            np.ascontiguousarray(times, dtype=np.float64),
+            _column(workspaces),
         )
 
 
@@ -225,7 +206,7 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
     return {
         "kernels": count,
         "bytes": _column(trace.tensor_bytes),
-        "compressed": _compressed_bytes(trace),
+        "compressed": _column(trace.packed_bytes),
         "birth": _column(np.clip(trace.tensor_birth, 0, count)),
         "death": _column(np.clip(trace.tensor_death, 0, count)),
         "persistent": trace.tensor_persistent.astype(np.uint8),
@@ -237,7 +218,7 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
 
 def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
     """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
-    sizes = (trace.tensor_bytes, _compressed_bytes(trace))
+    sizes = (trace.tensor_bytes, trace.packed_bytes)
     return {
         "budget": budget_bytes,
         "shares_bus": hardware.disk_shares_bus,
@@ -255,13 +236,6 @@ def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict
     }
 
 
-def _compressed_bytes(trace: Trace) -> IntArray:
-    """[T] what each tensor takes as bitmask-CSR."""
-    if not len(trace.tensor_density):
-        return _column(trace.tensor_bytes)
-    return np.array([trace.compressed_bytes(tensor) for tensor in range(trace.tensors)], dtype=np.int64)
-
-
 def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
     """Bytes per second of each size alone on `link`, latency apart; 0 where there is no such link."""
     if link not in hardware.measured_rates:
@@ -269,23 +243,3 @@ def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
     sizes, which = np.unique(size_bytes, return_inverse=True)
     rates = [size / hardware.transfer_s(link, size) if size else 1.0 for size in sizes.tolist()]
     return np.array(rates, dtype=np.float64)[which]
-
-
-def _of_variants(trace: Trace, variants: Sequence[int] | IntArray) -> tuple[FloatArray, IntArray]:
-    """[K] times and workspaces of the kernels as they run."""
-    if len(variants) != trace.kernels:
-        raise InvalidArgument(
-            f"the plan has variants of {len(variants)} kernels; the trace has {trace.kernels} kernels. "
-            "Make the plan from the same trace"
-        )
-    times, workspaces = trace.kernel_time_s.copy(), _column(trace.kernel_workspace_bytes).copy()
-    for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
-        choices = trace.kernel_variants[kernel] if trace.kernel_variants else ()
-        if variants[kernel] >= len(choices):
-            raise InvalidArgument(
-                f"the plan runs variant {variants[kernel]} of kernel {kernel}, which has {len(choices)}: "
-                "make the plan from the same trace"
-            )
-        times[kernel] = choices[variants[kernel]].time_s
-        workspaces[kernel] = choices[variants[kernel]].workspace_bytes
-    return times, workspaces

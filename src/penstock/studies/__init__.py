@@ -1,1 +1,1 @@
-"""What no command and no other module uses: published results and devices, for benchmarks and tests only."""
+"""What no command and no other module uses: published traces and demand paging, for benchmarks and tests."""

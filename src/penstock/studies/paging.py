@@ -31,7 +31,6 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.hardware import Hardware
-from penstock.core.timeline import Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.studies.paging_flow import Flows
@@ -67,7 +66,7 @@ class PagingResult:
                    has no room) and nothing else anywhere
     start_s        [K + 1] when each kernel started, and the last ended, from the start of the iteration
     stall_s        [K] by how much each kernel took longer than with everything resident
-    faulted_bytes  [K] pages that each kernel found missing and not under way
+    faulted_bytes  [K] pages that each kernel found missing and not asked for
     moved_bytes    by link
     peak_bytes     the most device bytes in use
     """
@@ -80,17 +79,6 @@ class PagingResult:
     faulted_bytes: FloatArray
     moved_bytes: Mapping[str, int]
     peak_bytes: int
-
-    def timeline(self, trace: Trace) -> Timeline:
-        """The kernels, each after the wait for its pages. Links are not drawn: pages trickle."""
-        spans, stalls = [], []
-        for kernel, name in enumerate(trace.kernel_name):
-            start_s, end_s = float(self.start_s[kernel]), float(self.start_s[kernel + 1])
-            begin_s = min(start_s + float(self.stall_s[kernel]), end_s)
-            if begin_s > start_s:
-                stalls.append(Stall(start_s, begin_s, "prefetch", kernel))
-            spans.append(Span("compute", begin_s, end_s, name, kernel))
-        return Timeline(iteration_s=self.iteration_s, spans=tuple(spans), stalls=tuple(stalls))
 
 
 def simulate_paging(
@@ -275,7 +263,7 @@ class _Paging:
         )
 
     def _kernel(self, kernel: int, alive: Collection[int]) -> tuple[float, float]:
-        """Run one kernel: the seconds it took, and the bytes it found missing and not under way."""
+        """Run one kernel: the seconds it took, and the bytes it found missing and not asked for."""
         used = self.used[kernel]
         spared: set[int] = set()
         if self.correlated:

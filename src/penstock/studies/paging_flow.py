@@ -15,13 +15,13 @@ _OUT = ("", "device_to_host", "disk_write")
 
 
 class _Flow(NamedTuple):
-    """Pages of the first entry of a queue, and those that give way to them."""
+    """Pages of the first entry of a queue, and those that leave for them."""
 
     queue: Queue
     bytes_per_s: float
     victim: int  # key of a run, -1 where memory is free
     target: int
-    turns: bool  # the pages that leave join the queue at once: the head does not end before the run
+    turns: bool  # the pages that leave join the queue immediately: the head does not end before the run
 
 
 class _Lane:
@@ -54,7 +54,7 @@ class Flows:
     Of the queues, those of demands go first; in each kind the disk, the host and then fresh pages, as the
     slowest should start first. When the device is full, each page that comes in sends one out: to the
     host while that has room, otherwise to the disk. A page that comes from the host leaves
-    its room to the one that gives way.
+    its room to the one that leaves.
 
     drops_dead         pages of tensors that are not alive vanish without being written
     fresh_bytes_per_s  how fast untouched pages are mapped

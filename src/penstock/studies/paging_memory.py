@@ -1,4 +1,4 @@
-"""Where the pages of every tensor are while a device pages on demand, and who gives way next."""
+"""Where the pages of every tensor are while a device pages on demand, and which leave next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 1.0  # bytes: less than a byte is nothing, so that sums of floating 
 
 
 class Queue:
-    """Pages on their way to the device from one place, first come, first served.
+    """Pages to be copied to the device from one place, first come, first served.
 
     source   NOWHERE, HOST or DISK
     demand   a kernel waits for them; otherwise they are prefetched
@@ -69,7 +69,6 @@ class Memory:
     def __init__(self, size_bytes: Sequence[float], device_bytes: float, host_bytes: float) -> None:
         self.size_bytes = list(size_bytes)
         count = len(self.size_bytes)
-        self.on_device = [0.0] * count
         self.at = [list(self.size_bytes), [0.0] * count, [0.0] * count]  # by source: NOWHERE, HOST, DISK
         self.queued = [[0.0] * count for _ in range(3)]
         self.free_bytes = device_bytes
@@ -120,7 +119,6 @@ class Memory:
         """The first bytes of ``queue`` reach the device."""
         tensor, source = queue.tensor, queue.source
         self.free_bytes -= size_bytes
-        self.on_device[tensor] += size_bytes
         key = self._open.get(tensor)
         # Pages that arrive side by side interleave; they are kept as one run each. The oldest run is
         # about to leave, so that what arrives now must not join it.
@@ -145,7 +143,6 @@ class Memory:
         if run[1] <= TOLERANCE:
             size_bytes += run[1]
             del self._runs[key]
-        self.on_device[tensor] -= size_bytes
         self.free_bytes += size_bytes
         self.at[target][tensor] += size_bytes
         if target == HOST:

@@ -1,15 +1,12 @@
-"""Traces, schedules and results that others published, in the encodings that come with them.
+"""The published traces of G10 (Zhang et al., MICRO 2023): kernels timed on an A100, and their tensors.
 
-The traces are those of G10 (Zhang et al., MICRO 2023): kernels timed on an A100 and the tensors each
-of them uses. Numbers stay as published; what a trace does not say is not made up.
+Numbers stay as published; what a trace does not say is not made up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,9 +17,6 @@ from penstock.core.repeat import harmless_producers, sole_writers
 from penstock.core.trace import PUBLISHED_SCHEMA, Trace
 from penstock.errors import InvalidArgument, InvalidFile
 
-PLAN_SCHEMA = "plan/1"
-RESULTS_SCHEMA = "g10-published/1"
-
 ITEMSIZE = 4  # everything is fp32
 _KINDS = {
     "weight": "weight",
@@ -32,7 +26,6 @@ _KINDS = {
     "wgrad": "gradient",
     "workspace": "workspace",
 }
-_TIERS = {"evict_host": "host", "evict_ssd": "disk"}
 _NS = 1e-9
 
 
@@ -61,66 +54,6 @@ class _Trace(msgspec.Struct):
     source: str = ""
 
 
-class _Schedule(msgspec.Struct):
-    model: str
-    batch: int
-    ops: list[tuple[int, int, str]]
-
-
-class _Results(msgspec.Struct):
-    default_hw: dict[str, float]
-    names: dict[str, str]
-    fig11: dict[str, dict[str, float | None]]
-    fig15_batch: dict[str, dict[str, float | None]]
-    fig16_host: dict[str, dict[str, float]]
-    fig18_ssd: dict[str, str | dict[str, dict[str, float | None]]]
-
-
-class Operation(NamedTuple):
-    """One instruction of a published schedule.
-
-    kernel   at whose start it is issued
-    tensor   index in the trace
-    action   "evict" or "prefetch"
-    tier     where an eviction goes, "host" or "disk"; empty for a prefetch
-    """
-
-    kernel: int
-    tensor: int
-    action: str
-    tier: str
-
-
-class Schedule(NamedTuple):
-    """What one planner decided for one model and batch, in the order of issue."""
-
-    model: str
-    batch: int
-    operations: tuple[Operation, ...]
-
-
-class Results(NamedTuple):
-    """Published seconds an iteration, None where the policy failed. Cases are ``<model>-<batch>``.
-
-    setting     the machine of the experiments: names end in their units
-    policies    what the short names of policies stand for
-    figure_11   [case][policy]
-    figure_15   [case][policy], over batch sizes
-    figure_16   [case][GiB of host memory], G10 alone
-    figure_18   [case][GiB/s of the disk each way][policy], over a bus of 32 GiB/s
-    """
-
-    setting: Mapping[str, float]
-    policies: Mapping[str, str]
-    figure_11: Mapping[str, Mapping[str, float | None]]
-    figure_15: Mapping[str, Mapping[str, float | None]]
-    figure_16: Mapping[str, Mapping[float, float]]
-    figure_18: Mapping[str, Mapping[float, Mapping[str, float | None]]]
-
-
-Document = TypeVar("Document")
-
-
 def trace(path: str | Path) -> Trace:
     """The trace in a file of schema ``trace/1``, gzipped or not.
 
@@ -130,7 +63,7 @@ def trace(path: str | Path) -> Trace:
     one forward kernel alone writes it, does not read it, draws no random numbers (dropout) and
     writes nothing that outlives the iteration (the running statistics of a batch norm).
     """
-    document = _read(path, PUBLISHED_SCHEMA, _Trace)
+    document = _read(path)
     try:
         return _trace(document)
     except OverflowError as error:
@@ -143,7 +76,7 @@ def fault_times_s(path: str | Path) -> tuple[FloatArray, FloatArray]:
     """[K], [K] kernel times when all of the kernel's outputs, or everything that it uses, is faulted in
     from host memory page by page. Never less than with all resident: where it was measured as less,
     that time is given."""
-    kernels = _read(path, PUBLISHED_SCHEMA, _Trace).kernels
+    kernels = _read(path).kernels
     resident = np.array(kernels.ns, dtype=np.float64)
     columns = []
     for name in ("ns_output_uvm_fault", "ns_all_uvm_fault"):
@@ -154,51 +87,14 @@ def fault_times_s(path: str | Path) -> tuple[FloatArray, FloatArray]:
     return columns[0], columns[1]
 
 
-def schedule(path: str | Path) -> Schedule:
-    """The schedule in a file of schema ``plan/1``, gzipped or not."""
-    document = _read(path, PLAN_SCHEMA, _Schedule)
-    operations = []
-    for kernel, tensor, name in document.ops:
-        if name != "prefetch" and name not in _TIERS:
-            raise InvalidFile(
-                f"{path} holds the instruction {name!r}: prefetch, {', '.join(_TIERS)} are known"
-            )
-        action = "prefetch" if name == "prefetch" else "evict"
-        operations.append(Operation(kernel, tensor, action, _TIERS.get(name, "")))
-    return Schedule(document.model, document.batch, tuple(operations))
-
-
-def results(path: str | Path) -> Results:
-    """The published times in a file of schema ``g10-published/1``."""
-    document = _read(path, RESULTS_SCHEMA, _Results)
-    try:
-        return Results(
-            document.default_hw,
-            document.names,
-            document.fig11,
-            document.fig15_batch,
-            {
-                case: {float(host): time_s for host, time_s in row.items()}
-                for case, row in document.fig16_host.items()
-            },
-            {
-                case: {float(rate): row for rate, row in rows.items()}
-                for case, rows in document.fig18_ssd.items()
-                if not isinstance(rows, str)
-            },
-        )
-    except ValueError as error:
-        raise InvalidFile(f"{path} does not hold published results: {error}") from error
-
-
-def _read(path: str | Path, schema: str, kind: type[Document]) -> Document:
+def _read(path: str | Path) -> _Trace:
     source = files.read(path)
-    if source.schema != schema:
-        raise InvalidFile(f"{path} holds {source.schema!r}, not {schema!r}: give a file of that schema")
+    if source.schema != PUBLISHED_SCHEMA:
+        raise InvalidFile(f"{path} holds {source.schema!r}, not {PUBLISHED_SCHEMA!r}: give a published trace")
     try:
-        return msgspec.json.decode(source.data, type=kind)
+        return msgspec.json.decode(source.data, type=_Trace)
     except msgspec.MsgspecError as error:
-        raise InvalidFile(f"{path} is not a whole {schema} file: {error}") from error
+        raise InvalidFile(f"{path} is not a whole {PUBLISHED_SCHEMA} file: {error}") from error
 
 
 def _trace(document: _Trace) -> Trace:
@@ -213,13 +109,13 @@ def _trace(document: _Trace) -> Trace:
     kinds = [_KINDS[kind] for kind in _looked_up(document.tensor_kinds, tensors.kind, "tensor kind")]
     if not 0 <= document.loss_kernel < count:
         raise InvalidArgument(f"the loss is kernel {document.loss_kernel} of {count}")
-    inputs, outputs = _lists(kernels.inputs), _lists(kernels.outputs)
+    inputs, outputs = Lists.of(kernels.inputs), Lists.of(kernels.outputs)
     persistent = np.array([kind == "weight" for kind in kinds], dtype=np.bool_)
     birth, death = _lifetimes(count, total, inputs, outputs)
     death[persistent], birth[persistent] = count, 0
     phase = np.array([PHASES.index(_phase(name, k, document.loss_kernel)) for k, name in enumerate(names)])
     producers = _makers(names, kinds, phase, outputs)
-    made = Trace(
+    return Trace(
         kernel_name=tuple(names),
         kernel_time_s=np.array(kernels.ns, dtype=np.float64) * _NS,
         kernel_workspace_bytes=np.zeros(count, dtype=np.int64),
@@ -236,7 +132,6 @@ def _trace(document: _Trace) -> Trace:
         measured=False,
         notes={"model": document.model, "batch": str(document.batch), "source": document.source},
     )
-    return made
 
 
 def _looked_up(table: Sequence[str], indices: Sequence[int], what: str) -> list[str]:
@@ -245,19 +140,13 @@ def _looked_up(table: Sequence[str], indices: Sequence[int], what: str) -> list[
     return [table[index] for index in indices]
 
 
-def _lists(lists: Sequence[Sequence[int]]) -> Lists:
-    starts = np.zeros(len(lists) + 1, dtype=np.int64)
-    np.cumsum([len(entry) for entry in lists], out=starts[1:])
-    return Lists(starts, np.array(list(chain.from_iterable(lists)), dtype=np.int64))
-
-
 def _lifetimes(count: int, total: int, inputs: Lists, outputs: Lists) -> tuple[IntArray, IntArray]:
     """[T], [T]: first kernel that uses each tensor, and the one after the last; 0, 0 where none does."""
     first, last = np.full(total, count, dtype=np.int64), np.full(total, -1, dtype=np.int64)
     for lists in (inputs, outputs):
         if len(lists.values) and not 0 <= lists.values.min() <= lists.values.max() < total:
             raise InvalidArgument(f"a kernel uses a tensor that is not among the {total} of the file")
-        kernel = np.repeat(np.arange(count), np.diff(lists.starts))
+        kernel = lists.owners
         np.minimum.at(first, lists.values, kernel)
         np.maximum.at(last, lists.values, kernel)
     return np.minimum(first, last + 1), last + 1

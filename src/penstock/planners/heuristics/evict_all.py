@@ -1,4 +1,4 @@
-"""Evict whatever can leave: the plan of those who do not plan, and the least memory there is."""
+"""Evict whatever can leave: no planning, and the least memory that a step can have."""
 
 from __future__ import annotations
 

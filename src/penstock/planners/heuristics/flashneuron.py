@@ -119,9 +119,8 @@ def _buffered(trace: Trace) -> IntArray:
 
 def _kernel_bytes(trace: Trace) -> IntArray:
     """[K] bytes of the tensors that each kernel uses, and of its workspace."""
-    tensor = np.repeat(np.arange(trace.tensors), np.diff(trace.uses.starts))
     total: IntArray = trace.kernel_workspace_bytes.copy()
-    np.add.at(total, trace.uses.values, trace.tensor_bytes[tensor])
+    np.add.at(total, trace.uses.values, trace.tensor_bytes[trace.uses.owners])
     return total
 
 

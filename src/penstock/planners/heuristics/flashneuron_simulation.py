@@ -9,7 +9,6 @@ pass starts only when everything is offloaded, and returning tensors come to new
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.heuristics.prefetch import moved_bytes
 from penstock.planners.heuristics.vitality import boundary
+from penstock.planners.modnn.space import ManagedSpace
 from penstock.units import format_bytes, format_bytes_up
 
 
@@ -38,58 +38,13 @@ def simulate_flashneuron(
 ) -> Simulation:
     """What FlashNeuron's runtime does with these evictions, each tensor's only one.
 
-    Raises InvalidArgument where a tensor finds no free extent and nothing under way frees one.
+    Raises InvalidArgument where a tensor finds no free extent and no copy in progress frees one.
     """
     return _Run(trace, evictions, budget_bytes, hardware).run()
 
 
-class _Extents:
-    """Free extents of a space, ascending."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.begins, self.ends = [0], [size_bytes]
-        self.used: dict[int, tuple[int, int]] = {}
-
-    @property
-    def largest(self) -> int:
-        return max((end - begin for begin, end in zip(self.begins, self.ends, strict=True)), default=0)
-
-    def take(self, key: int, size: int, *, high: bool) -> bool:
-        """Give ``key`` the lowest or the highest place that holds it; whether there was one."""
-        indices = range(len(self.begins))
-        for index in reversed(indices) if high else indices:
-            begin, end = self.begins[index], self.ends[index]
-            if end - begin >= size:
-                place = (end - size, end) if high else (begin, begin + size)
-                self.used[key] = place
-                if end - begin == size:
-                    del self.begins[index], self.ends[index]
-                elif high:
-                    self.ends[index] = place[0]
-                else:
-                    self.begins[index] = place[1]
-                return True
-        return False
-
-    def release(self, key: int) -> None:
-        begin, end = self.used.pop(key)
-        index = bisect_left(self.begins, begin)
-        joins_before = index > 0 and self.ends[index - 1] == begin
-        joins_after = index < len(self.begins) and self.begins[index] == end
-        if joins_before and joins_after:
-            self.ends[index - 1] = self.ends[index]
-            del self.begins[index], self.ends[index]
-        elif joins_before:
-            self.ends[index - 1] = end
-        elif joins_after:
-            self.begins[index] = begin
-        else:
-            self.begins.insert(index, begin)
-            self.ends.insert(index, end)
-
-
 class _Run:
-    """The state of one simulation: writes and reads each wait in a queue of their own, one under way."""
+    """The state of one simulation: writes and reads each wait in a queue of their own, one in progress."""
 
     def __init__(
         self, trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
@@ -113,7 +68,7 @@ class _Run:
         read = np.zeros(trace.tensors, dtype=np.bool_)
         read[trace.inputs.values] = True
         self.scratch = (~read & ~trace.tensor_persistent).tolist()  # lives in the reserved workspace
-        self.space = _Extents(budget_bytes)
+        self.space = ManagedSpace(budget_bytes)
         self.now = 0.0
         self.writes: deque[int] = deque()
         self.reads: deque[int] = deque()
@@ -125,13 +80,13 @@ class _Run:
         trace = self.trace
         for tensor in range(trace.tensors):
             if self.persistent[tensor]:
-                self._require(self.space.take(tensor, self.size[tensor], high=False), tensor)
+                self._require(self._take(tensor), tensor)
         scratch = max(
             sum(self.size[tensor] for tensor in used if self.scratch[tensor]) for used in self.used_by
         )
         workspace = scratch + int(trace.kernel_workspace_bytes.max(initial=0))
         if workspace:
-            self._require(self.space.take(-1, workspace, high=False), -1)
+            self._require(self.space.allocate(-1, workspace, exact=False), -1)
         own = [sum(self.size[t] for t in used if not self.persistent[t]) for used in self.used_by]
         reserve = int((np.array(own) + trace.kernel_workspace_bytes).max(initial=0))
         issued: dict[int, list[int]] = {}
@@ -148,12 +103,8 @@ class _Run:
                 self._provide(tensor, kernel)
             self._until(self.now + float(trace.kernel_time_s[kernel]))
             for tensor in self.used_by[kernel]:
-                if (
-                    tensor in self.space.used
-                    and not self.persistent[tensor]
-                    and self.uses[tensor][-1] == kernel
-                ):
-                    self.space.release(tensor)
+                if tensor in self.space and not self.persistent[tensor] and self.uses[tensor][-1] == kernel:
+                    self.space.free(tensor)
             if kernel >= self.first_backward:
                 self._prefetch(waiting, kernel + 1, reserve)
         return Simulation(self.prefetch_at, self.now)
@@ -162,9 +113,8 @@ class _Run:
         """Wait until the tensor is there: allocated, and back."""
         if self.persistent[tensor] or self.scratch[tensor]:
             return
-        if tensor not in self.space.used:
-            high = tensor in self.evicted
-            while not self.space.take(tensor, self.size[tensor], high=high):
+        if tensor not in self.space:
+            while not self._take(tensor):
                 self._require(self._next(), tensor)
             if self.uses[tensor][0] != kernel:
                 self._read(tensor)
@@ -173,17 +123,22 @@ class _Run:
 
     def _prefetch(self, waiting: deque[int], kernel: int, reserve: int) -> None:
         """Issue the reads that fit, in the order of need, with ``reserve`` bytes left over."""
-        rest = self.space.largest - reserve
+        rest = self.space.largest_gap - reserve
         while waiting:
             tensor = waiting[0]
-            if self.evicted[tensor].end >= kernel and tensor not in self.space.used:
+            if self.evicted[tensor].end >= kernel and tensor not in self.space:
                 if rest <= self.size[tensor]:
                     return
-                self.space.take(tensor, self.size[tensor], high=True)
+                self._take(tensor)
                 self.prefetch_at[tensor] = kernel
                 self._read(tensor)
                 rest -= self.size[tensor]
             waiting.popleft()
+
+    def _take(self, tensor: int) -> bool:
+        """Whether there is a place: the highest for what is offloaded, the lowest for all others."""
+        size = self.size[tensor]
+        return self.space.allocate(tensor, size, exact=False, high=tensor in self.evicted)
 
     def _write(self, tensor: int) -> None:
         self.writes.append(tensor)
@@ -207,7 +162,7 @@ class _Run:
         if math.isinf(self.now):
             return False
         if self.write_end <= self.read_end:
-            self.space.release(self.writes.popleft())
+            self.space.free(self.writes.popleft())
             self.write_end = self.now + self.write_s[self.writes[0]] if self.writes else math.inf
         else:
             self.coming.remove(self.reads.popleft())
@@ -216,10 +171,10 @@ class _Run:
 
     def _require(self, done: bool, tensor: int) -> None:
         if not done:
-            size = self.size[tensor] if tensor >= 0 else self.space.largest
+            size = self.size[tensor] if tensor >= 0 else self.space.largest_gap
             raise InvalidArgument(
                 f"flashneuron finds no free extent of {format_bytes_up(size)} among those left of the device "
                 f"budget of {format_bytes(self.budget_bytes)}, the largest of which has "
-                f"{format_bytes(self.space.largest)}, and nothing under way frees one: raise the budget, or "
-                "choose a policy that moves other tensors too, such as g10"
+                f"{format_bytes(self.space.largest_gap)}, and no copy in progress frees one: raise the "
+                "budget, or choose a policy that moves other tensors too, such as g10"
             )

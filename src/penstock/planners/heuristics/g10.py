@@ -25,8 +25,7 @@ from penstock.core.columns import FloatArray
 from penstock.core.plan import Evict
 from penstock.planners.heuristics import cyclic
 from penstock.planners.heuristics.prefetch import advance
-from penstock.planners.heuristics.repair import evict_further
-from penstock.planners.heuristics.room import Room
+from penstock.planners.heuristics.room import Room, evict_further
 from penstock.planners.heuristics.traffic import Traffic
 from penstock.planners.heuristics.vitality import Candidates
 from penstock.planners.problem import Decision, Problem

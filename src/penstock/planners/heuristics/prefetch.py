@@ -29,8 +29,8 @@ def advance(
 ) -> tuple[Evict, ...]:
     """The same evictions, which return on demand as given, prefetched ahead where memory allows.
 
-    Those that come first in `evictions` get memory first. One that would come back at once stays where
-    it is, and is left out.
+    Those that come first in `evictions` get memory first. One that would come back immediately
+    stays on the device, and is left out.
 
     latest     by eviction: the kernel at which its prefetch should be issued; later where memory is short
     earliest   by eviction: once all are placed, each is moved to the first kernel from there on from which

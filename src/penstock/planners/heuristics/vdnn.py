@@ -13,8 +13,7 @@ import numpy as np
 from penstock.core.columns import BoolArray
 from penstock.core.trace import Trace
 from penstock.planners.heuristics.prefetch import advance
-from penstock.planners.heuristics.repair import evict_further
-from penstock.planners.heuristics.room import Room
+from penstock.planners.heuristics.room import Room, evict_further
 from penstock.planners.heuristics.vitality import Candidates, boundary
 from penstock.planners.problem import Decision, Problem
 

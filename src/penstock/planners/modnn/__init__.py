@@ -22,7 +22,7 @@ import math
 import time
 from dataclasses import replace
 
-from penstock.core.memory_profile import minimum_bytes, workspace_bytes
+from penstock.core.memory_profile import kernels_as_run, minimum_bytes
 from penstock.core.plan import Plan
 from penstock.errors import SpillSpaceFull
 from penstock.planners.modnn.forward import Pass
@@ -75,7 +75,7 @@ def _keep(problem: Problem) -> Decision | None:
     trace, budget = problem.trace, problem.budget_bytes
     fastest = tuple(algorithms(trace, kernel)[0].variant for kernel in range(trace.kernels))
     decision = Decision(variants=fastest if any(variant >= 0 for variant in fastest) else ())
-    workspaces = workspace_bytes(trace, decision.variants)
+    _, workspaces = kernels_as_run(trace, decision.variants)
     if int((trace.live_bytes - trace.kernel_workspace_bytes + workspaces).max(initial=0)) > budget:
         return None
     placement = place(trace, _draft(problem, decision), enough_bytes=budget)

@@ -44,7 +44,7 @@ class Pass:
                 entry is the workspace's
     until       [T + 1] the kernel that needs an idle tensor again
     idle        tensors that could leave by the trace, with their periods
-    away        those that are away, or on their way back
+    away        those that are away, or coming back
     absent      heap of (kernel that needs it, tensor) for what is not on the device; may hold stale entries
     """
 

@@ -1,4 +1,4 @@
-"""A managed stretch of device memory: who is where, and which gaps are left (moDNN section 3.3)."""
+"""A managed stretch of device memory: which block is where, and which gaps are left (moDNN section 3.3)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ class ManagedSpace:
         self.used_bytes = 0
         self._blocks: list[tuple[int, int, int]] = []  # address, end, owner; ascending
         self._gaps: list[tuple[int, int]] = [(0, size_bytes)] if size_bytes else []  # address, end; ascending
-        self._address: dict[int, int] = {}  # by owner
+        self._block_of: dict[int, tuple[int, int, int]] = {}  # by owner
 
     def __contains__(self, owner: int) -> bool:
-        return owner in self._address
+        return owner in self._block_of
 
     @property
     def free_bytes(self) -> int:
         return self.size_bytes - self.used_bytes
 
+    @property
+    def largest_gap(self) -> int:
+        return max((end - address for address, end in self._gaps), default=0)
+
     def has_gap(self, size_bytes: int) -> bool:
         return any(end - address >= size_bytes for address, end in self._gaps)
 
-    def allocate(self, owner: int, size_bytes: int) -> bool:
-        """Take the first gap of exactly the size, or else the first that fits; False where none does."""
+    def allocate(self, owner: int, size_bytes: int, *, exact: bool = True, high: bool = False) -> bool:
+        """Take the first gap that fits; False where none does.
+
+        exact   one of exactly the size comes before all others
+        high    from the highest address down, instead of from the lowest up
+        """
         found = -1
-        for index, (address, end) in enumerate(self._gaps):
-            length = end - address
-            if length == size_bytes:
+        for index in reversed(range(len(self._gaps))) if high else range(len(self._gaps)):
+            length = self._gaps[index][1] - self._gaps[index][0]
+            if length == size_bytes or (length > size_bytes and not exact):
                 found = index
                 break
             if length > size_bytes and found < 0:
@@ -42,17 +50,18 @@ class ManagedSpace:
         if found < 0:
             return False
         address, end = self._gaps[found]
+        block = (end - size_bytes, end, owner) if high else (address, address + size_bytes, owner)
         if end - address == size_bytes:
             del self._gaps[found]
         else:
-            self._gaps[found] = (address + size_bytes, end)
-        insort(self._blocks, (address, address + size_bytes, owner))
-        self._address[owner] = address
+            self._gaps[found] = (address, block[0]) if high else (block[1], end)
+        insort(self._blocks, block)
+        self._block_of[owner] = block
         self.used_bytes += size_bytes
         return True
 
     def free(self, owner: int) -> None:
-        index = bisect_left(self._blocks, (self._address.pop(owner),))
+        index = bisect_left(self._blocks, self._block_of.pop(owner))
         address, end, _ = self._blocks.pop(index)
         self.used_bytes -= end - address
         place = bisect_right(self._gaps, (address, end))
@@ -65,12 +74,11 @@ class ManagedSpace:
 
     def compact(self) -> None:
         """Move every block down, so that what is free is one gap."""
-        address, blocks = 0, []
-        for start, end, owner in self._blocks:
-            blocks.append((address, address + end - start, owner))
-            self._address[owner] = address
+        address, before, self._blocks = 0, self._blocks, []
+        for start, end, owner in before:
+            self._block_of[owner] = (address, address + end - start, owner)
+            self._blocks.append(self._block_of[owner])
             address += end - start
-        self._blocks = blocks
         self._gaps = [(address, self.size_bytes)] if address < self.size_bytes else []
 
     def owners(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where moDNN's copies go, which of them are still true, and when the links are free."""
+"""Where moDNN's copies go, which of them are still valid, and when the links are free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tiers:
         self.busy_until_s = dict.fromkeys(
             ("device_to_host", "disk_write", "host_to_device", "disk_read"), 0.0
         )
-        self._valid: dict[int, str] = {}  # by tensor: where its copy is that is still true
+        self._valid: dict[int, str] = {}  # by tensor: where its copy is that is still valid
         self._home: dict[int, tuple[str, int]] = {}  # by tensor: tier, and until when its copy has room
         self._seconds: dict[tuple[bool, str, int], float] = {}
 
@@ -51,11 +51,11 @@ class Tiers:
         return self._home[tensor][0]
 
     def written(self, tensor: int) -> None:
-        """A kernel writes the tensor: its copy is no longer true."""
+        """A kernel writes the tensor: its copy is no longer valid."""
         self._valid.pop(tensor, None)
 
     def write_s(self, tier: str, tensor: int) -> float:
-        """Seconds to copy the tensor out; 0 where a copy is still true."""
+        """Seconds to copy the tensor out; 0 where a copy is still valid."""
         return 0.0 if self._valid.get(tensor) == tier else self._transfer_s(True, tier, tensor)
 
     def read_s(self, tier: str, tensor: int) -> float:
@@ -94,7 +94,7 @@ class Tiers:
         )
 
     def _settled(self, tensor: int) -> bool:
-        """The next copy is on the tier of the last: it is still true, or that room is kept anyway."""
+        """The next copy is on the tier of the last: it is still valid, or that room is kept anyway."""
         if tensor not in self._home:
             return False
         return tensor in self._valid or bool(self.trace.tensor_persistent[tensor])

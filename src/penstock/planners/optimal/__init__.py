@@ -17,20 +17,21 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
+
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.errors import SpillSpaceFull
 from penstock.planners.optimal.lp.fractional import fractional_plan
-from penstock.planners.optimal.search.choices import Choices, choices
+from penstock.planners.optimal.search.choices import ActionArray, Choices, choices
 from penstock.planners.optimal.search.improve import Candidate, Improver
-from penstock.planners.optimal.search.rounding import ActionArray
 from penstock.planners.optimal.search.seeds import everything_away, of_intervals, seeds
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.variants import with_fastest, with_least_workspace
 from penstock.units import format_bytes, format_bytes_up
 
 GOOD_ENOUGH = 1.0005  # of the bound
-TEMPERATURES = (1e-4, 5e-5)  # of the searches at once, where the start is FAR from the bound or farther
+TEMPERATURES = (1e-4, 5e-5)  # of the searches side by side, where the start is FAR from the bound or farther
 FAR = 0.05
 ROUNDS = 5  # after each, all go on from the best
 SETTLED = 2e-4  # a round that gains less is the last
@@ -148,8 +149,8 @@ def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
         _warn_once(note)
         return problem.trace.fastest_s, None, note
-    fractional = fractional_plan(problem, time_limit_s=_SOLVING * problem.time_limit_s)
-    return max(fractional.bound_s, problem.trace.fastest_s), fractional.fractions, ""
+    fractional = fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s))
+    return fractional.bound_s, fractional.fractions, ""
 
 
 @cache
@@ -171,7 +172,8 @@ def _starts(
     def fitted(action: ActionArray) -> None:
         repaired = improver.repaired(action)
         if repaired is not None:
-            first = improver.improved(*repaired, evaluations=0, seconds=math.inf, target_s=0.0)
+            late = np.zeros_like(repaired)
+            first = improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0)
             if math.isfinite(first.iteration_s):
                 found.append(first)
 

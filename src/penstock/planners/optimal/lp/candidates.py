@@ -22,7 +22,7 @@ class EvictionCandidates:
                          the same number: one copy serves them all
     rank                 [P] the period's place among those of its version, in time
     opened               [P] begin of the first period of its version, maybe in the iteration before
-    lasting              [P] nothing ever writes the tensor: its copy stays true from one iteration to
+    lasting              [P] nothing ever writes the tensor: its copy stays valid from one iteration to
                          the next, and costs nothing
     size_bytes           [P]
     packed_bytes         [P] as bitmask-CSR; the size where that is not less
@@ -58,14 +58,12 @@ class EvictionCandidates:
         ready, lasting = _ready(trace, tensor, before, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
         size = trace.tensor_bytes[tensor]
-        packed = size.copy()
-        if compress:
-            packed = np.array([trace.compressed_bytes(entry) for entry in tensor.tolist()], dtype=np.int64)
+        packed = trace.packed_bytes[tensor] if compress else size.copy()
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
         if recompute and len(trace.tensor_recompute):
             producer = trace.tensor_recompute[tensor]
-            recompute_until = np.minimum(_recomputable_until(trace)[tensor], end)
+            recompute_until = np.minimum(trace.recomputable_until[tensor], end)
             possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
             recompute_s[possible] = kernel_time_s[producer[possible]]
         return cls(
@@ -104,24 +102,3 @@ def _versions(
     rank[order] = np.arange(len(version)) - first
     opened[order] = (begin - ready)[order[first]] + ready[order]
     return version, rank, opened
-
-
-def _recomputable_until(trace: Trace) -> IntArray:
-    """[T] last kernel before which each tensor can be recomputed: its producer's inputs are alive, and have
-    not been written since. -1 where nothing makes it."""
-    kernels = trace.kernels
-    until = np.full(trace.tensors, -1, dtype=np.int64)
-    persistent, death = trace.tensor_persistent.tolist(), trace.tensor_death.tolist()
-    for tensor, producer in enumerate(trace.tensor_recompute.tolist()):
-        if producer < 0:
-            continue
-        limit = kernels
-        for parent in trace.inputs[producer].tolist():
-            if not persistent[parent]:
-                limit = min(limit, death[parent] - 1)
-            written = trace.writers[parent]
-            place = int(np.searchsorted(written, producer, side="right"))
-            if place < len(written):
-                limit = min(limit, int(written[place]))  # before that kernel, it is still as it was
-        until[tensor] = limit
-    return until

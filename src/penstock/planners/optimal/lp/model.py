@@ -23,8 +23,6 @@ for its inputs, and no memory for what a codec works on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
@@ -32,7 +30,7 @@ from penstock.core.hardware import Hardware
 from penstock.planners.optimal.lp.candidates import EvictionCandidates
 from penstock.planners.optimal.lp.flows import Amounts, Flows, joined
 from penstock.planners.optimal.lp.slots import Slots
-from penstock.planners.optimal.lp.sparse import Builder, Program
+from penstock.planners.optimal.lp.sparse import Builder
 from penstock.simulator.actions import DISK, DISK_CSR, HOST, HOST_CSR, RECOMPUTE
 
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
@@ -41,60 +39,16 @@ _AS_DEAR = 1.5  # the same for the cost of recomputation
 _SCALE = 100.0  # what the peak and the time of an iteration are in the program's own units
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """One action in some of the periods: column `columns` [N] says how much of period `periods` [N] has it,
-    in the program's units."""
-
-    action: int
-    periods: IntArray
-    columns: IntArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LPModel:
-    """A Program, and where its parts are.
+    """A linear program, and where its parts are.
 
     unit_bytes, unit_s   what a unit of the program's sizes and times is
-    choices              one for each action that is possible
-    slot_columns         [S] length of each slot
-    memory_rows          [S] the budget at each slot's end; -1 where everything fits
-    link_rows            by link, [S] what it can carry; a link that nothing uses is not there
+    choices              (action, periods [N], columns [N]) for each action that is possible: column n says
+                         how much of period n has it, in the program's units
+    kernel_time_s        [K] the least time of each kernel
+    live_bytes           [K] the least bytes during each kernel with every tensor resident
     """
 
-    program: Program
-    unit_bytes: float
-    unit_s: float
-    choices: tuple[Choice, ...]
-    slot_columns: IntArray
-    memory_rows: IntArray
-    link_rows: dict[str, IntArray]
-
-
-def formulate(
-    candidates: EvictionCandidates,
-    slots: Slots,
-    hardware: Hardware,
-    kernel_time_s: FloatArray,
-    live_bytes: IntArray,
-    budget_bytes: int,
-) -> LPModel:
-    """kernel_time_s  [K] the least time of each kernel
-    live_bytes     [K] the least bytes during each kernel with every tensor resident
-    """
-    return _Formulation(candidates, slots, hardware, kernel_time_s, live_bytes, budget_bytes).model()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Charge:
-    """Work of the compute stream that ``amounts`` cost, somewhere within slots ``[first, last]``."""
-
-    first: IntArray
-    last: IntArray
-    amounts: Amounts
-
-
-class _Formulation:
     def __init__(
         self,
         candidates: EvictionCandidates,
@@ -125,33 +79,24 @@ class _Formulation:
         self.lengths = self.build.add_columns(self.count, upper=np.inf, lower=times, cost=1.0)
         self.time_rows = self.build.add_rows(self.count, times, np.inf)
         self.build.add(self.time_rows, self.lengths, 1.0)
-        self.choices: list[Choice] = []
-        self.charges: list[_Charge] = []
+        self.choices: list[tuple[int, IntArray, IntArray]] = []
+        # Work of the compute stream that amounts cost, somewhere within slots [first, last].
+        self.charges: list[tuple[IntArray, IntArray, Amounts]] = []
         self.traffic: dict[str, tuple[IntArray, IntArray]] = {}  # by tier: columns of writes, of reads
-
-    def model(self) -> LPModel:
         for tier, (raw, packed) in _TIERS.items():
             if self.hardware.capacity_bytes(tier) > 0:
                 self._tier(tier, raw, packed)
         self._recompute()
         self._charge()
         self._share_tensors()
-        link_rows = self._links()
-        return LPModel(
-            program=self.build.program(),
-            unit_bytes=self.unit_bytes,
-            unit_s=self.unit_s,
-            choices=tuple(self.choices),
-            slot_columns=self.lengths,
-            memory_rows=self.memory_rows,
-            link_rows=link_rows,
-        )
+        self._links()
+        self.program = self.build.program()
 
     # The actions in a period
 
     def _choose(self, action: int, periods: IntArray) -> Amounts:
         columns = self.build.add_columns(len(periods), upper=self.size[periods])
-        self.choices.append(Choice(action, periods, columns))
+        self.choices.append((action, periods, columns))
         return Amounts(columns, np.ones(len(periods)), self.size[periods])
 
     def _tier(self, tier: str, raw: int, packed: int) -> None:
@@ -294,61 +239,58 @@ class _Formulation:
             self.build.add(self.memory_rows[self.tight], ahead, -1.0 / float(cost[some].max()))
 
     def _leave(self, starts: IntArray, ends: IntArray, amounts: Amounts) -> None:
-        """Free at once, at the ends of slots ``[starts, ends)``."""
+        """Free immediately, at the ends of slots ``[starts, ends)``."""
         left = self.flows.level(starts, ends, amounts)
         self.build.add(self.memory_rows[self.tight], left[self.tight], 1.0)
 
     def _codec(self, first: IntArray, periods: IntArray, amounts: Amounts, bytes_per_s: float) -> None:
         cost = self.unit_bytes / bytes_per_s / self.unit_s
-        self.charges.append(_Charge(first, self.ends[periods], amounts.times(cost)))
+        self.charges.append((first, self.ends[periods], amounts.times(cost)))
 
     def _charge(self) -> None:
-        for charge in self.charges:
-            fixed = charge.first == charge.last
-            at_once = charge.amounts.where(fixed)
-            self.build.add(self.time_rows[charge.last[fixed] % self.count], at_once.columns, -at_once.weight)
+        for first, last, amounts in self.charges:
+            fixed = first == last
+            at_once = amounts.where(fixed)
+            self.build.add(self.time_rows[last[fixed] % self.count], at_once.columns, -at_once.weight)
             if not fixed.all():
                 free = ~fixed
-                work = self.flows.within(charge.first[free], charge.last[free], charge.amounts.where(free))
+                work = self.flows.within(first[free], last[free], amounts.where(free))
                 self.build.add(self.time_rows, work, -1.0)
 
     def _share_tensors(self) -> None:
         """The actions of a period share its tensor."""
         actions = np.zeros(len(self.candidates), dtype=np.int64)
-        for choice in self.choices:
-            actions[choice.periods] += 1
+        for _, periods, _ in self.choices:
+            actions[periods] += 1
         several = np.flatnonzero(actions > 1)
         row_of = np.full(len(self.candidates), -1, dtype=np.int64)
         row_of[several] = self.build.add_rows(len(several), -np.inf, self.size[several])
-        for choice in self.choices:
-            rows = row_of[choice.periods]
-            self.build.add(rows[rows >= 0], choice.columns[rows >= 0], 1.0)
+        for _, periods, columns in self.choices:
+            rows = row_of[periods]
+            self.build.add(rows[rows >= 0], columns[rows >= 0], 1.0)
 
     # The links
 
-    def _links(self) -> dict[str, IntArray]:
-        rows: dict[str, IntArray] = {}
+    def _links(self) -> None:
         for bus, disk, direction in (("device_to_host", "disk_write", 0), ("host_to_device", "disk_read", 1)):
             carried = {tier: columns[direction] for tier, columns in self.traffic.items()}
             if "disk" in carried:
-                rows[disk] = self._link(disk, [carried["disk"]])
+                self._link(disk, [carried["disk"]])
                 if not self.hardware.disk_shares_bus:
                     del carried["disk"]
             if carried:
-                rows[bus] = self._link(bus, list(carried.values()))
+                self._link(bus, list(carried.values()))
         if "disk" in self.traffic and not self.hardware.disk_shares_bus and self.hardware.duplex < 1:
             self._duplex()
-        return rows
 
-    def _link(self, link: str, carried: list[IntArray]) -> IntArray:
+    def _link(self, link: str, carried: list[IntArray]) -> None:
         rows = self.build.add_rows(self.count, 0.0, np.inf)
         self.build.add(rows, self.lengths, self._rate(link))
         for columns in carried:
             self.build.add(rows, columns, -1.0)
-        return rows
 
     def _duplex(self) -> None:
-        """Both ways at once, each at `duplex` of its rate: the corners of what a second can carry are
+        """Both directions at once, each at `duplex` of its rate: the corners of what a second can carry are
         (1, 0), (duplex, duplex) and (0, 1), in parts of the rates."""
         write, read = self._rate("disk_write"), self._rate("disk_read")
         other = min(1.0, (1 - self.hardware.duplex) / self.hardware.duplex)

@@ -53,11 +53,9 @@ def cut(
     candidates: EvictionCandidates,
     kernel_time_s: FloatArray,
     count: int,
-    alone: tuple[int, ...] = (),
 ) -> Slots:
     """About ``count`` slots with equal shares of time and of change of memory, or, where there are no more
-    kernels, one or two for each. The kernels in ``alone`` get slots of their own: where memory holds the
-    iteration up, what moves before a kernel, during it and after it should not be taken for one."""
+    kernels, one or two for each."""
     kernels = trace.kernels
     ends = np.zeros(2 * kernels, dtype=np.bool_)
     looked_at = (
@@ -66,8 +64,6 @@ def cut(
     ends[2 * looked_at] = True
     long = kernel_time_s[looked_at] >= _LONG * float(kernel_time_s.sum()) / max(count, 1)
     ends[2 * looked_at[long] + 1] = True
-    for kernel in alone:
-        ends[2 * kernel : 2 * kernel + 2] = True
     ends[-1:] = True
     return Slots(np.cumsum(ends) - ends, np.flatnonzero(ends))
 

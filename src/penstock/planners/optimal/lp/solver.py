@@ -28,15 +28,6 @@ class Solution:
     dual: FloatArray
 
 
-def available() -> bool:
-    """The solver is installed."""
-    try:
-        _highs()
-    except InvalidArgument:
-        return False
-    return True
-
-
 def solve(program: Program, time_limit_s: float) -> Solution:
     """By an interior point, and no further: the middle of what is optimal guides as well as a corner.
 

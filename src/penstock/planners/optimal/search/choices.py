@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.hardware import Hardware
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE
+
+ActionArray = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +47,12 @@ def choices(problem: Problem) -> Choices:
     trace = problem.trace
     tensor, begin, end, ready = trace.periods
     size_bytes = trace.tensor_bytes[tensor]
-    makes = _can_be_made(problem, tensor, end, ready)
-    allowed, cost_s = _ways(problem, tensor, size_bytes, makes)
     made_by = trace.tensor_recompute[tensor] if len(trace.tensor_recompute) else np.full(len(tensor), -1)
+    makes = np.zeros(len(tensor), dtype=np.bool_)
+    if problem.recompute:  # by the kernel that was the last to write the tensor
+        makes = (made_by >= 0) & (made_by == ready) & (end <= trace.recomputable_until[tensor])
+        makes &= (end < trace.kernels) & ~trace.tensor_persistent[tensor]
+    allowed, cost_s = _actions(problem, tensor, size_bytes, makes)
     return Choices(
         tensor=tensor,
         begin=begin,
@@ -65,18 +71,13 @@ def choices(problem: Problem) -> Choices:
     )
 
 
-def _ways(
+def _actions(
     problem: Problem, tensor: IntArray, size_bytes: IntArray, makes: BoolArray
 ) -> tuple[BoolArray, FloatArray]:
     trace, hardware = problem.trace, problem.hardware
     cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
     cost_s[:, KEEP] = 0.0
-    packed = size_bytes
-    if problem.compress and len(trace.tensor_density):
-        distinct, position = np.unique(tensor, return_inverse=True)
-        packed = np.array([trace.compressed_bytes(int(index)) for index in distinct], dtype=np.int64)[
-            position
-        ]
+    packed = trace.packed_bytes[tensor] if problem.compress else size_bytes
     coding_s = size_bytes / hardware.compress_bytes_per_s + size_bytes / hardware.expand_bytes_per_s
     for action, (tier, codec) in MOVES.items():
         if hardware.capacity_bytes(tier) <= 0:
@@ -95,7 +96,7 @@ def _ways(
 
 
 def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatArray:
-    """[P] seconds there and back, when nothing else is under way, and what the compute stream spends."""
+    """[P] seconds there and back, when nothing else is transferred, and what the compute stream spends."""
     distinct, position = np.unique(size_bytes, return_inverse=True)
     both = [
         hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
@@ -103,31 +104,3 @@ def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatA
     ]
     result: FloatArray = np.array(both, dtype=np.float64)[position]
     return result
-
-
-def _can_be_made(problem: Problem, tensor: IntArray, end: IntArray, writer: IntArray) -> BoolArray:
-    """[P] whether the tensor can be released and recomputed before kernel `end`.
-
-    The kernel that makes it must be the last that wrote it, and must find all that it reads alive and
-    as it was.
-    """
-    trace = problem.trace
-    possible: BoolArray = np.zeros(len(tensor), dtype=np.bool_)
-    if not problem.recompute or not len(trace.tensor_recompute) or not len(tensor):
-        return possible
-    kernel = trace.tensor_recompute[tensor]
-    possible = (kernel >= 0) & (kernel == writer) & (end < trace.kernels) & ~trace.tensor_persistent[tensor]
-    rows = np.flatnonzero(possible)
-    counts = np.diff(trace.inputs.starts)[kernel[rows]]
-    row = np.repeat(rows, counts)
-    parent = np.concatenate(
-        [trace.inputs[index] for index in kernel[rows].tolist()] or [np.zeros(0, np.int64)]
-    )
-    until = end[row]
-    alive = trace.tensor_persistent[parent] | (
-        (trace.tensor_birth[parent] <= kernel[row]) & (until < trace.tensor_death[parent])
-    )
-    written = trace.writers.last_below(parent, until)
-    unfit = ~alive | (written >= kernel[row]) | (parent == tensor[row])
-    possible[row[unfit]] = False
-    return possible

@@ -9,8 +9,7 @@ import numpy as np
 from penstock._native import PlanSearch
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.plan import Evict, Recompute
-from penstock.planners.optimal.search.choices import Choices
-from penstock.planners.optimal.search.rounding import ActionArray
+from penstock.planners.optimal.search.choices import ActionArray, Choices
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import MOVES, RECOMPUTE
 from penstock.simulator.replay import machine_columns, trace_columns
@@ -22,17 +21,17 @@ class Candidate:
 
     action       [P] what happens in each period
     late         [P] bool: the copy starts only before the period, though it could earlier
-    columns      tensor, after, begin, end, prefetch_at, action of each eviction interval
     iteration_s  what the replay says
+    columns      tensor, after, begin, end, prefetch_at, action of each eviction interval
     timed_out    the search stopped for want of time
     """
 
     action: ActionArray
     late: ActionArray
-    columns: tuple[IntArray, ...]
     iteration_s: float
-    evaluations: int = 0
-    timed_out: bool = False
+    columns: tuple[IntArray, ...]
+    evaluations: int
+    timed_out: bool
 
     def intervals(self) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
         """The same as parts of a Plan, each in the order that a Plan asks for."""
@@ -55,19 +54,15 @@ class Improver:
     def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
         """bias: [P, A] how much of each period each action has in the linear program."""
         self._search = PlanSearch(*search_columns(problem, choices, bias))
-        self._count = len(choices)
 
-    def repaired(
-        self, action: ActionArray, late: ActionArray | None = None
-    ) -> tuple[ActionArray, ActionArray] | None:
+    def repaired(self, action: ActionArray) -> ActionArray | None:
         """The nearest choice found that fits, without what it does not need; None where none was."""
-        found = self._search.repair(action, self._late(late))
-        return None if found is None else (np.asarray(found), self._late(late))
+        return self._search.repair(action)
 
     def improved(
         self,
         action: ActionArray,
-        late: ActionArray | None = None,
+        late: ActionArray,
         *,
         evaluations: int,
         seconds: float,
@@ -77,18 +72,13 @@ class Improver:
     ) -> Candidate:
         """The best found near a choice that fits, with all its prefetches placed.
 
+        late          [P] as in Candidate
         evaluations   how many changes are tried, of all that time allows
         target_s      an iteration time that is good enough
         temperature   how much worse a change may be at first, as a fraction of the iteration time
         """
-        found = self._search.improve(
-            action, self._late(late), evaluations, seconds, target_s, temperature, seed
-        )
-        new_action, new_late, iteration_s, columns, count, timed_out = found
-        return Candidate(new_action, new_late, tuple(columns), iteration_s, count, timed_out)
-
-    def _late(self, late: ActionArray | None) -> ActionArray:
-        return np.zeros(self._count, dtype=np.int8) if late is None else late
+        found = self._search.improve(action, late, evaluations, seconds, target_s, temperature, seed)
+        return Candidate(*found)
 
 
 def search_columns(
