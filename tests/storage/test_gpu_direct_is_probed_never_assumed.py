@@ -33,7 +33,6 @@ from penstock.storage.io_paths import IoPaths
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from penstock.storage.transports.memory import MemoryTransport
 
 # The contract, for what follows as `bench`.
 from tests.storage.test_transport_contract import (  # noqa: F401
@@ -56,6 +55,7 @@ from tests.storage.test_transport_contract import (  # noqa: F401
     test_what_other_programs_wrote_is_read,
 )
 from tests.support.kvikio_stand_in import CompatMode, StandIn
+from tests.support.memory_transport import MemoryTransport
 from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory
 
 WAY = "kvikio gpu-direct"
@@ -309,9 +309,8 @@ def test_spill_space_verifies_nothing_that_it_cannot_see(kvikio: StandIn, tmp_pa
 
 
 def test_the_page_cache_holds_nothing_of_it(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace(
-        tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, pinned="posix buffered")
-    ) as space:
+    paths = ["posix buffered", WAY]
+    with SpillSpace(tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, paths=paths)) as space:
         extent = space.allocate(MIB)
         assert extent.space == "page cache"
         with pytest.raises(InvalidArgument, match="directly"):

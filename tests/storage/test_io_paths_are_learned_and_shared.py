@@ -18,8 +18,8 @@ from penstock.storage.autotune.tables import Entry, Tables
 from penstock.storage.io_paths import IoPaths
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
-from penstock.storage.transports.memory import MemoryTransport
 from tests.support.families import iterate, small_gpt
+from tests.support.memory_transport import MemoryTransport
 
 MIB = 1 << 20
 
@@ -65,15 +65,6 @@ def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
         cycle(space, MIB, 5)
         assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
     assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path])}
-
-
-@pytest.mark.usefixtures("slow_and_fast")
-def test_a_pinned_way_is_the_only_one(tmp_path: Path) -> None:
-    with SpillSpace(
-        tmp_path, SpillOptions(paths=["slow direct", "fast direct"], pinned="slow direct")
-    ) as space:
-        cycle(space, MIB, 5)
-        assert space.moved_bytes_by_path == {"slow direct": 10 * MIB, "fast direct": 0}
 
 
 def entry(way: str, samples: int, s_per_byte: float) -> Entry:

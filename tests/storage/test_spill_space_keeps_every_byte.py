@@ -19,7 +19,7 @@ from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.stripes import STRIPE_BYTES
 from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
 MIB = 1 << 20

@@ -14,9 +14,9 @@ import pytest
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.files import open_file
 from penstock.storage.transports.contract import Completion, File, Request, Transport, move_fully
-from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.memory import MemoryTransport
 from penstock.storage.transports.native import PosixTransport
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory
 
 

@@ -30,9 +30,9 @@ from penstock.storage.transports.contract import (
     Transport,
     TransportUnavailable,
 )
-from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.memory import MemoryTransport
 from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.transports import (
     DATA,
     FILE_BYTES,

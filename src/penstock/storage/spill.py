@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from penstock.storage.aligned import align_up
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
-from penstock.storage.autotune.tables import Mode, Tables
+from penstock.storage.autotune.tables import Tables
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.io_paths import IoPath, IoPaths
@@ -51,7 +51,7 @@ class SpillOptions:
     page_cache_bytes  most bytes to leave in the page cache, which is memory: I/O paths that pass through it
                       are tried only if this is above zero
     paths             names of the I/O paths that may be used, None for all there are
-    mode, reexplore, pinned   as of Choice
+    reexplore         as of Choice
     tables_path       a file of I/O cost tables that other processes share: read at the beginning, added to by
                       `save_tables`, and on `close`
     verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
@@ -65,9 +65,7 @@ class SpillOptions:
     capacity_bytes: int | None = None
     page_cache_bytes: int = 0
     paths: Sequence[str] | None = None
-    mode: Mode = "write+read"
     reexplore: float = 0.005
-    pinned: str | Mapping[str, str] | None = None
     tables_path: Path | None = None
     verify: bool = False
     gpu: bool = False
@@ -110,9 +108,7 @@ class SpillSpace:
             self.device_kind = device_kind(directories)
             self.choice = Choice(
                 {path.name: path.medium for path in self.paths.values()},
-                mode=options.mode,
                 reexplore=options.reexplore,
-                pinned=options.pinned,
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
                 tables=read_tables(options.tables_path, self.device_kind) if options.tables_path else None,
             )

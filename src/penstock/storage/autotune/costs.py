@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from penstock.storage.autotune.tables import KINDS, Entry, Kind, Mode, medium_cost
+from penstock.storage.autotune.tables import KINDS, Entry, Kind
 
 EXPLORATIONS = 3  # of each path in the first transfers of a class: a median of three survives one outlier
 FAR = 3.0  # times the best: not worth a third exploration
@@ -149,12 +149,10 @@ class Medium:
 class SizeClass:
     """What is known of the sizes ``[2**number, 2**(number + 1))``.
 
-    pins       by kind: the path that the user wants
     entries    costs known from before: they count as first explorations
     copying    as of Medium
 
-    writable   the media that may be written to
-    home       the one that is, where it has room
+    home       the medium that is written to, where it has room
     earned_s   what each path was allowed to spend on explorations so far
     others     paths that share the exploration budget
     asks       transfers asked for after the first explorations
@@ -164,8 +162,6 @@ class SizeClass:
         self,
         number: int,
         paths: Mapping[str, str],
-        mode: Mode,
-        pins: Mapping[Kind, str],
         entries: Iterable[Entry],
         copying: Collection[str],
     ) -> None:
@@ -178,17 +174,10 @@ class SizeClass:
             kind: {record.path: record for medium in self.media.values() for record in medium.records(kind)}
             for kind in KINDS
         }
-        self.writable = [
-            medium
-            for medium in self.media.values()
-            if all(paths[path] == medium.name for path in pins.values())
-        ]
-        self.home = self.writable[0]
+        self.home = next(iter(self.media.values()))
         self.earned_s = 0.0
-        self.others = max(2 * sum(len(medium.writes) for medium in self.writable) - 2, 1)
+        self.others = max(2 * len(paths) - 2, 1)
         self.asks: dict[Kind, int] = {"write": 0, "read": 0}
-        self._mode = mode
-        self.pins = pins
         for entry in entries:
             record = self.records[entry.kind][entry.path]
             for _ in range(min(entry.samples, EXPLORATIONS)):
@@ -196,15 +185,8 @@ class SizeClass:
             record.loaded = True
             self.refresh(entry.kind, record)
 
-    def pinned(self, kind: Kind, among: Sequence[Medium]) -> PathCost | None:
-        """The pinned path, unless it cannot read what lies in these among."""
-        if (path := self.pins.get(kind)) is None:
-            return None
-        record = self.records[kind][path]
-        return record if any(medium.name == record.medium for medium in among) else None
-
     def best(self, kind: Kind, among: Sequence[Medium]) -> PathCost:
-        """The best known path in these among; its ``count`` is 0 where none is known."""
+        """The best known path of ``among``; its ``count`` is 0 where none is known."""
         if kind == "read":
             return among[0].best_read
         home = self.home if self.home.best_write.count and self.home in among else self._fastest(among)
@@ -213,14 +195,14 @@ class SizeClass:
     def refresh(self, kind: Kind, record: PathCost) -> None:
         """A cost of ``record`` was added: another path, or medium, may be the best now."""
         self.media[record.medium].refresh(kind)
-        if len(self.writable) > 1:
-            fastest, held = self._fastest(self.writable), self._cost(self.home)
+        if len(self.media) > 1:
+            fastest, held = self._fastest(self.media.values()), self._cost(self.home)
             if held == math.inf or self._cost(fastest) < held * (1 - MARGIN):
                 self.home = fastest
 
-    def _fastest(self, among: Sequence[Medium]) -> Medium:
-        """By the mode's account; by writes alone while no medium is measured in full."""
+    def _fastest(self, among: Iterable[Medium]) -> Medium:
+        """By its writes and reads together; by writes alone while no medium is measured in full."""
         return min(among, key=lambda medium: (self._cost(medium), medium.best_write.cost))
 
     def _cost(self, medium: Medium) -> float:
-        return medium_cost(self._mode, medium.best_write.cost, medium.best_read.cost)
+        return medium.best_write.cost + medium.best_read.cost

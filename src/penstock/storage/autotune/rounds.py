@@ -14,13 +14,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal, get_args
 
 from penstock.storage.autotune.costs import Medium, PathCost
-from penstock.storage.autotune.tables import MODES, Kind, Mode, aligned
+from penstock.storage.autotune.tables import Kind, aligned
 from penstock.units import format_bytes
 
 IN_PLAY = 1.5  # times the best: paths above it are not waited for, but the second best is
 POLICIES = ("First", "Running", "Best")
+
+Mode = Literal["write", "read", "write+read"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def pair(write: str, read: str) -> str:

@@ -15,9 +15,7 @@ from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_rate
 
 Kind = Literal["write", "read"]
-Mode = Literal["write", "read", "write+read"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def size_class(size_bytes: int) -> int:
@@ -28,13 +26,6 @@ def size_class(size_bytes: int) -> int:
     if size_bytes < 1:
         raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
     return size_bytes.bit_length() - 1
-
-
-def medium_cost(mode: Mode, write: float, read: float) -> float:
-    """What a medium costs by its best write and its best read, as ``mode`` counts: the least wins."""
-    if mode == "write":
-        return write
-    return read if mode == "read" else write + read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +58,7 @@ class Entry:
 class Row:
     """One path in one size class, for people. Rates are None where nothing was measured.
 
-    writes, reads   it is the fastest one, as the mode counts: what a choice with these tables uses
+    writes, reads   it is the fastest one: what a choice with these tables uses
     """
 
     class_bytes: int
@@ -87,14 +78,14 @@ class Tables:
 
     entries: tuple[Entry, ...] = ()
 
-    def rows(self, mode: Mode = "write+read") -> tuple[Row, ...]:
-        """By size class and medium, with the fastest paths marked as ``mode`` counts."""
+    def rows(self) -> tuple[Row, ...]:
+        """By size class and medium, with the fastest paths marked."""
         classes: dict[int, list[Entry]] = {}
         for entry in self.entries:
             classes.setdefault(entry.class_bytes, []).append(entry)
-        return tuple(row for size in sorted(classes) for row in _rows_of_class(mode, classes[size]))
+        return tuple(row for size in sorted(classes) for row in _rows_of_class(classes[size]))
 
-    def describe(self, mode: Mode = "write+read") -> str:
+    def describe(self) -> str:
         """The rows as text; ``*`` marks what is used."""
         heads = ("size from", "path", "medium", "write", "read", "samples")
         lines = [
@@ -106,7 +97,7 @@ class Tables:
                 _rate(row.read_bytes_per_s, row.reads),
                 f"{row.write_samples} + {row.read_samples}",
             )
-            for row in self.rows(mode)
+            for row in self.rows()
         ]
         return aligned([heads, *lines])
 
@@ -137,14 +128,14 @@ def _combine(a: Entry, b: Entry) -> Entry:
     )
 
 
-def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
+def _rows_of_class(entries: Sequence[Entry]) -> list[Row]:
     known = {(entry.kind, entry.medium, entry.path): entry for entry in entries}
     best: dict[str, dict[Kind, Entry]] = {}  # by medium
     for entry in entries:
         held = best.setdefault(entry.medium, {}).get(entry.kind)
         if held is None or entry.s_per_byte < held.s_per_byte:
             best[entry.medium][entry.kind] = entry
-    home = _fastest_medium(mode, best)
+    home = _fastest_medium(best)
     rows = []
     for medium, path in sorted({(entry.medium, entry.path) for entry in entries}):
         write, read = (known.get((kind, medium, path)) for kind in KINDS)
@@ -164,12 +155,12 @@ def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def _fastest_medium(mode: Mode, best: Mapping[str, Mapping[Kind, Entry]]) -> str:
+def _fastest_medium(best: Mapping[str, Mapping[Kind, Entry]]) -> str:
     """The medium of the least cost; by its writes alone where no medium is measured in full."""
 
     def costs(medium: str) -> tuple[float, float]:
         write, read = (best[medium][kind].s_per_byte if kind in best[medium] else math.inf for kind in KINDS)
-        return medium_cost(mode, write, read), write
+        return write + read, write
 
     return min(best, key=costs)
 
