@@ -67,23 +67,12 @@ class Region:
     def requests(self, transfer: Transfer, method: str) -> list[Request]:
         """What carries out the transfer, by that method: one for each file and run of stripes."""
         kind, address, priority = transfer.kind, transfer.address, transfer.priority
-        if len(self.files) == 1:
-            file, offset = self.files[0].file, transfer.extent.offset
-            size_bytes = transfer.size_bytes
-            return [Request(kind, file, offset, address, size_bytes, method, True, transfer, priority)]
+        files = self.files
         return [
-            Request(
-                kind,
-                self.files[segment.file].file,
-                segment.offset,
-                address + segment.begin,
-                segment.size_bytes,
-                method,
-                True,
-                transfer,
-                priority,
+            Request(kind, files[file].file, offset, address + begin, size, method, True, transfer, priority)
+            for file, offset, begin, size in self._stripes.segments(
+                transfer.extent.offset, transfer.size_bytes
             )
-            for segment in self._stripes.segments(transfer.extent.offset, transfer.size_bytes)
         ]
 
     def error(self, failed: Completion) -> SpillError:

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 from penstock.errors import SpillError
@@ -25,6 +26,7 @@ logger = logging.getLogger("penstock")
 CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A write or a read of spill space: asked for, under way, or over.
 
@@ -39,61 +41,27 @@ class Transfer:
     began_s                time.perf_counter() when it was handed to the transport
     """
 
-    __slots__ = (
-        "address",
-        "began_s",
-        "checked",
-        "error",
-        "explores",
-        "extent",
-        "failed",
-        "finished_s",
-        "keep",
-        "kind",
-        "left",
-        "measured",
-        "on_done",
-        "path",
-        "priority",
-        "queued_s",
-        "rehearsed",
-        "requests",
-        "scheduler",
-        "size_bytes",
-        "started_s",
-    )
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        kind: Kind,
-        path: IoPath,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        priority: int,
-        measured: bool,
-        checked: bool,
-    ) -> None:
-        self.scheduler = scheduler
-        self.kind: Kind = kind
-        self.path = path
-        self.extent = extent
-        self.address = address
-        self.size_bytes = size_bytes
-        self.keep = keep
-        self.on_done = on_done
-        self.priority = priority
-        self.measured = measured
-        self.checked = checked
-        self.explores = self.rehearsed = False
-        self.error: SpillError | None = None
-        self.started_s = self.finished_s = self.began_s = self.queued_s = 0.0
-        self.requests: Sequence[Request] = ()  # none once it is over
-        self.left = 0  # of several requests
-        self.failed: Completion | None = None
+    scheduler: Scheduler
+    kind: Kind
+    path: IoPath
+    extent: Extent
+    address: int
+    size_bytes: int
+    keep: object
+    on_done: OnDone
+    priority: int
+    measured: bool
+    explores: bool = False
+    rehearsed: bool = False
+    checked: bool = False
+    error: SpillError | None = None
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    began_s: float = 0.0
+    queued_s: float = 0.0
+    requests: Sequence[Request] = ()  # none once it is over
+    left: int = 0  # of several requests
+    failed: Completion | None = None
 
     def hurry(self) -> None:
         """Somebody waits for it now: it is a demand from here on. Costs little where that changes nothing."""

@@ -128,7 +128,7 @@ class SpillSpace:
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
-        self._asked_writes = self._asked_reads = 0
+        self._asked = {"write": 0, "read": 0}
         self._first_directory = directories[0]
         self._closed = False
 
@@ -248,27 +248,17 @@ class SpillSpace:
             else:  # it is written once more
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
-            self._asked_writes += not on_gpu
-            measured = explores or (not on_gpu and not self._asked_writes % _MEASURED_EVERY)
+            self._asked["write"] += not on_gpu
+            measured = explores or (not on_gpu and not self._asked["write"] % _MEASURED_EVERY)
             region, end = self._regions[extent.space], extent.offset + extent.size_bytes
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             rehearsed = measured and end > region.written_bytes
             region.written_bytes = max(region.written_bytes, end)
-        checked = not on_gpu and (checksum or self.options.verify)
         transfer = Transfer(
-            self._scheduler,
-            "write",
-            path,
-            extent,
-            address,
-            size_bytes,
-            keep,
-            on_done,
-            priority,
-            measured,
-            checked,
+            self._scheduler, "write", path, extent, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores, transfer.rehearsed = explores, rehearsed
+        transfer.checked = not on_gpu and (checksum or self.options.verify)
         # Pages of the page cache that are made by mapping them are small: the first time it is "buffered".
         method = "buffered" if rehearsed and path.method == "mapped" else path.method
         transfer.requests = region.requests(transfer, method)
@@ -297,23 +287,13 @@ class SpillSpace:
                 explore = priority != DEMAND or self._scheduler.is_idle("read")
                 path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
                 explores = self.choice.explores
-            self._asked_reads += not on_gpu
-            measured = explores or (not on_gpu and not self._asked_reads % _MEASURED_EVERY)
-        checked = not on_gpu and (extent.space, extent.offset) in self._checksums
+            self._asked["read"] += not on_gpu
+            measured = explores or (not on_gpu and not self._asked["read"] % _MEASURED_EVERY)
         transfer = Transfer(
-            self._scheduler,
-            "read",
-            path,
-            extent,
-            address,
-            size_bytes,
-            keep,
-            on_done,
-            priority,
-            measured,
-            checked,
+            self._scheduler, "read", path, extent, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores = explores
+        transfer.checked = not on_gpu and (extent.space, extent.offset) in self._checksums
         transfer.requests = self._regions[extent.space].requests(transfer, path.method)
         self._scheduler.submit(transfer)
         return transfer

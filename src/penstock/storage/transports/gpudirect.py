@@ -10,11 +10,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from penstock.storage.aligned import align_down, align_up
-from penstock.storage.transports.contract import File, OnComplete, Request, TransportUnavailable, move_fully
+from penstock.storage.transports.contract import File, Request, TransportUnavailable, move_fully
 from penstock.storage.transports.workers import Workers
 
 logger = logging.getLogger("penstock")
@@ -26,7 +26,7 @@ PIECE_BYTES = 4 << 20  # what kvikio itself makes of larger ones
 SMALLEST_BYTES = 16 << 10
 
 
-class GpuDirectTransport:
+class GpuDirectTransport(Workers):
     """Satisfies Transport; a request's address is a device pointer, of any CUDA device.
 
     A file that takes no direct I/O, or that cuFile refuses, fails with the errno of its registration;
@@ -44,21 +44,11 @@ class GpuDirectTransport:
     methods: tuple[str, ...] = ("gpu-direct",)
 
     def __init__(self, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
-        kvikio = _open_kvikio(threads)
-        self._files = _Files(kvikio)
-        self._workers = Workers(threads, "kvikio", self.methods, lambda: self._perform, piece_bytes)
-
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        self._workers.submit(requests, on_complete)
-
-    def cancel(self, requests: Sequence[Request]) -> int:
-        return self._workers.cancel(requests)
-
-    def hurry(self, requests: Sequence[Request]) -> None:
-        self._workers.hurry(requests)
+        self._files = _Files(_open_kvikio(threads))
+        super().__init__(threads, "kvikio", piece_bytes)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        if not self._workers.close(timeout_s):
+        if not super().close(timeout_s):
             return False
         self._files.close()
         return True
@@ -71,7 +61,7 @@ class GpuDirectTransport:
             return error.strerror
         return None
 
-    def _perform(self, request: Request, begin: int, end: int) -> int:
+    def perform(self, request: Request, begin: int, end: int) -> int:
         try:
             registered = self._files.registered(request.file)
         except OSError as error:

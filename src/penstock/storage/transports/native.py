@@ -13,15 +13,7 @@ import weakref
 from collections.abc import Sequence
 
 from penstock import _native
-from penstock.storage.transports.contract import (
-    DEMAND,
-    EVICT,
-    Completion,
-    OnComplete,
-    Request,
-    TransportUnavailable,
-)
-from penstock.storage.transports.workers import complete
+from penstock.storage.transports.contract import Completion, OnComplete, Request, TransportUnavailable
 
 logger = logging.getLogger("penstock")
 
@@ -32,9 +24,6 @@ PIECE_BYTES = 4 << 20
 SLOT_BYTES = 1 << 20
 SLOTS = 4
 EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
-
-# About what is copied in the time that another thread takes to wake up twice.
-_AT_ONCE_BYTES = 1 << 20
 
 
 class _NativeTransport:
@@ -71,23 +60,23 @@ class _NativeTransport:
         _open.add(self)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        tokens: list[int] = []
         for request in requests:
             if request.method not in self.methods:
-                for token in tokens:
-                    del self._requests[token]
                 raise ValueError(f"there is no method {request.method!r}, only {', '.join(self.methods)}")
-            tokens.append(token := next(self._tokens))
+        tokens = [next(self._tokens) for _ in requests]
+        for token, request in zip(tokens, requests, strict=True):
             self._requests[token] = (request, on_complete)
-        accepted = False
+        finished = None
         try:
-            accepted = self._transfers.submit(tokens, requests)
+            finished = self._transfers.submit(tokens, requests)
         finally:
-            if not accepted:
+            if finished is None:
                 for token in tokens:
                     del self._requests[token]
-        if not accepted:
+        if finished is None:
             raise ValueError("the transport is closed")
+        if finished:
+            _complete(self._requests, finished)
 
     def cancel(self, requests: Sequence[Request]) -> int:
         cancelled: int = self._transfers.cancel(self._tokens_of(requests))
@@ -145,37 +134,9 @@ class PosixTransport(_NativeTransport):
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__("blocking", 1, piece_bytes, SLOT_BYTES, threads, threads)
-        self._closed = False
-
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        if not self._closed and all(map(self._is_sound, requests)):
-            requests = [request for request in requests if not _moved_at_once(request, on_complete)]
-        if requests:
-            super().submit(requests, on_complete)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        self._closed = True
-        return super().close(timeout_s)
-
-    def _is_sound(self, request: Request) -> bool:
-        return request.method in self.methods and DEMAND <= request.priority <= EVICT
 
 
-def _moved_at_once(request: Request, on_complete: OnComplete) -> bool:
-    """Carry out a small request now. False: it is none, or would wait for the disk."""
-    if request.method != "buffered" or request.size_bytes > _AT_ONCE_BYTES:
-        return False
-    started_s = time.perf_counter()
-    error_number: int | None = _native.Transfers.move_now(request)
-    if error_number is None:
-        return False
-    complete(on_complete, Completion(request, error_number, started_s, time.perf_counter()))
-    return True
-
-
-def _complete(
-    requests: dict[int, tuple[Request, OnComplete]], finished: list[tuple[int, int, float, float, bool]]
-) -> None:
+def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:
     for token, error_number, started_s, finished_s, abandoned in finished:
         request, on_complete = requests.pop(token)
         if abandoned:
