@@ -168,12 +168,8 @@ void bind_transfers(nb::module_& module) {
       .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool]]"))
       .def(
           "close",
-          [](Transfers& self, std::optional<double> timeout_s) {
-            if (!timeout_s) return self.close();
-            return self.close(std::chrono::duration<double>(*timeout_s));
-          },
-          nb::arg("timeout_s") = nb::none(), nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("registered", &Transfers::registered);
+          [](Transfers& self, double timeout_s) { return self.close(std::chrono::duration<double>(timeout_s)); },
+          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace penstock

@@ -68,7 +68,6 @@ class Transfers {
   // too short: then the object must stay as long as the process. False also from a delivery, which what
   // was submitted may itself wait for.
   bool close(std::optional<std::chrono::duration<double>> timeout = {});
-  bool registered() const { return registered_; }
 
  private:
   struct Part;

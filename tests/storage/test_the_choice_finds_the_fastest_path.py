@@ -199,7 +199,7 @@ def test_transfers_asked_for_before_the_first_cost_are_spread() -> None:
     assert len(set(first[1:4])) == 3 and first[1:4] == first[4:7], "in turn, not one after the other"
 
 
-def test_after_the_first_explorations_the_best_known_path_is_used_while_others_are_under_path() -> None:
+def test_after_the_first_explorations_the_best_known_path_is_used_while_others_are_in_flight() -> None:
     choice = Choice(PATHS)
     for _ in range(3 * len(PATHS)):
         choice.path_to_write(MIB)

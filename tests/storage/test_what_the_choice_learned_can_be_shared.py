@@ -126,7 +126,6 @@ def test_rows_mark_what_is_used() -> None:
     assert [row.path for row in rows if row.reads] == ["posix direct"]
     rates = {row.path: row.write_bytes_per_s for row in tables.rows()}
     assert rates["posix mapped"] == pytest.approx(0.5e9)
-    assert all(text in tables.describe() for text in ("io_uring direct  disk", "500.00 MB/s  ", "GB/s *"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_an_entry_that_cannot_be_is_refused(change: dict[str, float]) -> None:
 
 
 def two_halves(steps: int = 150) -> ChoiceReport:
-    """A machine on which the best path changes a third of the path through."""
+    """A machine on which the best path changes a third of the way through."""
     machine, choice = Machine(COSTS, seed=3), Choice(PATHS, reexplore=0.05)
     train(choice, machine, [MIB] * 20, steps)
     machine.cost = Machine({**COSTS, "write": {**COSTS["write"], "io_uring staged": 0.4}}).cost

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.storage.transports.contract import OnComplete, Request, Transport
+from penstock.storage.transports.contract import FOR_EVER_S, OnComplete, Request, Transport
 from penstock.storage.transports.workers import Workers
 
 
@@ -42,7 +42,7 @@ class FaultyTransport(Workers):
     def hurry(self, requests: Sequence[Request]) -> None:
         self._inner.hurry(requests)
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         return super().close(timeout_s) and self._inner.close(timeout_s)
 
     def perform(self, request: Request, _begin: int, _end: int) -> int:

@@ -20,6 +20,7 @@ class MemoryTransport(Workers):
     delay_s       each request takes this long at least
     fault         gives the errno a request fails with, 0 for none; asked before each request
     short_bytes   at most so many bytes are moved at once
+    files         what the files hold, to be shared with other transports
     """
 
     methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
@@ -31,11 +32,12 @@ class MemoryTransport(Workers):
         delay_s: float = 0.0,
         fault: Callable[[Request], int] | None = None,
         short_bytes: int | None = None,
+        files: dict[int, bytearray] | None = None,
     ) -> None:
         self.delay_s = delay_s
         self.fault = fault
         self.short_bytes = short_bytes
-        self._files: dict[int, bytearray] = {}
+        self._files = {} if files is None else files
         self._lock = threading.Lock()
         super().__init__(threads, "memory")
 

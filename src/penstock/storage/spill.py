@@ -17,9 +17,8 @@ from penstock.storage.autotune.tables import Tables
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.io_paths import IoPath, IoPaths
-from penstock.storage.region import Region
+from penstock.storage.region import Region, SpillFile
 from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
-from penstock.storage.spillfile import SpillFile
 from penstock.storage.transports import DEMAND, EVICT, Completion
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
@@ -301,11 +300,7 @@ class SpillSpace:
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
-        region = self._regions[extent.space]
-        return [
-            (region.files[file].file.buffered, offset, begin, segment_bytes)
-            for file, offset, begin, segment_bytes in region.segments(extent, size_bytes)
-        ]
+        return self._regions[extent.space].segments(extent, size_bytes)
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""

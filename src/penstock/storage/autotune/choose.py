@@ -97,7 +97,7 @@ class Choice:
 
         Raises SpillSpaceFull where no path writes to any of them.
         """
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
         among = [medium for name, medium in known.media.items() if media is None or name in media]
         if not among:
             raise SpillSpaceFull(
@@ -114,7 +114,7 @@ class Choice:
 
         Report its cost to `observe`, or `withdraw` it. Raises InvalidArgument for an unknown medium.
         """
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
         if medium not in known.media:
             raise InvalidArgument(f"{medium!r} is no medium: media are {_list(known.media)}")
         return self._choose("read", known, [known.media[medium]], size_bytes, explore)
@@ -200,7 +200,7 @@ class Choice:
                     chosen = self._another(kind, known, among, best, size_bytes) or best
         elif chosen is None:
             chosen = self._neighbour(kind, known, among) or min(
-                (record for medium in among for record in medium.records(kind)), key=_tries
+                (record for medium in among for record in medium.records[kind]), key=_tries
             )
         self.explores = chosen is not best or best.count < SURE
         if self.explores:
@@ -220,7 +220,7 @@ class Choice:
         pending = (0.0, 0.0, 0.0)
         for medium in among:
             hope, median = _reading_back(medium, home) if kind == "write" else (0.0, 0.0)
-            for record in medium.records(kind):
+            for record in medium.records[kind]:
                 reserved_s = max(record.hope - best.cost + hope, 0.0) * size_bytes
                 if record is best or record.in_flight >= EXPLORATIONS:
                     continue
@@ -245,20 +245,13 @@ class Choice:
                 return known.records[kind][best.path]
         return None
 
-    def _class(self, size_bytes: int) -> SizeClass:
-        number = size_class(size_bytes)
-        known = self._classes.get(number)
-        if known is None:
-            known = self._new_class(number, ())
-        return known
-
-    def _new_class(self, number: int, entries: Iterable[Entry]) -> SizeClass:
+    def _new_class(self, number: int, entries: Iterable[Entry] = ()) -> SizeClass:
         known = self._classes[number] = SizeClass(number, self.paths, entries, self._copying)
         self._rounds[number] = {kind: Rounds(kind, list(known.media.values())) for kind in MODES}
         return known
 
     def _find(self, kind: Kind, size_bytes: int, path: str) -> tuple[SizeClass, PathCost]:
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
         if kind not in known.records:
             raise InvalidArgument(f"{kind!r} is no kind of transfer: kinds are {_list(KINDS)}")
         if (record := known.records[kind].get(path)) is None:
@@ -268,7 +261,7 @@ class Choice:
 
 def _first_exploration(kind: Kind, among: Sequence[Medium]) -> PathCost | None:
     """The path to try next, of those whose first explorations are not over."""
-    records = [record for medium in among for record in medium.records(kind)]
+    records = [record for medium in among for record in medium.records[kind]]
     chosen = _exploration(records)
     if chosen is None and not any(record.in_flight for record in records):
         for medium in among:
@@ -296,10 +289,10 @@ def _tries(record: PathCost) -> int:
 
 def _reading_back(medium: Medium, home: Medium) -> tuple[float, float]:
     """What reading from ``medium`` costs beyond reading from ``home``: with luck, and by medians."""
-    if medium is home or not home.best_read.count:
+    if medium is home or not home.best["read"].count:
         return 0.0, 0.0
-    hope = min(record.hope for record in medium.reads) - home.best_read.cost
-    return hope, medium.best_read.cost - home.best_read.cost if medium.best_read.count else 0.0
+    hope = min(record.hope for record in medium.records["read"]) - home.best["read"].cost
+    return hope, medium.best["read"].cost - home.best["read"].cost if medium.best["read"].count else 0.0
 
 
 def _list(names: Iterable[str]) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from penstock.errors import InvalidArgument
-from penstock.units import format_bytes, format_rate
 
 Kind = Literal["write", "read"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -85,22 +84,6 @@ class Tables:
             classes.setdefault(entry.class_bytes, []).append(entry)
         return tuple(row for size in sorted(classes) for row in _rows_of_class(classes[size]))
 
-    def describe(self) -> str:
-        """The rows as text; ``*`` marks what is used."""
-        heads = ("size from", "path", "medium", "write", "read", "samples")
-        lines = [
-            (
-                format_bytes(row.class_bytes),
-                row.path,
-                row.medium,
-                _rate(row.write_bytes_per_s, row.writes),
-                _rate(row.read_bytes_per_s, row.reads),
-                f"{row.write_samples} + {row.read_samples}",
-            )
-            for row in self.rows()
-        ]
-        return aligned([heads, *lines])
-
 
 def merge(a: Tables, b: Tables) -> Tables:
     """What two processes learned about devices of one kind: ``merge(a, b) == merge(b, a)``.
@@ -118,14 +101,7 @@ def merge(a: Tables, b: Tables) -> Tables:
 def _combine(a: Entry, b: Entry) -> Entry:
     samples = a.samples + b.samples
     median = (a.samples * a.s_per_byte + b.samples * b.s_per_byte) / samples
-    return Entry(
-        class_bytes=a.class_bytes,
-        kind=a.kind,
-        path=a.path,
-        medium=a.medium,
-        samples=samples,
-        s_per_byte=median,
-    )
+    return replace(a, samples=samples, s_per_byte=median)
 
 
 def _rows_of_class(entries: Sequence[Entry]) -> list[Row]:
@@ -163,18 +139,3 @@ def _fastest_medium(best: Mapping[str, Mapping[Kind, Entry]]) -> str:
         return write + read, write
 
     return min(best, key=costs)
-
-
-def _rate(rate_bytes_per_s: float | None, used: bool) -> str:
-    if rate_bytes_per_s is None:
-        return "-"
-    return format_rate(rate_bytes_per_s) + (" *" if used else "  ")
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text in columns; the first line is the head."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

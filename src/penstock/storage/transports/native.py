@@ -13,7 +13,13 @@ import weakref
 from collections.abc import Sequence
 
 from penstock import _native
-from penstock.storage.transports.contract import Completion, OnComplete, Request, TransportUnavailable
+from penstock.storage.transports.contract import (
+    FOR_EVER_S,
+    Completion,
+    OnComplete,
+    Request,
+    TransportUnavailable,
+)
 
 logger = logging.getLogger("penstock")
 
@@ -32,29 +38,23 @@ class _NativeTransport:
 
     depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
-    slot_bytes    size of a staging buffer, and of the operations on it
-    slots         staging buffers, in registered memory on huge pages where the system gives them
+    slots         staging buffers of `SLOT_BYTES`, in registered memory and huge pages where there are any
     threads       native threads
-
-    registered    whether the system registered the staging buffers; else it pins them at each use
 
     Raises TransportUnavailable where the system refuses it.
     """
 
     methods: tuple[str, ...]
 
-    def __init__(
-        self, kind: str, depth: int, piece_bytes: int, slot_bytes: int, slots: int, threads: int
-    ) -> None:
+    def __init__(self, kind: str, depth: int, piece_bytes: int, slots: int, threads: int) -> None:
         self._kind = kind
         self._tokens = itertools.count(1)
         self._requests: dict[int, tuple[Request, OnComplete]] = {}
         deliver = functools.partial(_complete, self._requests)  # without the transport, which it would keep
         try:
-            self._transfers = _native.Transfers(kind, depth, piece_bytes, slot_bytes, slots, threads, deliver)
+            self._transfers = _native.Transfers(kind, depth, piece_bytes, SLOT_BYTES, slots, threads, deliver)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
-        self.registered: bool = self._transfers.registered
         self._deliverer = threading.Thread(target=self._deliver, name=f"penstock-{kind}", daemon=True)
         self._deliverer.start()
         _open.add(self)
@@ -85,14 +85,14 @@ class _NativeTransport:
     def hurry(self, requests: Sequence[Request]) -> None:
         self._transfers.hurry(self._tokens_of(requests))
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
+        deadline_s = time.monotonic() + timeout_s
         ended: bool = self._transfers.close(timeout_s)
         if not ended:
             _keep_for_ever(self._transfers)
             return False
         if self._deliverer is not threading.current_thread():
-            self._deliverer.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            self._deliverer.join(max(deadline_s - time.monotonic(), 0.0))
             return not self._deliverer.is_alive()
         return True
 
@@ -113,14 +113,8 @@ class UringTransport(_NativeTransport):
 
     methods: tuple[str, ...] = ("direct", "staged", "buffered")
 
-    def __init__(
-        self,
-        depth: int = DEPTH,
-        piece_bytes: int = PIECE_BYTES,
-        slot_bytes: int = SLOT_BYTES,
-        slots: int = SLOTS,
-    ) -> None:
-        super().__init__("io_uring", depth, piece_bytes, slot_bytes, slots, 1)
+    def __init__(self) -> None:
+        super().__init__("io_uring", DEPTH, PIECE_BYTES, SLOTS, 1)
 
 
 class PosixTransport(_NativeTransport):
@@ -133,7 +127,7 @@ class PosixTransport(_NativeTransport):
     methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
-        super().__init__("blocking", 1, piece_bytes, SLOT_BYTES, threads, threads)
+        super().__init__("blocking", 1, piece_bytes, threads, threads)
 
 
 def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from penstock.storage.aligned import align_down
-from penstock.storage.transports.contract import DEMAND, EVICT, Completion, OnComplete, Request
+from penstock.storage.transports.contract import DEMAND, EVICT, FOR_EVER_S, Completion, OnComplete, Request
 
 logger = logging.getLogger("penstock")
 
@@ -80,14 +80,14 @@ class Workers:
                     job.priority = DEMAND
                     self._waiting[DEMAND].append(job)
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:
