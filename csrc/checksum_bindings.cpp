@@ -32,9 +32,9 @@ std::uint32_t copy_crc32c_at(std::uintptr_t destination, std::uintptr_t source, 
 }  // namespace
 
 void bind_checksum(nb::module_& module) {
-  module.def("crc32c", &crc32c_at, nb::arg("address"), nb::arg("size_bytes"), nb::arg("crc") = 0);
-  module.def("crc32c_of_bytes", &crc32c_of_bytes, nb::arg("data"), nb::arg("crc") = 0,
-             nb::sig("def crc32c_of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int"));
+  module.def("crc32c_at", &crc32c_at, nb::arg("address"), nb::arg("size_bytes"), nb::arg("crc") = 0);
+  module.def("crc32c", &crc32c_of_bytes, nb::arg("data"), nb::arg("crc") = 0,
+             nb::sig("def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int"));
   module.def("copy_crc32c", &copy_crc32c_at, nb::arg("destination"), nb::arg("source"), nb::arg("size_bytes"),
              nb::arg("crc") = 0);
   module.def("crc32c_combine", &crc32c_combine, nb::arg("first"), nb::arg("second"), nb::arg("second_bytes"));

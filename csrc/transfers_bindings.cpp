@@ -24,6 +24,9 @@ namespace penstock {
 
 namespace {
 
+// About what is copied in the time that another thread takes to wake up twice.
+constexpr std::uint64_t kAtOnceBytes = 1U << 20;
+
 Method method_of(std::string_view name) {
   if (name == "direct") return Method::direct;
   if (name == "staged") return Method::staged;
@@ -87,7 +90,9 @@ void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint
   {
     const nb::gil_scoped_release release;
     try {
-      new (self) Transfers(maker_of(kind, depth), {depth, piece_bytes, slot_bytes, slots, threads}, call);
+      Limits limits{depth, piece_bytes, slot_bytes, slots, threads};
+      if (kind == "blocking") limits.at_once_bytes = kAtOnceBytes;
+      new (self) Transfers(maker_of(kind, depth), limits, call);
     } catch (const std::system_error& failure) {
       error = failure.code().value();
     }
@@ -118,25 +123,21 @@ Request request_of(std::uint64_t token, const nb::tuple& fields) {
           priority_of(nb::cast<int>(fields[8]))};
 }
 
-bool submit(Transfers& self, const std::vector<std::uint64_t>& tokens, const nb::sequence& list) {
+// Those that were carried out at once; None after close.
+std::optional<nb::list> submit(Transfers& self, const std::vector<std::uint64_t>& tokens,
+                               const nb::sequence& list) {
   std::vector<Request> requests;
   requests.reserve(tokens.size());
   for (std::size_t index = 0; index < tokens.size(); ++index)
     requests.push_back(request_of(tokens[index], nb::cast<nb::tuple>(list[index])));
-  const nb::gil_scoped_release release;
-  return self.submit(requests);
-}
-
-// Gives 0 or an errno; None where the request would wait for the disk, or has to go on.
-std::optional<int> move_now(const nb::tuple& fields) {
-  const auto request = request_of(0, fields);
-  const Operation operation{request.write, request.target.cached, request.offset, request.address,
-                            static_cast<std::uint32_t>(request.size_bytes)};
-  const nb::gil_scoped_release release;
-  const auto moved = move_at_once(operation);
-  if (moved == static_cast<int>(operation.size_bytes)) return 0;
-  if (moved >= 0 || moved == -EAGAIN || moved == -EINTR || !request.write) return std::nullopt;
-  return -moved;
+  std::list<Finished> finished;
+  bool accepted;
+  {
+    const nb::gil_scoped_release release;
+    accepted = self.submit(requests, &finished);
+  }
+  if (!accepted) return std::nullopt;
+  return list_of(finished);
 }
 
 nb::list wait(Transfers& self) {
@@ -155,7 +156,6 @@ void bind_transfers(nb::module_& module) {
                         "Reads and writes by io_uring, or by blocking calls. Raises OSError where it is refused.")
       .def("__init__", &construct, nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
            nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads"), nb::arg("deliver"))
-      .def_static("move_now", &move_now, nb::arg("request"))
       .def("submit", &submit, nb::arg("tokens"), nb::arg("requests"))
       .def(
           "cancel",
@@ -168,12 +168,8 @@ void bind_transfers(nb::module_& module) {
       .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool]]"))
       .def(
           "close",
-          [](Transfers& self, std::optional<double> timeout_s) {
-            if (!timeout_s) return self.close();
-            return self.close(std::chrono::duration<double>(*timeout_s));
-          },
-          nb::arg("timeout_s") = nb::none(), nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("registered", &Transfers::registered);
+          [](Transfers& self, double timeout_s) { return self.close(std::chrono::duration<double>(timeout_s)); },
+          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace penstock

@@ -16,8 +16,10 @@ import msgspec
 from io_bench.measure import Tensors, rotated, settle, tensors_in_sample, timed
 from io_bench.rows import Spilled
 from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.rounds import aligned
+from penstock.storage.autotune.tables import Tables
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -212,6 +214,26 @@ def keep_in_flight(
         raise errors[0]
 
 
+def described(tables: Tables) -> str:
+    """The rows as text; ``*`` marks what is used."""
+
+    def rate(bytes_per_s: float | None, used: bool) -> str:
+        return "-" if bytes_per_s is None else format_rate(bytes_per_s) + (" *" if used else "  ")
+
+    lines = [
+        (
+            format_bytes(row.class_bytes),
+            row.path,
+            row.medium,
+            rate(row.write_bytes_per_s, row.writes),
+            rate(row.read_bytes_per_s, row.reads),
+            f"{row.write_samples} + {row.read_samples}",
+        )
+        for row in tables.rows()
+    ]
+    return aligned([("size from", "path", "medium", "write", "read", "samples"), *lines])
+
+
 class Choices:
     """The choice of each adaptive contender: one for its spaces of all sizes, and so one report."""
 
@@ -226,7 +248,7 @@ class Choices:
         return {
             name: {
                 "costs": msgspec.to_builtins(choice.tables()),
-                "costs_text": choice.tables().describe(),
+                "costs_text": described(choice.tables()),
                 "rounds": msgspec.to_builtins(choice.report()),
                 "rounds_text": choice.report().describe(),
             }

@@ -24,7 +24,7 @@ from penstock.storage.transports import PREFETCH
 
 KINDS = ("write", "write+fsync", "cold read", "warm read")
 IN_FLIGHT = ("write in flight", "read in flight")
-# A choice of ways has tried each of them several times after so many transfers, and settled.
+# A choice of I/O paths has tried each of them several times after so many transfers, and settled.
 SETTLING_TRANSFERS_PER_WAY = 5
 
 
@@ -197,10 +197,10 @@ class Spilled:
         waiting.wait()
 
     def settle(self, choosing: bool) -> None:
-        """Write and read until the file is written everywhere and a choice of ways has tried them all."""
+        """Write and read until the file is written everywhere and a choice has tried all I/O paths."""
         count = len(self.tensors.tensors)
-        ways = len(self.space.ways)
-        passes = -(-SETTLING_TRANSFERS_PER_WAY * ways // count)
+        paths = len(self.space.paths)
+        passes = -(-SETTLING_TRANSFERS_PER_WAY * paths // count)
         for _ in range(max(passes, 2) if choosing else 2):
             self.release()
             for index in range(count):

@@ -36,75 +36,55 @@ int setup(unsigned entries, io_uring_params& parameters) {
 
 }  // namespace
 
-Ring::Mapping::Mapping(int ring, std::size_t size_bytes, std::uint64_t what) : size_bytes_(size_bytes) {
-  auto* start = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring,
+void Ring::Unmap::operator()(std::byte* start) const { munmap(start, size_bytes); }
+
+Ring::Descriptor::~Descriptor() {
+  if (number >= 0) close(number);
+}
+
+Ring::Mapping Ring::map(std::size_t size_bytes, std::uint64_t what) const {
+  auto* start = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_.number,
                      static_cast<off_t>(what));
   if (start == MAP_FAILED) fail(errno, "mmap of an io_uring");
-  start_ = static_cast<std::byte*>(start);
-}
-
-Ring::Mapping::Mapping(Mapping&& other) noexcept { *this = std::move(other); }
-
-Ring::Mapping& Ring::Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(start_, other.start_);
-  std::swap(size_bytes_, other.size_bytes_);
-  return *this;
-}
-
-Ring::Mapping::~Mapping() {
-  if (start_ != nullptr) munmap(start_, size_bytes_);
-}
-
-Ring::Descriptor::~Descriptor() { reset(-1); }
-
-void Ring::Descriptor::reset(int number) {
-  if (number_ >= 0) close(number_);
-  number_ = number;
+  return {static_cast<std::byte*>(start), {size_bytes}};
 }
 
 Ring::Ring(unsigned depth) {
   io_uring_params parameters;
-  ring_.reset(setup(depth + 1, parameters));  // one more: the wait for a wake
+  ring_.number = setup(depth + 1, parameters);  // one more: the wait for a wake
   if (!(parameters.features & IORING_FEAT_RW_CUR_POS)) fail(ENOSYS, "io_uring of this kernel");  // 5.6
-  event_.reset(eventfd(0, EFD_CLOEXEC));
-  if (event_.get() < 0) fail(errno, "eventfd");
+  event_.number = eventfd(0, EFD_CLOEXEC);
+  if (event_.number < 0) fail(errno, "eventfd");
   const auto& sq = parameters.sq_off;
   const auto& cq = parameters.cq_off;
-  submissions_ =
-      Mapping(ring_.get(), sq.array + parameters.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
-  completions_ =
-      Mapping(ring_.get(), cq.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
-  entries_ = Mapping(ring_.get(), parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES);
-  submission_tail_ = submissions_.at<unsigned>(sq.tail);
-  submission_mask_ = submissions_.at<unsigned>(sq.ring_mask);
-  submission_array_ = submissions_.at<unsigned>(sq.array);
-  completion_head_ = completions_.at<unsigned>(cq.head);
-  completion_tail_ = completions_.at<unsigned>(cq.tail);
-  completion_mask_ = completions_.at<unsigned>(cq.ring_mask);
-  completion_entries_ = completions_.at<io_uring_cqe>(cq.cqes);
-  submission_entries_ = entries_.at<io_uring_sqe>(0);
+  // One mapping has both queues since 5.4.
+  queues_ = map(std::max(sq.array + parameters.sq_entries * sizeof(unsigned),
+                         cq.cqes + parameters.cq_entries * sizeof(io_uring_cqe)),
+                IORING_OFF_SQ_RING);
+  entries_ = map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES);
+  const auto number_at = [&](unsigned offset) { return reinterpret_cast<unsigned*>(queues_.get() + offset); };
+  submission_tail_ = number_at(sq.tail);
+  submission_mask_ = number_at(sq.ring_mask);
+  submission_array_ = number_at(sq.array);
+  completion_head_ = number_at(cq.head);
+  completion_tail_ = number_at(cq.tail);
+  completion_mask_ = number_at(cq.ring_mask);
+  completion_entries_ = reinterpret_cast<io_uring_cqe*>(queues_.get() + cq.cqes);
+  submission_entries_ = reinterpret_cast<io_uring_sqe*>(entries_.get());
   await_wake();
 }
 
-Ring::~Ring() = default;
-
 bool Ring::register_memory(std::byte* address, std::size_t size_bytes) {
   const iovec memory{address, size_bytes};
-  return syscall(SYS_io_uring_register, ring_.get(), IORING_REGISTER_BUFFERS, &memory, 1) == 0;
-}
-
-io_uring_sqe& Ring::next_entry(std::uint64_t tag) {
-  const auto index = (*submission_tail_ + prepared_) & *submission_mask_;
-  auto& entry = submission_entries_[index];
-  std::memset(&entry, 0, sizeof entry);
-  entry.user_data = tag;
-  submission_array_[index] = index;
-  ++prepared_;
-  return entry;
+  return syscall(SYS_io_uring_register, ring_.number, IORING_REGISTER_BUFFERS, &memory, 1) == 0;
 }
 
 void Ring::prepare(const Operation& operation, std::uint64_t tag) {
-  auto& entry = next_entry(tag);
+  const auto index = (*submission_tail_ + prepared_++) & *submission_mask_;
+  submission_array_[index] = index;
+  auto& entry = submission_entries_[index];
+  std::memset(&entry, 0, sizeof entry);
+  entry.user_data = tag;
   if (operation.registered) {
     entry.opcode = operation.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
   } else {
@@ -117,7 +97,7 @@ void Ring::prepare(const Operation& operation, std::uint64_t tag) {
 }
 
 void Ring::await_wake() {
-  prepare({false, event_.get(), 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_},
+  prepare({false, event_.number, 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_},
           kWakeTag);
 }
 
@@ -126,7 +106,7 @@ void Ring::enter(unsigned wait_for) {
   std::atomic_ref<unsigned>(*submission_tail_).fetch_add(prepared_, std::memory_order_release);
   auto left = std::exchange(prepared_, 0U);
   while (left > 0 || wait_for > 0) {
-    const auto taken = syscall(SYS_io_uring_enter, ring_.get(), left, wait_for, flags, nullptr, 0);
+    const auto taken = syscall(SYS_io_uring_enter, ring_.number, left, wait_for, flags, nullptr, 0);
     if (taken >= 0) {
       left -= std::min(left, static_cast<unsigned>(taken));
       if (left == 0) return;
@@ -159,7 +139,7 @@ bool Ring::next(Result& result) {
 void Ring::wake() {
   if (woken_.exchange(true)) return;
   const std::uint64_t one = 1;
-  while (write(event_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  while (write(event_.number, &one, sizeof one) < 0 && errno == EINTR) {
   }
 }
 

@@ -16,7 +16,7 @@ class Ring final : public Io {
   explicit Ring(unsigned depth);
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
-  ~Ring() override;
+  ~Ring() override = default;
 
   bool register_memory(std::byte* address, std::size_t size_bytes) override;
   void prepare(const Operation& operation, std::uint64_t tag) override;
@@ -26,44 +26,27 @@ class Ring final : public Io {
   void wake() override;
 
  private:
-  // A shared mapping of the ring's memory.
-  class Mapping {
-   public:
-    Mapping() = default;
-    Mapping(int ring, std::size_t size_bytes, std::uint64_t what);
-    Mapping(Mapping&& other) noexcept;
-    Mapping& operator=(Mapping&& other) noexcept;
-    ~Mapping();
-    template <typename T>
-    T* at(std::size_t offset) const {
-      return reinterpret_cast<T*>(start_ + offset);
-    }
-
-   private:
-    std::byte* start_ = nullptr;
-    std::size_t size_bytes_ = 0;
+  struct Unmap {
+    std::size_t size_bytes;
+    void operator()(std::byte* start) const;
   };
+  using Mapping = std::unique_ptr<std::byte, Unmap>;
   // Closes with the object.
-  class Descriptor {
-   public:
+  struct Descriptor {
     Descriptor() = default;
-    explicit Descriptor(int number) : number_(number) {}
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     ~Descriptor();
-    void reset(int number);
-    int get() const { return number_; }
-
-   private:
-    int number_ = -1;
+    int number = -1;
   };
 
+  // Of the ring's memory, shared with the kernel.
+  Mapping map(std::size_t size_bytes, std::uint64_t what) const;
   void enter(unsigned wait_for);
-  io_uring_sqe& next_entry(std::uint64_t tag);
   void await_wake();
 
   Descriptor ring_, event_;
-  Mapping submissions_, completions_, entries_;
+  Mapping queues_, entries_;
   unsigned *submission_tail_, *submission_mask_, *submission_array_;
   unsigned *completion_head_, *completion_tail_, *completion_mask_;
   io_uring_sqe* submission_entries_;

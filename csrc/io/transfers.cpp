@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "io/blocking.hpp"
 #include "threads.hpp"
 
 namespace penstock {
@@ -72,12 +73,32 @@ Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
 
 Transfers::~Transfers() { close(); }
 
-bool Transfers::submit(std::span<const Request> requests) {
+// Nothing: the request has to be handed over.
+std::optional<Finished> Transfers::try_now(const Request& request) const {
+  if (request.method != Method::buffered || request.size_bytes > limits_.at_once_bytes) return std::nullopt;
+  const auto size_bytes = static_cast<std::uint32_t>(request.size_bytes);
+  const auto started_s = now_s();
+  const auto moved =
+      move_at_once({request.write, request.target.cached, request.offset, request.address, size_bytes});
+  const bool whole = moved == static_cast<int>(size_bytes);
+  if (!whole && (moved >= 0 || moved == -EAGAIN || moved == -EINTR || !request.write)) return std::nullopt;
+  return Finished{request.token, whole ? 0 : -moved, started_s, now_s(), false};
+}
+
+bool Transfers::submit(std::span<const Request> requests, std::list<Finished>* at_once) {
+  if (at_once != nullptr) {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return false;
+  }
   // Cut before the lock is taken: the threads go on meanwhile.
   decltype(transfers_) transfers;
   std::array<Parts, kPriorities> parts;
   std::size_t count = 0;
   for (const auto& request : requests) {
+    if (const auto finished = at_once != nullptr ? try_now(request) : std::nullopt) {
+      at_once->push_back(*finished);
+      continue;
+    }
     auto transfer = std::make_unique<Transfer>();
     transfer->request = request;
     transfer->result.emplace_back();

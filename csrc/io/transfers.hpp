@@ -32,6 +32,7 @@ struct Limits {
   // With so many bytes in flight, only a demand begins: what the kernel has is not recalled, and a demand
   // waits for the disk behind it.
   std::uint64_t background_bytes = 16U << 20;
+  std::uint64_t at_once_bytes = 0;  // largest buffered request that is carried out by who submits it
 };
 
 struct Finished {
@@ -54,8 +55,9 @@ class Transfers {
   ~Transfers();
 
   // Begins the requests. False, and nothing begins, after close. So too where memory is short: then it throws
-  // std::bad_alloc. What has begun needs no more memory to end.
-  bool submit(std::span<const Request> requests);
+  // std::bad_alloc. What has begun needs no more memory to end. Into `at_once` go small requests that need no
+  // wait for a device: copying takes less time than handing them over.
+  bool submit(std::span<const Request> requests, std::list<Finished>* at_once = nullptr);
   // Ends with ECANCELED those of which nothing has begun. Gives how many.
   std::size_t cancel(std::span<const std::uint64_t> tokens);
   // Makes demands of the requests: of those that wait, they begin first from now on.
@@ -66,7 +68,6 @@ class Transfers {
   // too short: then the object must stay as long as the process. False also from a delivery, which what
   // was submitted may itself wait for.
   bool close(std::optional<std::chrono::duration<double>> timeout = {});
-  bool registered() const { return registered_; }
 
  private:
   struct Part;
@@ -94,6 +95,7 @@ class Transfers {
     std::thread thread;
   };
 
+  std::optional<Finished> try_now(const Request& request) const;
   void run(Worker& worker);
   void serve(Worker& worker, Io& io);
   void hand_out();

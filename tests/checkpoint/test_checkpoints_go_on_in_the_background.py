@@ -20,9 +20,9 @@ from penstock.checkpoint import background
 from penstock.checkpoint.file import transfers
 from penstock.errors import CheckpointError
 from penstock.storage.transports.contract import OnComplete, Request, Transport
-from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.native import PosixTransport
 from tests.support.families import iterate, small_gpt, weights
+from tests.support.faulty_transport import FaultyTransport
 from tests.support.states import STATES, numbers, same
 
 

@@ -21,8 +21,8 @@ from penstock.checkpoint.file.memory import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.transports.contract import OnComplete, Request
-from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.native import PosixTransport
+from tests.support.faulty_transport import FaultyTransport
 from tests.support.states import numbers, same
 
 OLD = {"old": numbers(50)}

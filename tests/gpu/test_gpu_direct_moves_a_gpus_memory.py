@@ -18,7 +18,6 @@ import torch.nn.functional as F
 import penstock
 from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
-from penstock.storage.files import open_file
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
@@ -46,14 +45,14 @@ from tests.storage.test_transport_contract import (  # noqa: F401
     test_what_other_programs_wrote_is_read,
 )
 from tests.support.families import _Gpt
-from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference
+from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference, open_file
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-WAY = "kvikio gpu-direct"
+GPU_DIRECT = "kvikio gpu-direct"
 MIB = 1 << 20
 
 
@@ -144,7 +143,7 @@ def test_a_file_that_is_open_for_reading_only_cannot_be_written(tmp_path: Path) 
 def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
     size = 3 * MIB + 1001
     with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
-        assert space.gpu_direct == WAY
+        assert space.gpu_direct == GPU_DIRECT
         transfers: list[Transfer] = []
         over = threading.Semaphore(0)
 
@@ -178,7 +177,7 @@ def test_the_trial_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
     before = torch.cuda.get_rng_state()
     with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
         paths = Paths(space, torch.device("cuda"))
-        assert paths.choice is not None and {*paths.choice.paths} == {BOUNCE, WAY}
+        assert paths.choice is not None and {*paths.choice.paths} == {BOUNCE, GPU_DIRECT}
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
@@ -203,7 +202,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
 
 @pytest.mark.usefixtures("usable", "reproducible")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ways", [None, WAY])
+@pytest.mark.parametrize("ways", [None, GPU_DIRECT])
 def test_every_family_keeps_its_bits(
     name: str, ways: str | None, tmp_path: Path, machine: penstock.Hardware
 ) -> None:
@@ -232,7 +231,7 @@ def train_gpt(**how: Any) -> tuple[list[str], penstock.Report | None]:
 
 
 @pytest.mark.usefixtures("usable", "reproducible")
-@pytest.mark.parametrize("ways", [None, WAY, "posix direct"])
+@pytest.mark.parametrize("ways", [None, GPU_DIRECT, "posix direct"])
 def test_a_pinned_path_is_the_one_that_is_taken(
     ways: str | None, tmp_path: Path, machine: penstock.Hardware
 ) -> None:
@@ -241,9 +240,9 @@ def test_a_pinned_path_is_the_one_that_is_taken(
     assert found == expected
     assert report is not None and report.evicted_bytes > 0
     moved = report.moved_bytes_by_io_path
-    if ways == WAY:  # all but what kvikio would copy through the host
-        assert sum(moved.values()) - moved[WAY] < 0.05 * moved[WAY]
+    if ways == GPU_DIRECT:  # all but what kvikio would copy through the host
+        assert sum(moved.values()) - moved[GPU_DIRECT] < 0.05 * moved[GPU_DIRECT]
     elif ways is None:  # both were tried at least
-        assert moved[WAY] > 0 and len(moved) > 1
+        assert moved[GPU_DIRECT] > 0 and len(moved) > 1
     else:
         assert moved.keys() == {ways}

@@ -12,8 +12,8 @@ import torch
 
 import penstock
 from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.faulty import FaultyTransport
 from tests.support.families import iterate, small_gpt, weights
+from tests.support.faulty_transport import FaultyTransport
 
 STEPS = 6
 BUDGET_BYTES = 300 << 10

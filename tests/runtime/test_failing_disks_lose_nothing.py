@@ -18,9 +18,9 @@ import torch
 from penstock.errors import BudgetTooSmall, SpillError, SpillSpaceFull
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.faulty import FaultyTransport
 from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedRun, checked_run
+from tests.support.faulty_transport import FaultyTransport
 
 TENSORS, ELEMENTS = 8, 3000  # 12,000 bytes: three staging buffers each
 BUDGET = 4 * ELEMENTS * 4

@@ -19,7 +19,7 @@ from penstock.storage.autotune.sharing import add_tables, read_tables
 from penstock.storage.autotune.tables import Entry, Tables
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import EVICT, TRANSPORTS, Request
-from penstock.storage.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
 SIZE = 64 << 10

@@ -12,7 +12,7 @@ from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.transports import DEMAND, EVICT, PREFETCH, TRANSPORTS, Request
-from penstock.storage.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
 SIZE = 64 << 10

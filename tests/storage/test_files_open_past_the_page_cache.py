@@ -12,7 +12,8 @@ import pytest
 
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.files import from_descriptor, open_file
+from penstock.storage.files import from_descriptor
+from tests.support.transports import open_file
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -154,7 +155,7 @@ def test_where_it_cannot_be_there_is_none_and_that_is_said_once(
     assert str(path) in caplog.text
 
 
-def test_a_file_system_in_memory_has_no_way_past_the_cache(
+def test_a_file_system_in_memory_has_no_direct_io(
     caplog: pytest.LogCaptureFixture, nothing_logged_yet: None
 ) -> None:
     shared = Path("/dev/shm")

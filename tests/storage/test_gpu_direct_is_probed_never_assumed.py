@@ -28,12 +28,10 @@ from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.files import open_file
-from penstock.storage.io_paths import IoPaths
+from penstock.storage.io_paths import IoPaths, _log_once
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from penstock.storage.transports.memory import MemoryTransport
 
 # The contract, for what follows as `bench`.
 from tests.storage.test_transport_contract import (  # noqa: F401
@@ -56,9 +54,10 @@ from tests.storage.test_transport_contract import (  # noqa: F401
     test_what_other_programs_wrote_is_read,
 )
 from tests.support.kvikio_stand_in import CompatMode, StandIn
-from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory
+from tests.support.memory_transport import MemoryTransport
+from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, open_file
 
-WAY = "kvikio gpu-direct"
+GPU_DIRECT = "kvikio gpu-direct"
 MIB = 1 << 20
 
 
@@ -66,7 +65,7 @@ MIB = 1 << 20
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
-    monkeypatch.setattr("penstock.storage.io_paths._logged", set())
+    _log_once.cache_clear()
     yield stand_in
     stand_in.pool.shutdown()
 
@@ -144,19 +143,21 @@ def test_without_nvidia_fs_it_is_used_where_cufile_may_not_fall_back(kvikio: Sta
     GpuDirectTransport().close()
 
 
-def test_io_paths_has_no_such_way_unless_asked(kvikio: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    with IoPaths() as io:
+def test_io_paths_have_no_gpu_direct_unless_asked(kvikio: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(IoPaths()) as io:
         assert not io.gpu_paths and not io.unavailable.keys() & GPU_TRANSPORTS.keys()
-    with IoPaths(gpu=True) as io:
+    with contextlib.closing(IoPaths(gpu=True)) as io:
         assert [path.medium for path in io.gpu_paths.values()] == ["disk"]
-        assert list(io.gpu_paths) == [WAY] and WAY not in io.paths
-    with IoPaths([WAY], gpu=True) as io:
-        assert list(io.gpu_paths) == [WAY] and {path.partition(" ")[0] for path in io.paths} <= {*TRANSPORTS}
+        assert list(io.gpu_paths) == [GPU_DIRECT] and GPU_DIRECT not in io.paths
+    with contextlib.closing(IoPaths([GPU_DIRECT], gpu=True)) as io:
+        assert list(io.gpu_paths) == [GPU_DIRECT] and {path.partition(" ")[0] for path in io.paths} <= {
+            *TRANSPORTS
+        }
         assert io.paths
-    with IoPaths(["posix direct"], gpu=True) as io:
+    with contextlib.closing(IoPaths(["posix direct"], gpu=True)) as io:
         assert not io.gpu_paths
     with pytest.raises(InvalidArgument, match="nothing but the memory of a GPU"):
-        IoPaths([WAY])
+        IoPaths([GPU_DIRECT])
     assert not caplog.records
 
 
@@ -170,12 +171,12 @@ def test_io_paths_warns_only_of_what_was_to_be_expected_there(
         kvikio.compatible = True
     with caplog.at_level(logging.INFO, "penstock"):
         for _ in range(2):
-            with IoPaths(gpu=True) as io:
+            with contextlib.closing(IoPaths(gpu=True)) as io:
                 assert io.paths and not io.gpu_paths and "kvikio" in io.unavailable
     (record,) = caplog.records
     assert record.levelno == (logging.INFO if expected else logging.WARNING)
     with pytest.raises(InvalidArgument, match=r"kvikio gpu-direct cannot be used.*kvikio: "):
-        IoPaths([WAY], gpu=True)
+        IoPaths([GPU_DIRECT], gpu=True)
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ def test_what_the_disk_says_is_passed_on(kvikio: StandIn, tmp_path: Path, error:
 
 def test_spill_space_moves_a_gpus_memory_beside_the_choice(kvikio: StandIn, tmp_path: Path) -> None:
     with SpillSpace([tmp_path, tmp_path], SpillOptions(gpu=True)) as space:
-        assert space.gpu_direct == WAY and not space.gpu_direct_only and WAY not in space.paths
+        assert space.gpu_direct == GPU_DIRECT and not space.gpu_direct_only and GPU_DIRECT not in space.paths
         memory, size = Memory(2 * len(DATA)), 5 * MIB + 1001
         source, target = memory.take(DATA[:size], 77), memory.take(bytes(size), 5)
         over = threading.Semaphore(0)
@@ -281,10 +282,10 @@ def test_spill_space_moves_a_gpus_memory_beside_the_choice(kvikio: StandIn, tmp_
         assert over.acquire(timeout=WAIT_S)
         memory.expect(target, DATA[:size])
         memory.check()
-        assert space.moved_bytes_by_path[WAY] == 2 * size
+        assert space.moved_bytes_by_path[GPU_DIRECT] == 2 * size
         assert sum(space.moved_bytes_by_path.values()) == 3 * size
         assert (space.written_bytes, space.read_bytes) == (size, 2 * size)
-        assert all(entry.path != WAY for entry in space.choice.tables().entries)
+        assert all(entry.path != GPU_DIRECT for entry in space.choice.tables().entries)
         space.release(extent)
         assert space.used_bytes == 0
 
@@ -300,7 +301,7 @@ def test_spill_space_does_without_where_a_file_is_refused(
             space.write(space.allocate(4096), 0, 4096, None, print, on_gpu=True)
     assert caplog.text.count("kvikio is not used") == 1
     with pytest.raises(InvalidArgument, match=r"kvikio gpu-direct cannot be used.*not supported"):
-        SpillSpace(tmp_path, SpillOptions(gpu=True, paths=[WAY]))
+        SpillSpace(tmp_path, SpillOptions(gpu=True, paths=[GPU_DIRECT]))
 
 
 def test_spill_space_verifies_nothing_that_it_cannot_see(kvikio: StandIn, tmp_path: Path) -> None:
@@ -309,9 +310,8 @@ def test_spill_space_verifies_nothing_that_it_cannot_see(kvikio: StandIn, tmp_pa
 
 
 def test_the_page_cache_holds_nothing_of_it(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace(
-        tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, pinned="posix buffered")
-    ) as space:
+    paths = ["posix buffered", GPU_DIRECT]
+    with SpillSpace(tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, paths=paths)) as space:
         extent = space.allocate(MIB)
         assert extent.space == "page cache"
         with pytest.raises(InvalidArgument, match="directly"):
@@ -378,17 +378,17 @@ def test_the_faster_path_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with runner(tmp_path, bounce_s, reexplore=0) as chosen:
         chosen.cycle(64 << 10, 15)
         assert chosen.paths.choice is not None
-        assert {entry.path for entry in chosen.paths.choice.tables().entries} == {BOUNCE, WAY}
+        assert {entry.path for entry in chosen.paths.choice.tables().entries} == {BOUNCE, GPU_DIRECT}
     # Three trials of each, for writes and for reads.
     assert chosen.bounced <= 6 if faster == "direct" else chosen.bounced >= 24
 
 
 def test_a_pinned_direct_path_moves_all_but_the_smallest(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, paths=[WAY], page_cache_bytes=64 * MIB) as pinned:
-        trial_bytes = pinned.space.moved_bytes_by_path[WAY]
+    with runner(tmp_path, paths=[GPU_DIRECT], page_cache_bytes=64 * MIB) as pinned:
+        trial_bytes = pinned.space.moved_bytes_by_path[GPU_DIRECT]
         moved = pinned.cycle(MIB, 5)
         assert pinned.bounced == 0
-        assert pinned.space.moved_bytes_by_path[WAY] - trial_bytes == 10 * MIB
+        assert pinned.space.moved_bytes_by_path[GPU_DIRECT] - trial_bytes == 10 * MIB
         assert pinned.waits == 10  # for the kernels, before each
         links = [one.link for one in moved]
         assert links == ["device_to_host", "disk_write", "disk_read", "host_to_device"] * 5
@@ -403,13 +403,13 @@ def test_what_outlives_a_step_goes_where_it_is_checksummed(kvikio: StandIn, tmp_
         for _ in range(10):
             both.paths.write(both.copy(storage, block, lasts=True), both._bounce)
         assert both.bounced == 10
-    with runner(tmp_path, paths=[WAY]) as pinned:
+    with runner(tmp_path, paths=[GPU_DIRECT]) as pinned:
         block = pinned.paths.allocate(MIB)
         pinned.paths.write(pinned.copy(storage, block, lasts=True), pinned._bounce)
         assert pinned.bounced == 0
 
 
-def test_other_ways_only_means_the_bounce_path_only(kvikio: StandIn, tmp_path: Path) -> None:
+def test_other_io_paths_only_means_the_bounce_path_only(kvikio: StandIn, tmp_path: Path) -> None:
     with runner(tmp_path, paths=["posix direct"]) as other:
         other.cycle(MIB, 4)
         assert other.paths.choice is None and other.bounced == 8 and not kvikio.registered
@@ -437,12 +437,12 @@ def test_a_path_that_does_not_bring_bytes_back_is_not_used(
         ]
         assert bouncing.space.used_bytes == 0
     assert "kvikio is not used" in caplog.text
-    with pytest.raises(InvalidArgument, match="cannot be used"), runner(tmp_path, paths=[WAY]):
+    with pytest.raises(InvalidArgument, match="cannot be used"), runner(tmp_path, paths=[GPU_DIRECT]):
         pass
 
 
 def test_a_failed_transfer_is_reported_and_teaches_nothing(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, paths=[WAY]) as pinned:
+    with runner(tmp_path, paths=[GPU_DIRECT]) as pinned:
         storage = torch.UntypedStorage(MIB)
         block = pinned.paths.allocate(MIB)
         kvikio.move_error = errno.ENOSPC

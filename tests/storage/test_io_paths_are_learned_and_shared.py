@@ -1,10 +1,11 @@
-"""A run learns which way is fastest, says so, and leaves what it learned to the next."""
+"""A run learns which I/O path is fastest, says so, and leaves what it learned to the next."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.sharing import CostTables, add_tables, device_kind, read_tables
 from penstock.storage.autotune.tables import Entry, Tables
-from penstock.storage.io_paths import IoPaths
+from penstock.storage.io_paths import IoPaths, _log_once
 from penstock.storage.spill import SpillOptions, SpillSpace
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
-from penstock.storage.transports.memory import MemoryTransport
 from tests.support.families import iterate, small_gpt
+from tests.support.memory_transport import MemoryTransport
 
 MIB = 1 << 20
 
@@ -31,18 +32,20 @@ def cycle(space: SpillSpace, size_bytes: int, times: int) -> None:
     for _ in range(times):
         extent = space.allocate(size_bytes)
         for move in (space.write, space.read):
-            move(extent, buffer.address, size_bytes, buffer, lambda _: over.release())
+            transfer = move(extent, buffer.address, size_bytes, buffer, lambda _: over.release())
             assert over.acquire(timeout=30)
+            assert transfer.error is None
         space.release(extent)
 
 
 @pytest.fixture
 def slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two transports alone: one that takes 20 ms a request, and one that takes none."""
+    """Two transports alone, to the same files: one that takes 20 ms a request, and one that takes none."""
+    files: dict[int, bytearray] = {}
     monkeypatch.delitem(TRANSPORTS, "io_uring")
     monkeypatch.delitem(TRANSPORTS, "posix")
-    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(delay_s=0.02))
-    monkeypatch.setitem(TRANSPORTS, "fast", MemoryTransport)
+    monkeypatch.setitem(TRANSPORTS, "slow", lambda: MemoryTransport(delay_s=0.02, files=files))
+    monkeypatch.setitem(TRANSPORTS, "fast", lambda: MemoryTransport(files=files))
 
 
 @pytest.mark.usefixtures("slow_and_fast")
@@ -58,27 +61,18 @@ def test_a_new_transport_joins_by_one_line_and_wins_if_it_is_faster(tmp_path: Pa
 @pytest.mark.usefixtures("slow_and_fast")
 def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    ways = ["slow direct", "fast direct"]
-    with SpillSpace(tmp_path, SpillOptions(paths=ways, tables_path=path, reexplore=0)) as space:
+    paths = ["slow direct", "fast direct"]
+    with SpillSpace(tmp_path, SpillOptions(paths=paths, tables_path=path, reexplore=0)) as space:
         cycle(space, MIB, 20)
-    with SpillSpace(tmp_path, SpillOptions(paths=ways, tables_path=path, reexplore=0)) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=paths, tables_path=path, reexplore=0)) as space:
         cycle(space, MIB, 5)
         assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
     assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path])}
 
 
-@pytest.mark.usefixtures("slow_and_fast")
-def test_a_pinned_way_is_the_only_one(tmp_path: Path) -> None:
-    with SpillSpace(
-        tmp_path, SpillOptions(paths=["slow direct", "fast direct"], pinned="slow direct")
-    ) as space:
-        cycle(space, MIB, 5)
-        assert space.moved_bytes_by_path == {"slow direct": 10 * MIB, "fast direct": 0}
-
-
-def entry(way: str, samples: int, s_per_byte: float) -> Entry:
+def entry(path: str, samples: int, s_per_byte: float) -> Entry:
     return Entry(
-        class_bytes=MIB, kind="write", path=way, medium="disk", samples=samples, s_per_byte=s_per_byte
+        class_bytes=MIB, kind="write", path=path, medium="disk", samples=samples, s_per_byte=s_per_byte
     )
 
 
@@ -136,7 +130,7 @@ def test_a_transport_that_cannot_work_says_why(
         raise TransportUnavailable("the system refuses it: Operation not permitted")
 
     monkeypatch.setitem(TRANSPORTS, "io_uring", refuse)
-    monkeypatch.setattr("penstock.storage.io_paths._logged", set())
+    _log_once.cache_clear()
     for _ in range(2):
         with SpillSpace(tmp_path) as space:
             assert space.unavailable == {"io_uring": "the system refuses it: Operation not permitted"}
@@ -148,14 +142,14 @@ def test_a_transport_that_cannot_work_says_why(
 
 
 def test_io_paths_opens_only_what_is_wanted() -> None:
-    with IoPaths(["posix staged"]) as io:
+    with closing(IoPaths(["posix staged"])) as io:
         assert list(io.paths) == ["posix staged"]
     with pytest.raises(ValueError, match="closed"):
         request = Request("read", File(-1), 0, 0, 1, "staged")
         io.paths["posix staged"].transport.submit([request], print)
 
 
-def test_a_run_is_told_its_ways_and_tells_what_it_learned(
+def test_a_run_is_told_its_io_paths_and_tells_what_it_learned(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     model, optimizer = small_gpt()

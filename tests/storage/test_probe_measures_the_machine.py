@@ -15,7 +15,7 @@ from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS
-from penstock.storage.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.storage.stripes import STRIPE_BYTES
 from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.memory import MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def move(space: SpillSpace, kind: str, extent: Extent, buffer: AlignedBuffer, sh
 
 
 @pytest.fixture(scope="module")
-def ways(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def io_paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """All that this machine has."""
     with SpillSpace(tmp_path_factory.mktemp("spill"), SpillOptions(page_cache_bytes=MIB)) as space:
         return list(space.paths)
@@ -58,15 +58,17 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 1 * MIB + 1, 9 * MIB, 13 * MIB + 4097])
-def test_bytes_come_back_by_every_way(tmp_path: Path, size_bytes: int, shift: int, ways: list[str]) -> None:
-    for way in ways:
-        bytes_come_back(tmp_path, size_bytes, shift, way)
+def test_bytes_come_back_by_every_io_path(
+    tmp_path: Path, size_bytes: int, shift: int, io_paths: list[str]
+) -> None:
+    for io_path in io_paths:
+        bytes_come_back(tmp_path, size_bytes, shift, io_path)
 
 
-def bytes_come_back(tmp_path: Path, size_bytes: int, shift: int, way: str) -> None:
+def bytes_come_back(tmp_path: Path, size_bytes: int, shift: int, io_path: str) -> None:
     source, target = AlignedBuffer(size_bytes + shift), AlignedBuffer(size_bytes + shift)
     source.view()[:] = random.Random(1).randbytes(size_bytes + shift)
-    with SpillSpace(tmp_path, SpillOptions(paths=[way], page_cache_bytes=64 * MIB)) as space:
+    with SpillSpace(tmp_path, SpillOptions(paths=[io_path], page_cache_bytes=64 * MIB)) as space:
         before, extent, after = space.allocate(1), space.allocate(size_bytes), space.allocate(1)
         marks = AlignedBuffer(1)
         marks.view()[0] = 7
@@ -301,9 +303,9 @@ def test_directories_with_room_go_on_when_one_is_full(
             space.allocate(100 * STRIPE_BYTES)
 
 
-def test_what_passes_through_the_page_cache_is_bounded(tmp_path: Path, ways: list[str]) -> None:
-    page_cache = [way for way in ways if way.endswith("buffered")][:1]
-    disk = [way for way in ways if way.endswith("direct")][:1]
+def test_what_passes_through_the_page_cache_is_bounded(tmp_path: Path, io_paths: list[str]) -> None:
+    page_cache = [io_path for io_path in io_paths if io_path.endswith("buffered")][:1]
+    disk = [io_path for io_path in io_paths if io_path.endswith("direct")][:1]
     with SpillSpace(tmp_path, SpillOptions(page_cache_bytes=4 * MIB, paths=page_cache + disk)) as space:
         extents = [space.allocate(MIB) for _ in range(20)]
         cached = [extent for extent in extents if extent.space == "page cache"]

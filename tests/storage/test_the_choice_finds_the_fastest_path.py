@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.tables import Kind, Mode
+from penstock.storage.autotune.tables import Kind
 from tests.support.io_paths import PATHS, Costs, Machine, Moved, optimum_s, time_s, train
 
 MIB = 1 << 20
@@ -172,20 +172,16 @@ def test_an_outlier_changes_nothing() -> None:
     assert choice.path_to_write(MIB) == "io_uring direct"
 
 
-@pytest.mark.parametrize(
-    ("mode", "path_to_write", "path_to_read"),
-    [("write", "wbest", "wbest"), ("read", "rbest", "rbest"), ("write+read", "both", "both")],
-)
-def test_modes_count_writes_reads_or_both(mode: Mode, path_to_write: str, path_to_read: str) -> None:
-    """Fastensor's WDic, RDic and WRDic."""
+def test_writes_and_reads_count_together() -> None:
+    """Fastensor's WRDic."""
     paths = {"wbest": "a", "rbest": "b", "both": "c"}
     costs: Costs = {
         "write": {"wbest": 1.0, "rbest": 4.0, "both": 1.5},
         "read": {"wbest": 4.0, "rbest": 1.0, "both": 1.5},
     }
-    steps = train(Choice(paths, mode=mode), Machine(costs), [MIB] * 10, 40)[10:]
-    assert uses(steps, "write").most_common(1)[0][0] == path_to_write
-    assert uses(steps, "read").most_common(1)[0][0] == path_to_read
+    steps = train(Choice(paths), Machine(costs), [MIB] * 10, 40)[10:]
+    assert uses(steps, "write").most_common(1)[0][0] == "both"
+    assert uses(steps, "read").most_common(1)[0][0] == "both"
 
 
 def test_a_medium_is_written_by_its_best_path_and_read_by_its_best_path() -> None:
@@ -203,7 +199,7 @@ def test_transfers_asked_for_before_the_first_cost_are_spread() -> None:
     assert len(set(first[1:4])) == 3 and first[1:4] == first[4:7], "in turn, not one after the other"
 
 
-def test_after_the_first_explorations_the_best_known_path_is_used_while_others_are_under_path() -> None:
+def test_after_the_first_explorations_the_best_known_path_is_used_while_others_are_in_flight() -> None:
     choice = Choice(PATHS)
     for _ in range(3 * len(PATHS)):
         choice.path_to_write(MIB)
@@ -286,6 +282,8 @@ def test_while_the_best_medium_is_full_the_best_of_the_others_is_used() -> None:
     train(choice, Machine(CALM, sigma=0, outliers=0), [MIB] * 20, 10)
     assert choice.path_to_write(MIB, {"page cache"}) == "posix buffered"
     assert choice.path_to_write(MIB, {"page cache", "disk", "elsewhere"}) == "io_uring direct"
+    with pytest.raises(SpillSpaceFull, match="'disk', 'page cache' only, but there is room in 'elsewhere'"):
+        choice.path_to_write(MIB, {"elsewhere"})
 
 
 def test_the_same_calls_give_the_same_paths() -> None:
@@ -296,7 +294,6 @@ def test_the_same_calls_give_the_same_paths() -> None:
 def test_what_cannot_be_is_refused() -> None:
     for arguments in (
         {"paths": {}},
-        {"paths": PATHS, "mode": "both"},
         {"paths": PATHS, "reexplore": -0.1},
         {"paths": PATHS, "reexplore": 1.0},
     ):

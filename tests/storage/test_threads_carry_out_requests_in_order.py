@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.files import open_file
 from penstock.storage.transports.contract import Completion, File, Request, Transport, move_fully
-from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.memory import MemoryTransport
 from penstock.storage.transports.native import PosixTransport
-from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_transport import MemoryTransport
+from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, open_file
 
 
 class TestThreads:
@@ -169,16 +168,6 @@ class TestMovingFully:
         assert move_fully(move, 1000) == 0
         assert moves == [(0, 1000), (300, 1000), (600, 1000), (900, 1000)]
 
-    def test_a_short_direct_move_goes_on_at_a_block(self) -> None:
-        begins: list[int] = []
-
-        def move(begin: int, end: int) -> int:
-            begins.append(begin)
-            return min(5000, end - begin)
-
-        assert move_fully(move, 12_288, 4096) == 0
-        assert begins == [0, 4096, 8192]
-
     @pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, ""), InterruptedError(errno.EINTR, "")])
     def test_a_busy_device_is_tried_again(self, error: OSError) -> None:
         answers: list[OSError | int] = [error, error, 10]
@@ -197,4 +186,3 @@ class TestMovingFully:
 
         assert move_fully(busy, 10) == errno.EAGAIN
         assert move_fully(lambda begin, end: 0, 10) == errno.EIO
-        assert move_fully(lambda begin, end: 100, 8192, 4096) == errno.EIO

@@ -11,14 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
-from penstock.storage.files import open_file
 from penstock.storage.transports.contract import (
     DEMAND,
     EVICT,
@@ -30,9 +29,9 @@ from penstock.storage.transports.contract import (
     Transport,
     TransportUnavailable,
 )
-from penstock.storage.transports.faulty import FaultyTransport
-from penstock.storage.transports.memory import MemoryTransport
 from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.transports import (
     DATA,
     FILE_BYTES,
@@ -42,6 +41,7 @@ from tests.support.transports import (
     Gathered,
     Memory,
     first_difference,
+    open_file,
 )
 
 HUGE_BYTES = 64 << 20
@@ -54,21 +54,40 @@ class Case(NamedTuple):
     method: str
     has_direct: bool = True  # False: as on a file system that takes no direct I/O
     memory: Callable[[int], Memory] = Memory
-    workers: int = 4  # threads of its own that wait while a completion is told; 0 where one thread tells all
+    workers: int = 4  # threads of its own, each of which waits while it tells a completion
+    on_disk: bool = True  # False: other programs do not reach its files
 
 
 CASES = {
-    **{f"posix {method}": Case(PosixTransport, method, workers=0) for method in PosixTransport.methods},
+    **{f"posix {method}": Case(PosixTransport, method) for method in PosixTransport.methods},
     "posix direct, one thread": Case(lambda: PosixTransport(1), "direct", workers=1),
-    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=0),
-    "posix direct, none there": Case(PosixTransport, "direct", has_direct=False, workers=0),
-    "posix staged, none there": Case(PosixTransport, "staged", has_direct=False, workers=0),
+    "posix direct, small pieces": Case(lambda: PosixTransport(3, 100_000), "direct", workers=3),
+    "posix direct, none there": Case(PosixTransport, "direct", has_direct=False),
+    "posix staged, none there": Case(PosixTransport, "staged", has_direct=False),
     **{f"io_uring {method}": Case(UringTransport, method, workers=1) for method in UringTransport.methods},
     "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
     "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda request: 0), "direct", workers=1),
-    "memory": Case(MemoryTransport, "direct"),
-    "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped"),
+    "memory": Case(MemoryTransport, "direct", on_disk=False),
+    "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped", on_disk=False),
 }
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def cases(applies: Callable[[Case], bool]) -> Callable[[Test], Test]:
+    """The test is about these cases only."""
+
+    def mark(test: Test) -> Test:
+        vars(test)["applies"] = applies
+        return test
+
+    return mark
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    applies = getattr(metafunc.function, "applies", lambda case: True)
+    if "bench" in metafunc.fixturenames:
+        metafunc.parametrize("bench", [name for name, case in CASES.items() if applies(case)], indirect=True)
 
 
 class Bench:
@@ -122,7 +141,7 @@ class Bench:
         assert first_difference(after, expected) is None
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     case = CASES[request.param]
     path = tmp_path / "file"
@@ -262,9 +281,8 @@ def test_each_method_reads_what_another_wrote(bench: Bench) -> None:
     memory.check()
 
 
+@cases(lambda case: case.on_disk)
 def test_what_other_programs_wrote_is_read(bench: Bench) -> None:
-    if isinstance(bench.transport, MemoryTransport):
-        pytest.skip("no other program reaches its files")
     memory = bench.memory()
     target = memory.take(bytes(100_000))
     with open(bench.path, "r+b") as other:
@@ -304,9 +322,8 @@ def test_a_huge_request_completes_once(bench: Bench) -> None:
     assert first_difference(bench.content(), ORIGINAL[:77] + bytes(source.view())) is None
 
 
+@cases(lambda case: case.method != "mapped")
 def test_a_file_grows_to_the_byte(bench: Bench) -> None:
-    if bench.method == "mapped":
-        pytest.skip("mappings do not let files grow")
     memory = bench.memory()
     data = DATA[:50_001]
     for shift in (0, FILE_BYTES % PAGE):
@@ -336,9 +353,8 @@ def test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error(bench: Bench) 
         assert completion.error_number == errno.EIO
 
 
+@cases(lambda case: case.method == "mapped" and case.on_disk)
 def test_a_mapping_beyond_the_end_of_the_file_is_an_error(bench: Bench) -> None:
-    if bench.method != "mapped" or isinstance(bench.transport, MemoryTransport):
-        pytest.skip("the other methods let the file grow")
     memory = bench.memory()
     address = memory.take(DATA[:100_000])
     for offset in (FILE_BYTES - 99_999, FILE_BYTES, FILE_BYTES + 100_000):
@@ -420,8 +436,6 @@ class Hold:
     """Keeps a transport still: every thread that could begin a request waits in a completion."""
 
     def __init__(self, bench: Bench) -> None:
-        if not bench.workers:
-            pytest.skip("its threads carry out requests while a completion waits")
         self._released = threading.Event()
         holding = threading.Semaphore(0)
 
@@ -431,9 +445,8 @@ class Hold:
 
         memory = bench.memory()
         request = bench.request("read", 0, memory.take(bytes(HELD_BYTES)), HELD_BYTES)
-        for _ in range(bench.workers):
+        for _ in range(bench.workers):  # one by one: a thread tells of what ends while nothing else goes on
             bench.transport.submit([request], hold)
-        for _ in range(bench.workers):
             assert holding.acquire(timeout=WAIT_S)
 
     def release(self) -> None:

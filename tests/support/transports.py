@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import threading
 
 import numpy as np
 
 from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.transports.contract import Completion
+
+FLAGS = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
+
+
+def open_file(path: str | os.PathLike[str], mode: str) -> OpenFile:
+    """The file for transports: "r" to read it, "r+" to change it, "w" to make it anew."""
+    return from_descriptor(os.open(path, FLAGS[mode] | os.O_CLOEXEC, 0o666), os.fspath(path))
+
 
 FILE_BYTES = (10 << 20) + 1234
 ORIGINAL = random.Random(1).randbytes(FILE_BYTES)

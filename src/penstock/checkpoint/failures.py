@@ -69,19 +69,15 @@ def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: 
 
 
 def _remedy(path: Path, error_number: int | None) -> str:
-    if error_number == errno.ENOENT:
-        return f"Create the directory {path.parent} first."
-    if error_number == errno.EISDIR:
-        return "It is a directory: give the path of a file."
-    if error_number == errno.ENOTDIR:
-        return f"{path.parent} is not a directory: give a path in one."
-    if error_number == errno.EINVAL:
-        return "Give the path of a regular file, or one where nothing is yet."
-    if error_number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
-    if error_number == errno.ENOMEM:
-        return "Free memory, or save with wait=True, which copies nothing as a whole."
-    return f"{_DISK}, or save to another one."
+    permission = f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
+    return {
+        errno.ENOENT: f"Create the directory {path.parent} first.",
+        errno.EISDIR: "It is a directory: give the path of a file.",
+        errno.ENOTDIR: f"{path.parent} is not a directory: give a path in one.",
+        errno.EINVAL: "Give the path of a regular file, or one where nothing is yet.",
+        **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), permission),
+        errno.ENOMEM: "Free memory, or save with wait=True, which copies nothing as a whole.",
+    }.get(error_number or 0, f"{_DISK}, or save to another one.")
 
 
 def _room(error: OSError) -> str:

@@ -30,6 +30,11 @@ def view_at(address: int, size_bytes: int, writable: bool) -> memoryview:
     return view
 
 
+def address_of(mapping: mmap.mmap) -> int:
+    """Of its first byte. The mapping must be writable."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
 class AlignedBuffer:
     """Zeroed memory of its own, in huge pages where the system has them. Freed with the object.
 
@@ -42,12 +47,14 @@ class AlignedBuffer:
         self._mapping = mmap.mmap(
             -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        start = address_of(self._mapping)
         self.address = align_up(start, HUGE_PAGE_BYTES)
         self.size_bytes = size_bytes
+        self._skipped = self.address - start
+        whole_bytes = align_down(size_bytes, HUGE_PAGE_BYTES)  # a huge page at the end would waste memory
+        if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
 
     def view(self) -> memoryview:
         """All bytes, writable. Keep the buffer alive while the view is used."""

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.storage.aligned import align_up
 from penstock.units import format_bytes, format_bytes_up
 
 ALIGNMENT_BYTES = 4096
@@ -32,22 +33,16 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Gives out disjoint extents of one space, in multiples of ``alignment_bytes``.
+    """Gives out disjoint extents of one space, in multiples of `ALIGNMENT_BYTES`.
 
     capacity_bytes   where the space ends; None for no end
     space            name given to every extent
     """
 
-    def __init__(
-        self, capacity_bytes: int | None = None, alignment_bytes: int = ALIGNMENT_BYTES, space: str = ""
-    ) -> None:
-        if alignment_bytes <= 0 or (capacity_bytes is not None and capacity_bytes < 0):
-            raise InvalidArgument(
-                f"extents of {capacity_bytes} bytes in multiples of {alignment_bytes} cannot be: "
-                "give a capacity of zero or more and an alignment above zero"
-            )
+    def __init__(self, capacity_bytes: int | None = None, space: str = "") -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise InvalidArgument(f"a space of {capacity_bytes} bytes cannot be: give zero or more")
         self.capacity_bytes = capacity_bytes
-        self.alignment_bytes = alignment_bytes
         self.space = space
         self.used_bytes = 0
         self.end = 0  # of the highest byte ever given out
@@ -61,7 +56,7 @@ class Extents:
         """An extent of at least ``size_bytes``. Raises SpillSpaceFull where none fits."""
         if size_bytes <= 0:
             raise InvalidArgument(f"an extent of {size_bytes} bytes cannot be: give a size above zero")
-        size = -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+        size = align_up(size_bytes, ALIGNMENT_BYTES)
         offset = self._take(size)
         self._next = offset + size
         self.used_bytes += size
@@ -102,13 +97,11 @@ class Extents:
     def _grow(self, size: int) -> int:
         start = self._starts[-1] if self._ends and self._ends[-1] == self.end else self.end
         if self.capacity_bytes is not None and start + size > self.capacity_bytes:
-            largest = max(
-                [self.capacity_bytes - start, *(b - a for a, b in zip(self._starts, self._ends, strict=True))]
-            )
+            largest = max(self.capacity_bytes - start, *(b - a for a, b in self.free_ranges()), 0)
             raise SpillSpaceFull(
                 f"{format_bytes_up(size)} do not fit on disk: of the disk budget of "
                 f"{format_bytes(self.capacity_bytes)}, {format_bytes(self.used_bytes)} are in use and the "
-                f"largest free extent has {format_bytes(max(largest, 0))}. Raise disk_budget by "
+                f"largest free extent has {format_bytes(largest)}. Raise disk_budget by "
                 f"{format_bytes_up(start + size - self.capacity_bytes)}, or evict less."
             )
         if start < self.end:

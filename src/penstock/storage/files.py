@@ -11,15 +11,11 @@ import os
 import struct
 import sys
 from collections.abc import Callable
-from types import TracebackType
-from typing import Literal
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.transports.contract import File
 
 logger = logging.getLogger("penstock")
-
-Mode = Literal["r", "r+", "w"]
 
 # No smaller alignment is used, even where a disk takes multiples of 512 bytes. A page that one request
 # writes in part through the page cache and another in part past it could lose either part. A direct
@@ -27,7 +23,6 @@ Mode = Literal["r", "r+", "w"]
 SMALLEST_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_FLAGS = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -60,20 +55,8 @@ class OpenFile:
     def __enter__(self) -> OpenFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_file(path: str | os.PathLike[str], mode: Mode) -> OpenFile:
-    """Open the file at ``path`` for transports.
-
-    mode   "r" to read it, "r+" to read and change it, "w" to make it anew, empty, and read and change it
-
-    Raises OSError as os.open does.
-    """
-    return from_descriptor(os.open(path, _FLAGS[mode] | getattr(os, "O_CLOEXEC", 0), 0o666), os.fspath(path))
 
 
 def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from penstock.errors import InvalidArgument
 from penstock.storage.transports import (
+    FOR_EVER_S,
     GPU_TRANSPORTS,
     MEDIA,
     TRANSPORTS,
@@ -44,7 +45,7 @@ class _Probing(Protocol):
 
 
 class IoPaths:
-    """The transports of this machine that can be used, and their I/O paths. A context manager.
+    """The transports of this machine that can be used, and their I/O paths.
 
     wanted      names of the I/O paths wanted, None for all there are. Transports nobody wants are
                 not opened
@@ -73,12 +74,12 @@ class IoPaths:
         self._transports: list[Transport] = []
         on_gpu = [name for name in self._wanted or () if _transport_of(name) in GPU_TRANSPORTS]
         if gpu:
-            self._open_all(GPU_TRANSPORTS, self.gpu_paths, self._wanted)
+            self.gpu_paths = self._open(GPU_TRANSPORTS, self._wanted)
         else:
             reason = "it moves nothing but the memory of a GPU"
             self.unavailable.update((_transport_of(name), reason) for name in on_gpu)
         only_gpu = gpu and bool(on_gpu) and on_gpu == self._wanted
-        self._open_all(TRANSPORTS, self.paths, None if only_gpu else self._wanted)
+        self.paths = self._open(TRANSPORTS, None if only_gpu else self._wanted)
         self._check()
 
     def refusal(self, path: IoPath, file: File) -> str | None:
@@ -94,52 +95,39 @@ class IoPaths:
         _log_once(transport, reason, logging.WARNING)
         self._check()
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         """Wait for what is in flight, then end the transports. Idempotent.
 
         False: something is still under way after ``timeout_s``.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        ended = [
-            transport.close(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
-            for transport in self._transports
-        ]
+        deadline_s = time.monotonic() + timeout_s
+        ended = [each.close(max(deadline_s - time.monotonic(), 0.0)) for each in self._transports]
         return all(ended)
 
-    def __enter__(self) -> IoPaths:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open_all(
-        self,
-        transports: Mapping[str, Callable[[], Transport]],
-        paths: dict[str, IoPath],
-        wanted: Sequence[str] | None,
-    ) -> None:
-        for name, make in transports.items():
-            if wanted is None or any(_transport_of(path) == name for path in wanted):
-                paths.update((path.name, path) for path in self._open(name, make, wanted))
-
-    def _open(self, name: str, make: Callable[[], Transport], wanted: Sequence[str] | None) -> list[IoPath]:
-        try:
-            transport = make()
-        except TransportUnavailable as reason:
-            self.unavailable[name] = str(reason)
-            _log_once(name, str(reason), logging.INFO if reason.expected else logging.WARNING)
-            return []
-        paths = [IoPath(f"{name} {method}", method, MEDIA[method], transport) for method in transport.methods]
-        used = [
-            path
-            for path in paths
-            if (wanted is None or path.name in wanted) and (self._media is None or path.medium in self._media)
-        ]
-        if used:
-            self._transports.append(transport)
-        else:
-            transport.close()
-        return used
+    def _open(
+        self, transports: Mapping[str, Callable[[], Transport]], wanted: Sequence[str] | None
+    ) -> dict[str, IoPath]:
+        found: dict[str, IoPath] = {}
+        for transport_name, make in transports.items():
+            if wanted is not None and transport_name not in map(_transport_of, wanted):
+                continue
+            try:
+                transport = make()
+            except TransportUnavailable as reason:
+                self.unavailable[transport_name] = str(reason)
+                _log_once(transport_name, str(reason), logging.INFO if reason.expected else logging.WARNING)
+                continue
+            used = 0
+            for method in transport.methods:
+                path = IoPath(f"{transport_name} {method}", method, MEDIA[method], transport)
+                if (wanted is None or path.name in wanted) and path.medium in (self._media or MEDIA.values()):
+                    found[path.name] = path
+                    used += 1
+            if used:
+                self._transports.append(transport)
+            else:
+                transport.close()
+        return found
 
     def _check(self) -> None:
         missing = [
@@ -159,43 +147,22 @@ def _transport_of(path: str) -> str:
     return path.partition(" ")[0]
 
 
-_logged: set[str] = set()
-
-
+@functools.cache
 def _log_once(transport: str, reason: str, level: int) -> None:
-    if transport not in _logged:
-        _logged.add(transport)
-        logger.log(
-            level, "%s is not used to move tensors: %s. Other I/O paths take its place.", transport, reason
-        )
+    text = "%s is not used to move tensors: %s. Other I/O paths take its place."
+    logger.log(level, text, transport, reason)
 
 
-_shared: Transport | None = None
-_shared_lock = threading.Lock()
-
-
-def _forget_shared() -> None:
-    global _shared, _shared_lock
-    _shared, _shared_lock = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # the threads of a transport stay with the parent
-    os.register_at_fork(after_in_child=_forget_shared)
-
-
+@functools.cache
 def shared_transport() -> Transport:
     """The preferred transport of this machine, one for the process: for what is not spilled. Never closed."""
-    global _shared
-    with _shared_lock:
-        if _shared is None:
-            _shared = _first_there_is()
-        return _shared
-
-
-def _first_there_is() -> Transport:
     for name, make in TRANSPORTS.items():
         try:
             return make()
         except TransportUnavailable as reason:
             _log_once(name, str(reason), logging.WARNING)
     raise InvalidArgument(f"none of the transports can be used here: {', '.join(TRANSPORTS)}")
+
+
+if hasattr(os, "register_at_fork"):  # the threads of a transport stay with the parent
+    os.register_at_fork(after_in_child=shared_transport.cache_clear)

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from penstock.errors import SpillError
@@ -25,6 +26,7 @@ logger = logging.getLogger("penstock")
 CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A write or a read of spill space: asked for, under way, or over.
 
@@ -39,61 +41,27 @@ class Transfer:
     began_s                time.perf_counter() when it was handed to the transport
     """
 
-    __slots__ = (
-        "address",
-        "began_s",
-        "checked",
-        "error",
-        "explores",
-        "extent",
-        "failed",
-        "finished_s",
-        "keep",
-        "kind",
-        "left",
-        "measured",
-        "on_done",
-        "path",
-        "priority",
-        "queued_s",
-        "rehearsed",
-        "requests",
-        "scheduler",
-        "size_bytes",
-        "started_s",
-    )
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        kind: Kind,
-        path: IoPath,
-        extent: Extent,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        on_done: OnDone,
-        priority: int,
-        measured: bool,
-        checked: bool,
-    ) -> None:
-        self.scheduler = scheduler
-        self.kind: Kind = kind
-        self.path = path
-        self.extent = extent
-        self.address = address
-        self.size_bytes = size_bytes
-        self.keep = keep
-        self.on_done = on_done
-        self.priority = priority
-        self.measured = measured
-        self.checked = checked
-        self.explores = self.rehearsed = False
-        self.error: SpillError | None = None
-        self.started_s = self.finished_s = self.began_s = self.queued_s = 0.0
-        self.requests: Sequence[Request] = ()  # none once it is over
-        self.left = 0  # of several requests
-        self.failed: Completion | None = None
+    scheduler: Scheduler
+    kind: Kind
+    path: IoPath
+    extent: Extent
+    address: int
+    size_bytes: int
+    keep: object
+    on_done: OnDone
+    priority: int
+    measured: bool
+    explores: bool = False
+    rehearsed: bool = False
+    checked: bool = False
+    error: SpillError | None = None
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    began_s: float = 0.0
+    queued_s: float = 0.0
+    requests: Sequence[Request] = ()  # none once it is over
+    left: int = 0  # of several requests
+    failed: Completion | None = None
 
     def hurry(self) -> None:
         """Somebody waits for it now: it is a demand from here on. Costs little where that changes nothing."""
@@ -104,6 +72,7 @@ class Transfer:
 OnDone = Callable[[Transfer], None]
 
 
+@dataclass(slots=True)
 class _Direction:
     """Writes, or reads.
 
@@ -112,23 +81,20 @@ class _Direction:
     progress_s  when one was last over
     """
 
-    __slots__ = ("alone", "in_flight", "progress_s", "waiting", "waiting_count")
-
-    def __init__(self) -> None:
-        self.alone: Transfer | None = None
-        self.in_flight: set[Transfer] = set()
-        self.waiting: tuple[deque[Transfer], ...] = tuple(deque() for _ in range(EVICT + 1))
-        self.waiting_count = 0
-        self.progress_s = 0.0
+    alone: Transfer | None = None
+    in_flight: set[Transfer] = field(default_factory=set)
+    waiting: tuple[deque[Transfer], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in range(EVICT + 1))
+    )
+    progress_s: float = 0.0
 
     def add(self, transfer: Transfer) -> list[Transfer]:
         """Those that are to start now, ``transfer`` or others, in this order."""
-        if transfer.priority == DEMAND and (self.in_flight or self.waiting_count):
+        if transfer.priority == DEMAND and (self.in_flight or any(self.waiting)):
             transfer.measured = False
             self.give_up_measuring()
         transfer.queued_s = perf_counter()
         self.waiting[transfer.priority].append(transfer)
-        self.waiting_count += 1
         return self.take_ready()
 
     def hurry(self, transfer: Transfer) -> list[Transfer]:
@@ -159,7 +125,6 @@ class _Direction:
         ]
         for transfer in overdue:
             self.waiting[transfer.priority].remove(transfer)
-        self.waiting_count -= len(overdue)
         if overdue:
             self.give_up_measuring()
         return overdue
@@ -167,15 +132,13 @@ class _Direction:
     def take_ready(self) -> list[Transfer]:
         """Those that are to start now, in this order."""
         ready: list[Transfer] = []
-        while self.waiting_count and self.alone is None:
-            queue = next(filter(None, self.waiting))
+        while self.alone is None and (queue := next(filter(None, self.waiting), None)):
             first = queue[0]
             if first.measured:
                 if self.in_flight:
                     break
                 self.alone = first
             queue.popleft()
-            self.waiting_count -= 1
             self.in_flight.add(first)
             ready.append(first)
         return ready
@@ -215,19 +178,19 @@ class Scheduler:
     def is_idle(self, kind: Kind) -> bool:
         """Whether no transfer of that direction is in flight, or waits."""
         direction = self._directions[kind]
-        return not direction.in_flight and not direction.waiting_count
+        return not direction.in_flight and not any(direction.waiting)
 
     def submit(self, transfer: Transfer) -> None:
         """Start the transfer when its turn comes: now, if nothing is measured."""
         direction = self._directions[transfer.kind]
         ready: Sequence[Transfer]
         with self.lock:
-            if not transfer.measured and not direction.waiting_count and direction.alone is None:
+            if not transfer.measured and direction.alone is None and not any(direction.waiting):
                 direction.in_flight.add(transfer)
                 ready = (transfer,)
             else:
                 ready = direction.add(transfer)
-                if direction.waiting_count and self._watch is None:
+                if any(direction.waiting) and self._watch is None:
                     self._begin_watch()
         self._start(ready)
 
@@ -364,7 +327,7 @@ class Scheduler:
         direction.progress_s = now_s
         if direction.alone is transfer:
             direction.alone = None
-        return direction.take_ready() if direction.waiting_count else []
+        return direction.take_ready()
 
     def _tell_if_idle(self) -> None:
         if self._closed and self._is_idle():
@@ -396,7 +359,7 @@ class Scheduler:
             for direction in self._directions.values():
                 overdue += direction.take_overdue(now_s, self._timeout_s)
                 ready += direction.take_ready()
-            if not self._closed and any(each.waiting_count for each in self._directions.values()):
+            if not self._closed and any(any(each.waiting) for each in self._directions.values()):
                 self._begin_watch()
         self._fail(overdue)
         self._start(ready)

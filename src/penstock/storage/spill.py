@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,12 @@ from penstock.storage.aligned import align_up
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
-from penstock.storage.autotune.tables import Mode, Tables
+from penstock.storage.autotune.tables import Tables
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.io_paths import IoPath, IoPaths
-from penstock.storage.region import Region
+from penstock.storage.region import Region, SpillFile
 from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
-from penstock.storage.spillfile import SpillFile
 from penstock.storage.transports import DEMAND, EVICT, Completion
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
@@ -51,7 +50,7 @@ class SpillOptions:
     page_cache_bytes  most bytes to leave in the page cache, which is memory: I/O paths that pass through it
                       are tried only if this is above zero
     paths             names of the I/O paths that may be used, None for all there are
-    mode, reexplore, pinned   as of Choice
+    reexplore         as of Choice
     tables_path       a file of I/O cost tables that other processes share: read at the beginning, added to by
                       `save_tables`, and on `close`
     verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
@@ -65,9 +64,7 @@ class SpillOptions:
     capacity_bytes: int | None = None
     page_cache_bytes: int = 0
     paths: Sequence[str] | None = None
-    mode: Mode = "write+read"
     reexplore: float = 0.005
-    pinned: str | Mapping[str, str] | None = None
     tables_path: Path | None = None
     verify: bool = False
     gpu: bool = False
@@ -110,9 +107,7 @@ class SpillSpace:
             self.device_kind = device_kind(directories)
             self.choice = Choice(
                 {path.name: path.medium for path in self.paths.values()},
-                mode=options.mode,
                 reexplore=options.reexplore,
-                pinned=options.pinned,
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
                 tables=read_tables(options.tables_path, self.device_kind) if options.tables_path else None,
             )
@@ -132,7 +127,7 @@ class SpillSpace:
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
-        self._asked_writes = self._asked_reads = 0
+        self._asked = {"write": 0, "read": 0}
         self._first_directory = directories[0]
         self._closed = False
 
@@ -252,27 +247,17 @@ class SpillSpace:
             else:  # it is written once more
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
-            self._asked_writes += not on_gpu
-            measured = explores or (not on_gpu and not self._asked_writes % _MEASURED_EVERY)
+            self._asked["write"] += not on_gpu
+            measured = explores or (not on_gpu and not self._asked["write"] % _MEASURED_EVERY)
             region, end = self._regions[extent.space], extent.offset + extent.size_bytes
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             rehearsed = measured and end > region.written_bytes
             region.written_bytes = max(region.written_bytes, end)
-        checked = not on_gpu and (checksum or self.options.verify)
         transfer = Transfer(
-            self._scheduler,
-            "write",
-            path,
-            extent,
-            address,
-            size_bytes,
-            keep,
-            on_done,
-            priority,
-            measured,
-            checked,
+            self._scheduler, "write", path, extent, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores, transfer.rehearsed = explores, rehearsed
+        transfer.checked = not on_gpu and (checksum or self.options.verify)
         # Pages of the page cache that are made by mapping them are small: the first time it is "buffered".
         method = "buffered" if rehearsed and path.method == "mapped" else path.method
         transfer.requests = region.requests(transfer, method)
@@ -301,23 +286,13 @@ class SpillSpace:
                 explore = priority != DEMAND or self._scheduler.is_idle("read")
                 path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
                 explores = self.choice.explores
-            self._asked_reads += not on_gpu
-            measured = explores or (not on_gpu and not self._asked_reads % _MEASURED_EVERY)
-        checked = not on_gpu and (extent.space, extent.offset) in self._checksums
+            self._asked["read"] += not on_gpu
+            measured = explores or (not on_gpu and not self._asked["read"] % _MEASURED_EVERY)
         transfer = Transfer(
-            self._scheduler,
-            "read",
-            path,
-            extent,
-            address,
-            size_bytes,
-            keep,
-            on_done,
-            priority,
-            measured,
-            checked,
+            self._scheduler, "read", path, extent, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores = explores
+        transfer.checked = not on_gpu and (extent.space, extent.offset) in self._checksums
         transfer.requests = self._regions[extent.space].requests(transfer, path.method)
         self._scheduler.submit(transfer)
         return transfer
@@ -325,11 +300,7 @@ class SpillSpace:
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
-        region = self._regions[extent.space]
-        return [
-            (region.files[file].file.buffered, offset, begin, segment_bytes)
-            for file, offset, begin, segment_bytes in region.segments(extent, size_bytes)
-        ]
+        return self._regions[extent.space].segments(extent, size_bytes)
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import weakref
 
-import numpy as np
 import torch
 
-from penstock.storage.aligned import HUGE_PAGE_BYTES, align_down, align_up, view_at
+from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _library = ctypes.CDLL(None, use_errno=True)
 
 
-class OwnMemory:
-    """Zeroed memory, in huge pages where the system has them, given out in parts. Raises OSError.
-
-    address   of the first byte, a multiple of 2 MiB
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self._mapping = mmap.mmap(
-            -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        beginning = _address(self._mapping)
-        self.address = align_up(beginning, HUGE_PAGE_BYTES)
-        self._skipped = self.address - beginning
-        whole_bytes = align_down(size_bytes, HUGE_PAGE_BYTES)  # a huge page at the end would waste memory
-        if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
-                self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
+class OwnMemory(AlignedBuffer):
+    """Zeroed memory that is given out in parts. Raises OSError."""
 
     def touch(self, begin: int, end: int) -> None:
         """Have the kernel bring in the pages of [begin, end) now, by one call without the GIL."""
-        low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
-        address, size = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low)
-        _library.madvise(address, size, _MADV_POPULATE_WRITE)  # where it fails, the first use does it
+        _populate(self.address, begin, end, _MADV_POPULATE_WRITE)  # where it fails, the first use does it
 
     def part(self, begin: int, end: int) -> memoryview:
         """The bytes [begin, end). When nothing uses them any more, their pages are given back, and
@@ -66,7 +47,7 @@ class MappedFile:
             self._mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=access)
         except ValueError as error:  # the file became shorter
             raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
-        self.address = _address(self._mapping)
+        self.address = address_of(self._mapping)
 
     def part(self, begin: int, end: int) -> memoryview:
         """The bytes [begin, end). The mapping lives as long as they do."""
@@ -77,12 +58,16 @@ class MappedFile:
 
         Raises OSError.
         """
-        low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
-        arguments = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low), _MADV_POPULATE_READ
-        if _library.madvise(*arguments):
-            error_number = ctypes.get_errno()
-            if error_number != errno.EINVAL:  # a kernel that does not know the advice
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        # EINVAL is of a kernel that does not know the advice.
+        if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _populate(address: int, begin: int, end: int, advice: int) -> int:
+    """Bring in the pages of [begin, end) from the address on, without the GIL. Gives 0, or an errno."""
+    low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
+    failed = _library.madvise(ctypes.c_void_p(address + low), ctypes.c_size_t(high - low), advice)
+    return ctypes.get_errno() if failed else 0
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -103,7 +88,3 @@ def tensor_of(part: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> t
     if data.data_ptr() % dtype.itemsize:  # a file of another writer: some kernels need aligned elements
         data = data.clone()
     return data.view(dtype).view(shape)
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return int(np.frombuffer(mapping, np.uint8).ctypes.data)

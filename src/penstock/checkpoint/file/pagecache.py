@@ -18,14 +18,6 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 _library = ctypes.CDLL(None, use_errno=True)
 
 
-class _Range(ctypes.Structure):
-    _fields_ = [("offset", ctypes.c_uint64), ("size_bytes", ctypes.c_uint64)]
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent")]
-
-
 def cached_share(descriptor: int) -> float:
     """About the share of an open file that the page cache holds, 0 to 1. 0 where the system does not say."""
     size_bytes = os.fstat(descriptor).st_size
@@ -43,11 +35,11 @@ def cached_share(descriptor: int) -> float:
 def _ask_cachestat(descriptor: int, samples: list[tuple[int, int]]) -> int | None:
     cached = 0
     for begin, end in samples:
-        sample, answer = _Range(begin, end - begin), _Pages()
+        sample, answer = (ctypes.c_uint64 * 2)(begin, end - begin), (ctypes.c_uint64 * 5)()
         arguments = ctypes.byref(sample), ctypes.byref(answer), ctypes.c_uint(0)
         if _library.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(descriptor), *arguments):
             return None
-        cached += int(answer.cached)
+        cached += answer[0]  # then those that are dirty, written back, evicted, evicted recently
     return cached
 
 

@@ -41,7 +41,7 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """
     mapped = _map(source)
     checksums = Checksums(source.header.entries)
-    if verify and source.has_checksums:
+    if verify and source.header.written_by_penstock:
         source.read_ahead()
         _use_mapped(source, mapped, lambda piece, address: _check(piece, address, checksums), in_parallel)
         _raise_damaged(source, checksums.damaged())
@@ -59,7 +59,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     except OSError as error:
         raise cannot_read(source.path, error) from error
     checksums = Checksums(source.header.entries)
-    verify = verify and source.has_checksums
+    verify = verify and source.header.written_by_penstock
     pieces = tuple(cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
 
     def take(piece: Piece) -> tuple[int, OwnMemory]:

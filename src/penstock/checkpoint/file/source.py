@@ -98,10 +98,6 @@ class Source:
             with contextlib.suppress(OSError):  # it is only advice
                 os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 
-    @property
-    def has_checksums(self) -> bool:
-        return self.header.written_by_penstock
-
     def close(self) -> None:
         self.opened.close()
 

@@ -45,12 +45,8 @@ class Paths:
         if (failure := self._trial_failure(device)) is not None:
             spill.give_up_gpu_direct(failure)
             return
-        self.choice = Choice(
-            {BOUNCE: "disk", direct: "disk"},
-            mode=spill.choice.mode,
-            reexplore=spill.choice.reexplore,
-            pinned=direct if spill.gpu_direct_only else None,
-        )
+        names = (direct,) if spill.gpu_direct_only else (BOUNCE, direct)
+        self.choice = Choice(dict.fromkeys(names, "disk"), reexplore=spill.choice.reexplore)
 
     def allocate(self, size_bytes: int) -> Extent:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""

@@ -1,8 +1,8 @@
 """Which path to move a tensor: chosen by what transfers cost on this machine, in this run. Pure.
 
 Fastensor (section 4) tries each path once for each tensor size, keeps the costs in dictionaries, and
-from then on uses the fastest: by its writes (WDic), its reads (RDic), or both (WRDic). Its users say
-how often the dictionaries are made anew, trading speed for overhead. The rule here goes beyond it:
+from then on uses the fastest, of writes and reads together (its WRDic). Its users say how often the
+dictionaries are made anew, trading speed for overhead. The rule here goes beyond it:
 
 - A size class holds the sizes ``[2**k, 2**(k + 1))``; within it, costs are compared per byte.
 - The first transfers of a class try every path `EXPLORATIONS` times, in turn, and then those near the best
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from penstock.errors import InvalidArgument, InvalidSize, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.storage.autotune.costs import (
     EXPLORATIONS,
     FAR,
@@ -40,14 +40,12 @@ from penstock.storage.autotune.costs import (
     SizeClass,
     cost_of,
 )
-from penstock.storage.autotune.rounds import ChoiceReport, Rounds, shares
-from penstock.storage.autotune.tables import KINDS, MODES, Entry, Kind, Mode, Tables, size_class
-from penstock.units import format_bytes, parse_bytes
+from penstock.storage.autotune.rounds import MODES, ChoiceReport, Mode, Rounds, shares
+from penstock.storage.autotune.tables import KINDS, Entry, Kind, Tables, size_class
+from penstock.units import format_bytes
 
 PACE = 7  # what models repeat is a multiple of 2 or 3, seldom of 7: no tensor is always the one
 SHORTEST_S = 1e-9  # clocks give no less, and no time at all has no rate
-
-_Pins = Mapping[tuple[Kind | None, int | None], str]  # by kind and size class; None for every one
 
 
 class Choice:
@@ -55,46 +53,34 @@ class Choice:
 
     paths        by name: the medium that a path writes to. What was written in a medium can be read by
                 the paths of that medium only
-    mode        what makes a medium the best: its writes, its reads, or both
     reexplore   share of the transfer time that may be spent on trying other paths; 0 for none after
                 the first explorations
     tables      costs known from before. They count as first explorations; paths that are not among ``paths``,
                 or changed their medium, are ignored
-    pinned      a path to use for everything; or paths by kind, size class or both, as in
-                ``{"read": ..., "4MiB": ..., "write 64KiB": ...}``. A size means its whole class. A key
-                of both counts before one of a size, and that before one of a kind. What is not pinned
-                is chosen, writes only where the pinned reads can read
     copying     paths that copy with the processor where others of their medium do not: they are used
                 where they are clearly faster
 
     explores    the path given last is not known to be the best: its cost is worth measuring
 
-    Raises InvalidArgument where a path, a kind or a mode is unknown, or where pinned writes are in
-    another medium than pinned reads of the same size.
+    Raises InvalidArgument where a path or a kind is unknown.
     """
 
     def __init__(
         self,
         paths: Mapping[str, str],
         *,
-        mode: Mode = "write+read",
         reexplore: float = 0.005,
         tables: Tables | None = None,
-        pinned: str | Mapping[str, str] | None = None,
         copying: Collection[str] = (),
     ) -> None:
         if not paths:
             raise InvalidArgument("there is no path to move a tensor: name one at least")
-        if mode not in MODES:
-            raise InvalidArgument(f"mode is {mode!r}: modes are {', '.join(map(repr, MODES))}")
         if not 0 <= reexplore < 1:
             raise InvalidArgument(f"reexplore is {reexplore}: it is a share of time, from 0 to below 1")
         self.paths = dict(paths)
-        self.mode: Mode = mode
         self.reexplore = reexplore
         self.explores = False
         self._copying = frozenset(copying)
-        self._pins = _read_pins(pinned, self.paths)
         self._classes: dict[int, SizeClass] = {}
         self._rounds: dict[int, dict[Mode, Rounds]] = {}
         loaded: dict[int, list[Entry]] = {}
@@ -109,14 +95,16 @@ class Choice:
 
         media   those that have room now; None for all
 
-        Raises SpillSpaceFull where none of them can be written to by a path that is allowed.
+        Raises SpillSpaceFull where no path writes to any of them.
         """
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
-        among = known.writable
-        if media is not None:
-            among = [medium for medium in among if medium.name in media]
-            if not among:
-                raise SpillSpaceFull(self._no_room(known, media))
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
+        among = [medium for name, medium in known.media.items() if media is None or name in media]
+        if not among:
+            raise SpillSpaceFull(
+                f"transfers of {format_bytes(1 << known.number)} and more can be written to "
+                f"{_list(known.media)} only, but there is room in {_list(media or ()) or 'none'}: make room "
+                "there"
+            )
         return self._choose("write", known, among, size_bytes)
 
     def path_to_read(self, size_bytes: int, medium: str, explore: bool = True) -> str:
@@ -126,7 +114,7 @@ class Choice:
 
         Report its cost to `observe`, or `withdraw` it. Raises InvalidArgument for an unknown medium.
         """
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
         if medium not in known.media:
             raise InvalidArgument(f"{medium!r} is no medium: media are {_list(known.media)}")
         return self._choose("read", known, [known.media[medium]], size_bytes, explore)
@@ -145,7 +133,7 @@ class Choice:
         record.add(cost_s / size_bytes)
         if record.pending:
             reserved_s, best_s, reading_s = record.pending.popleft()
-            record.spent_s += self._excess(kind, record.charge * size_bytes - best_s, reading_s) - reserved_s
+            record.spent_s += record.charge * size_bytes - best_s + reading_s - reserved_s
         for rounds in self._rounds[known.number].values():
             if rounds.saw(kind, record, size_bytes):
                 rounds.end(known.home)  # as it was before this cost
@@ -197,8 +185,8 @@ class Choice:
         self, kind: Kind, known: SizeClass, among: Sequence[Medium], size_bytes: int, explore: bool = True
     ) -> str:
         best = known.best(kind, among)
-        chosen = known.pinned(kind, among) if known.pins else None
-        if chosen is None and explore:
+        chosen = None
+        if explore:
             for medium in among:
                 if kind in medium.untried:
                     chosen = _first_exploration(kind, among)
@@ -212,7 +200,7 @@ class Choice:
                     chosen = self._another(kind, known, among, best, size_bytes) or best
         elif chosen is None:
             chosen = self._neighbour(kind, known, among) or min(
-                (record for medium in among for record in medium.records(kind)), key=_tries
+                (record for medium in among for record in medium.records[kind]), key=_tries
             )
         self.explores = chosen is not best or best.count < SURE
         if self.explores:
@@ -232,9 +220,8 @@ class Choice:
         pending = (0.0, 0.0, 0.0)
         for medium in among:
             hope, median = _reading_back(medium, home) if kind == "write" else (0.0, 0.0)
-            for record in medium.records(kind):
-                excess_s = self._excess(kind, record.hope - best.cost, hope) * size_bytes
-                reserved_s = max(excess_s, 0.0)
+            for record in medium.records[kind]:
+                reserved_s = max(record.hope - best.cost + hope, 0.0) * size_bytes
                 if record is best or record.in_flight >= EXPLORATIONS:
                     continue
                 if known.earned_s - record.spent_s < reserved_s:
@@ -248,14 +235,6 @@ class Choice:
             chosen.pending.append(pending)
         return chosen
 
-    def _excess(self, kind: Kind, moving: float, reading_back: float) -> float:
-        """What an exploration costs beyond the best. What the mode leaves out of account pays for nothing."""
-        if kind == "read" or self.mode == "write+read":
-            return moving + reading_back
-        if self.mode == "write":
-            return moving + max(reading_back, 0.0)
-        return max(moving, 0.0) + reading_back
-
     def _neighbour(self, kind: Kind, known: SizeClass, among: Sequence[Medium]) -> PathCost | None:
         """The best path of the nearest size class that knows one."""
         for other in sorted(
@@ -266,39 +245,23 @@ class Choice:
                 return known.records[kind][best.path]
         return None
 
-    def _class(self, size_bytes: int) -> SizeClass:
-        number = size_class(size_bytes)
-        known = self._classes.get(number)
-        if known is None:
-            known = self._new_class(number, ())
-        return known
-
-    def _new_class(self, number: int, entries: Iterable[Entry]) -> SizeClass:
-        pins = {kind: path for kind in KINDS if (path := _pinned(self._pins, kind, number))}
-        known = self._classes[number] = SizeClass(number, self.paths, self.mode, pins, entries, self._copying)
-        self._rounds[number] = {kind: Rounds(kind, known.writable) for kind in MODES}
+    def _new_class(self, number: int, entries: Iterable[Entry] = ()) -> SizeClass:
+        known = self._classes[number] = SizeClass(number, self.paths, entries, self._copying)
+        self._rounds[number] = {kind: Rounds(kind, list(known.media.values())) for kind in MODES}
         return known
 
     def _find(self, kind: Kind, size_bytes: int, path: str) -> tuple[SizeClass, PathCost]:
-        known = self._classes.get(size_bytes.bit_length() - 1) or self._class(size_bytes)
+        known = self._classes.get(size_bytes.bit_length() - 1) or self._new_class(size_class(size_bytes))
         if kind not in known.records:
             raise InvalidArgument(f"{kind!r} is no kind of transfer: kinds are {_list(KINDS)}")
         if (record := known.records[kind].get(path)) is None:
-            raise _unknown_path(path, self.paths)
+            raise InvalidArgument(f"{path!r} is no path to move a tensor here: paths are {_list(self.paths)}")
         return known, record
-
-    def _no_room(self, known: SizeClass, media: Collection[str]) -> str:
-        size, allowed = format_bytes(1 << known.number), _list(medium.name for medium in known.writable)
-        pinned = ", as pinned" if len(known.writable) < len(known.media) else ""
-        return (
-            f"transfers of {size} and more can be written to {allowed} only{pinned}, but there is room in "
-            f"{_list(media) or 'none'}: make room there{', or pin no path' if pinned else ''}"
-        )
 
 
 def _first_exploration(kind: Kind, among: Sequence[Medium]) -> PathCost | None:
     """The path to try next, of those whose first explorations are not over."""
-    records = [record for medium in among for record in medium.records(kind)]
+    records = [record for medium in among for record in medium.records[kind]]
     chosen = _exploration(records)
     if chosen is None and not any(record.in_flight for record in records):
         for medium in among:
@@ -326,53 +289,10 @@ def _tries(record: PathCost) -> int:
 
 def _reading_back(medium: Medium, home: Medium) -> tuple[float, float]:
     """What reading from ``medium`` costs beyond reading from ``home``: with luck, and by medians."""
-    if medium is home or not home.best_read.count:
+    if medium is home or not home.best["read"].count:
         return 0.0, 0.0
-    hope = min(record.hope for record in medium.reads) - home.best_read.cost
-    return hope, medium.best_read.cost - home.best_read.cost if medium.best_read.count else 0.0
-
-
-def _read_pins(pinned: str | Mapping[str, str] | None, paths: Mapping[str, str]) -> _Pins:
-    if pinned is None:
-        return {}
-    given = {"": pinned} if isinstance(pinned, str) else pinned
-    pins = {_read_key(key): path for key, path in given.items()}
-    for path in pins.values():
-        if path not in paths:
-            raise _unknown_path(path, paths)
-    for number in {number for _, number in pins}:
-        write, read = (_pinned(pins, kind, number) for kind in KINDS)
-        if write and read and paths[write] != paths[read]:
-            size = "" if number is None else f" of {format_bytes(1 << number)} and more"
-            raise InvalidArgument(
-                f"writes{size} are pinned to {write!r}, which writes to {paths[write]}, but reads to "
-                f"{read!r}, which reads from {paths[read]} only: pin both to one medium"
-            )
-    return pins
-
-
-def _read_key(key: str) -> tuple[Kind | None, int | None]:
-    first, _, rest = key.partition(" ")
-    kind: Kind | None = next((kind for kind in KINDS if kind == first), None)
-    size = rest if kind else key
-    try:
-        return kind, size_class(parse_bytes(size)) if size.strip() else None
-    except (InvalidSize, InvalidArgument) as error:
-        raise InvalidArgument(
-            f"{key!r} cannot be pinned: write 'write', 'read', a size such as '4MiB', or 'write 4MiB'"
-        ) from error
-
-
-def _pinned(pins: _Pins, kind: Kind, number: int | None) -> str | None:
-    """The path of the most exact pin."""
-    for key in ((kind, number), (None, number), (kind, None), (None, None)):
-        if key in pins:
-            return pins[key]
-    return None
-
-
-def _unknown_path(path: str, paths: Iterable[str]) -> InvalidArgument:
-    return InvalidArgument(f"{path!r} is no path to move a tensor here: paths are {_list(paths)}")
+    hope = min(record.hope for record in medium.records["read"]) - home.best["read"].cost
+    return hope, medium.best["read"].cost - home.best["read"].cost if medium.best["read"].count else 0.0
 
 
 def _list(names: Iterable[str]) -> str:

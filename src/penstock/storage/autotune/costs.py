@@ -6,8 +6,9 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from penstock.storage.autotune.tables import KINDS, Entry, Kind, Mode, medium_cost
+from penstock.storage.autotune.tables import KINDS, Entry, Kind
 
 EXPLORATIONS = 3  # of each path in the first transfers of a class: a median of three survives one outlier
 FAR = 3.0  # times the best: not worth a third exploration
@@ -19,6 +20,7 @@ MARGIN = 0.02  # by which another path must be faster to take over
 COPYING = 1.3  # times: what copies takes a processor from those who train, for little gain
 
 
+@dataclass(slots=True, eq=False)
 class PathCost:
     """The costs of one path for one kind of transfer of one size class: seconds per byte.
 
@@ -35,36 +37,19 @@ class PathCost:
     pending     explorations under way: (reserved, cost of the best, what reading back adds), in s
     """
 
-    __slots__ = (
-        "_ordered",
-        "_window",
-        "charge",
-        "cost",
-        "count",
-        "hope",
-        "in_flight",
-        "loaded",
-        "medium",
-        "path",
-        "pending",
-        "spent_s",
-        "tried",
-    )
-
-    def __init__(self, path: str, medium: str) -> None:
-        self.path = path
-        self.medium = medium
-        self.count = 0
-        self.in_flight = 0
-        self.loaded = False
-        self.cost = math.inf
-        self.hope = 0.0
-        self.charge = 0.0
-        self.tried = 0
-        self.spent_s = 0.0
-        self.pending: deque[tuple[float, float, float]] = deque()
-        self._window: deque[float] = deque()
-        self._ordered: list[float] = []
+    path: str
+    medium: str
+    count: int = 0
+    in_flight: int = 0
+    loaded: bool = False
+    cost: float = math.inf
+    hope: float = 0.0
+    charge: float = 0.0
+    tried: int = 0
+    spent_s: float = 0.0
+    pending: deque[tuple[float, float, float]] = field(default_factory=deque)
+    _window: deque[float] = field(default_factory=deque)
+    _ordered: list[float] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -112,35 +97,26 @@ class Medium:
     """The paths of one medium in one size class, and the best of them.
 
     copying   names of the paths that copy with the processor where others of the medium do not
+    records, best   by kind of transfer
     untried   kinds of transfer whose first explorations are not over
     """
 
-    __slots__ = ("best_read", "best_write", "copying", "name", "reads", "untried", "writes")
+    __slots__ = ("best", "copying", "name", "records", "untried")
 
     def __init__(self, name: str, paths: Sequence[str], copying: Collection[str]) -> None:
         self.name = name
         self.copying = copying
-        self.writes = [PathCost(path, name) for path in paths]
-        self.reads = [PathCost(path, name) for path in paths]
-        self.best_write = self.writes[0]
-        self.best_read = self.reads[0]
+        self.records: dict[Kind, list[PathCost]] = {
+            kind: [PathCost(path, name) for path in paths] for kind in KINDS
+        }
+        self.best = {kind: records[0] for kind, records in self.records.items()}
         self.untried = set(KINDS)
-
-    def records(self, kind: Kind) -> list[PathCost]:
-        return self.writes if kind == "write" else self.reads
-
-    def best(self, kind: Kind) -> PathCost:
-        return self.best_write if kind == "write" else self.best_read
 
     def refresh(self, kind: Kind) -> None:
         """A cost of one of its paths was added: another may be the best now."""
-        held, fastest = self.best(kind), min(self.records(kind), key=self._weighed)
-        if self._weighed(fastest) >= self._weighed(held) * (1 - MARGIN):
-            return
-        if kind == "write":
-            self.best_write = fastest
-        else:
-            self.best_read = fastest
+        fastest = min(self.records[kind], key=self._weighed)
+        if self._weighed(fastest) < self._weighed(self.best[kind]) * (1 - MARGIN):
+            self.best[kind] = fastest
 
     def _weighed(self, record: PathCost) -> float:
         return record.cost * COPYING if record.path in self.copying else record.cost
@@ -149,12 +125,10 @@ class Medium:
 class SizeClass:
     """What is known of the sizes ``[2**number, 2**(number + 1))``.
 
-    pins       by kind: the path that the user wants
     entries    costs known from before: they count as first explorations
     copying    as of Medium
 
-    writable   the media that may be written to
-    home       the one that is, where it has room
+    home       the medium that is written to, where it has room
     earned_s   what each path was allowed to spend on explorations so far
     others     paths that share the exploration budget
     asks       transfers asked for after the first explorations
@@ -164,8 +138,6 @@ class SizeClass:
         self,
         number: int,
         paths: Mapping[str, str],
-        mode: Mode,
-        pins: Mapping[Kind, str],
         entries: Iterable[Entry],
         copying: Collection[str],
     ) -> None:
@@ -175,20 +147,13 @@ class SizeClass:
             for name in dict.fromkeys(paths.values())
         }
         self.records: dict[Kind, dict[str, PathCost]] = {
-            kind: {record.path: record for medium in self.media.values() for record in medium.records(kind)}
+            kind: {record.path: record for medium in self.media.values() for record in medium.records[kind]}
             for kind in KINDS
         }
-        self.writable = [
-            medium
-            for medium in self.media.values()
-            if all(paths[path] == medium.name for path in pins.values())
-        ]
-        self.home = self.writable[0]
+        self.home = next(iter(self.media.values()))
         self.earned_s = 0.0
-        self.others = max(2 * sum(len(medium.writes) for medium in self.writable) - 2, 1)
+        self.others = max(2 * len(paths) - 2, 1)
         self.asks: dict[Kind, int] = {"write": 0, "read": 0}
-        self._mode = mode
-        self.pins = pins
         for entry in entries:
             record = self.records[entry.kind][entry.path]
             for _ in range(min(entry.samples, EXPLORATIONS)):
@@ -196,31 +161,24 @@ class SizeClass:
             record.loaded = True
             self.refresh(entry.kind, record)
 
-    def pinned(self, kind: Kind, among: Sequence[Medium]) -> PathCost | None:
-        """The pinned path, unless it cannot read what lies in these among."""
-        if (path := self.pins.get(kind)) is None:
-            return None
-        record = self.records[kind][path]
-        return record if any(medium.name == record.medium for medium in among) else None
-
     def best(self, kind: Kind, among: Sequence[Medium]) -> PathCost:
-        """The best known path in these among; its ``count`` is 0 where none is known."""
+        """The best known path of ``among``; its ``count`` is 0 where none is known."""
         if kind == "read":
-            return among[0].best_read
-        home = self.home if self.home.best_write.count and self.home in among else self._fastest(among)
-        return home.best_write
+            return among[0].best["read"]
+        home = self.home if self.home.best["write"].count and self.home in among else self._fastest(among)
+        return home.best["write"]
 
     def refresh(self, kind: Kind, record: PathCost) -> None:
         """A cost of ``record`` was added: another path, or medium, may be the best now."""
         self.media[record.medium].refresh(kind)
-        if len(self.writable) > 1:
-            fastest, held = self._fastest(self.writable), self._cost(self.home)
+        if len(self.media) > 1:
+            fastest, held = self._fastest(self.media.values()), self._cost(self.home)
             if held == math.inf or self._cost(fastest) < held * (1 - MARGIN):
                 self.home = fastest
 
-    def _fastest(self, among: Sequence[Medium]) -> Medium:
-        """By the mode's account; by writes alone while no medium is measured in full."""
-        return min(among, key=lambda medium: (self._cost(medium), medium.best_write.cost))
+    def _fastest(self, among: Iterable[Medium]) -> Medium:
+        """By its writes and reads together; by writes alone while no medium is measured in full."""
+        return min(among, key=lambda medium: (self._cost(medium), medium.best["write"].cost))
 
     def _cost(self, medium: Medium) -> float:
-        return medium_cost(self._mode, medium.best_write.cost, medium.best_read.cost)
+        return medium.best["write"].cost + medium.best["read"].cost

@@ -14,13 +14,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal, get_args
 
 from penstock.storage.autotune.costs import Medium, PathCost
-from penstock.storage.autotune.tables import MODES, Kind, Mode, aligned
+from penstock.storage.autotune.tables import Kind
 from penstock.units import format_bytes
 
 IN_PLAY = 1.5  # times the best: paths above it are not waited for, but the second best is
 POLICIES = ("First", "Running", "Best")
+
+Mode = Literal["write", "read", "write+read"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def pair(write: str, read: str) -> str:
@@ -126,10 +130,10 @@ class Rounds:
         self._options: dict[str, tuple[PathCost, ...]] = {}
         for medium in media:
             if kind == "write+read":
-                for write, read in product(medium.writes, medium.reads):
+                for write, read in product(medium.records["write"], medium.records["read"]):
                     self._options[pair(write.path, read.path)] = (write, read)
             else:
-                self._options.update((record.path, (record,)) for record in medium.records(kind))
+                self._options.update((record.path, (record,)) for record in medium.records[kind])
         self._records = {record for parts in self._options.values() for record in parts}
         # Pairs of different paths are counted once they win: there are many.
         self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
@@ -182,8 +186,9 @@ class Rounds:
                 self._waiting.update(parts)
 
     def _in_use(self, home: Medium) -> str:
-        write, read = home.best_write.path, home.best_read.path
-        return pair(write, read) if self._kind == "write+read" else home.best(self._kind).path
+        if self._kind != "write+read":
+            return home.best[self._kind].path
+        return pair(home.best["write"].path, home.best["read"].path)
 
     def row(self, class_bytes: int, home: Medium) -> ReportRow:
         """What was counted. At least one round must be over."""
@@ -222,3 +227,12 @@ def shares(counted: Iterable[Rounds]) -> dict[str, Share]:
         for policy in order
         if policy in total
     }
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as text in columns; the first line is the head."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from penstock.errors import InvalidArgument
-from penstock.units import format_bytes, format_rate
 
 Kind = Literal["write", "read"]
-Mode = Literal["write", "read", "write+read"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def size_class(size_bytes: int) -> int:
@@ -28,13 +25,6 @@ def size_class(size_bytes: int) -> int:
     if size_bytes < 1:
         raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
     return size_bytes.bit_length() - 1
-
-
-def medium_cost(mode: Mode, write: float, read: float) -> float:
-    """What a medium costs by its best write and its best read, as ``mode`` counts: the least wins."""
-    if mode == "write":
-        return write
-    return read if mode == "read" else write + read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +57,7 @@ class Entry:
 class Row:
     """One path in one size class, for people. Rates are None where nothing was measured.
 
-    writes, reads   it is the fastest one, as the mode counts: what a choice with these tables uses
+    writes, reads   it is the fastest one: what a choice with these tables uses
     """
 
     class_bytes: int
@@ -87,28 +77,12 @@ class Tables:
 
     entries: tuple[Entry, ...] = ()
 
-    def rows(self, mode: Mode = "write+read") -> tuple[Row, ...]:
-        """By size class and medium, with the fastest paths marked as ``mode`` counts."""
+    def rows(self) -> tuple[Row, ...]:
+        """By size class and medium, with the fastest paths marked."""
         classes: dict[int, list[Entry]] = {}
         for entry in self.entries:
             classes.setdefault(entry.class_bytes, []).append(entry)
-        return tuple(row for size in sorted(classes) for row in _rows_of_class(mode, classes[size]))
-
-    def describe(self, mode: Mode = "write+read") -> str:
-        """The rows as text; ``*`` marks what is used."""
-        heads = ("size from", "path", "medium", "write", "read", "samples")
-        lines = [
-            (
-                format_bytes(row.class_bytes),
-                row.path,
-                row.medium,
-                _rate(row.write_bytes_per_s, row.writes),
-                _rate(row.read_bytes_per_s, row.reads),
-                f"{row.write_samples} + {row.read_samples}",
-            )
-            for row in self.rows(mode)
-        ]
-        return aligned([heads, *lines])
+        return tuple(row for size in sorted(classes) for row in _rows_of_class(classes[size]))
 
 
 def merge(a: Tables, b: Tables) -> Tables:
@@ -127,24 +101,17 @@ def merge(a: Tables, b: Tables) -> Tables:
 def _combine(a: Entry, b: Entry) -> Entry:
     samples = a.samples + b.samples
     median = (a.samples * a.s_per_byte + b.samples * b.s_per_byte) / samples
-    return Entry(
-        class_bytes=a.class_bytes,
-        kind=a.kind,
-        path=a.path,
-        medium=a.medium,
-        samples=samples,
-        s_per_byte=median,
-    )
+    return replace(a, samples=samples, s_per_byte=median)
 
 
-def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
+def _rows_of_class(entries: Sequence[Entry]) -> list[Row]:
     known = {(entry.kind, entry.medium, entry.path): entry for entry in entries}
     best: dict[str, dict[Kind, Entry]] = {}  # by medium
     for entry in entries:
         held = best.setdefault(entry.medium, {}).get(entry.kind)
         if held is None or entry.s_per_byte < held.s_per_byte:
             best[entry.medium][entry.kind] = entry
-    home = _fastest_medium(mode, best)
+    home = _fastest_medium(best)
     rows = []
     for medium, path in sorted({(entry.medium, entry.path) for entry in entries}):
         write, read = (known.get((kind, medium, path)) for kind in KINDS)
@@ -164,26 +131,11 @@ def _rows_of_class(mode: Mode, entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def _fastest_medium(mode: Mode, best: Mapping[str, Mapping[Kind, Entry]]) -> str:
+def _fastest_medium(best: Mapping[str, Mapping[Kind, Entry]]) -> str:
     """The medium of the least cost; by its writes alone where no medium is measured in full."""
 
     def costs(medium: str) -> tuple[float, float]:
         write, read = (best[medium][kind].s_per_byte if kind in best[medium] else math.inf for kind in KINDS)
-        return medium_cost(mode, write, read), write
+        return write + read, write
 
     return min(best, key=costs)
-
-
-def _rate(rate_bytes_per_s: float | None, used: bool) -> str:
-    if rate_bytes_per_s is None:
-        return "-"
-    return format_rate(rate_bytes_per_s) + (" *" if used else "  ")
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text in columns; the first line is the head."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

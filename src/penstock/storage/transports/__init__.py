@@ -8,6 +8,7 @@ from collections.abc import Callable
 from penstock.storage.transports.contract import (
     DEMAND,
     EVICT,
+    FOR_EVER_S,
     PREFETCH,
     Completion,
     File,
@@ -43,6 +44,7 @@ MEDIA = {
 __all__ = [
     "DEMAND",
     "EVICT",
+    "FOR_EVER_S",
     "GPU_TRANSPORTS",
     "MEDIA",
     "PREFETCH",

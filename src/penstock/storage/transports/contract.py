@@ -12,6 +12,8 @@ _BUSY_PAUSE_S = 1e-3
 
 Kind = Literal["write", "read"]
 
+FOR_EVER_S = 1e9  # as a time limit: longer than anybody waits, and not too long for any clock
+
 # Of requests that wait, those of a lower number begin first.
 DEMAND, PREFETCH, EVICT = range(3)
 
@@ -113,19 +115,18 @@ class Transport(Protocol):
     def hurry(self, requests: Sequence[Request]) -> None:
         """Make demands of those of ``requests`` that are not over."""
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         """Wait for every request, then end the transport. Idempotent.
 
         False: some are still under way after ``timeout_s``. Their memory and their files stay in use.
         """
 
 
-def move_fully(move: Callable[[int, int], int], size_bytes: int, alignment_bytes: int = 1) -> int:
+def move_fully(move: Callable[[int, int], int], size_bytes: int) -> int:
     """Call ``move(begin, end)`` until ``size_bytes`` are moved; give 0, or an errno.
 
     ``move`` gives how many of the bytes [begin, end) it moved, from ``begin`` on: maybe fewer than
-    asked for. Where it must begin at a multiple of ``alignment_bytes``, a remainder is moved again.
-    A busy device is tried again for 0.1 s.
+    asked for. A busy device is tried again for 0.1 s.
     """
     done = busy = 0
     while done < size_bytes:
@@ -139,8 +140,6 @@ def move_fully(move: Callable[[int, int], int], size_bytes: int, alignment_bytes
             continue
         except OSError as error:
             return error.errno or errno.EIO
-        if done + moved < size_bytes:
-            moved = moved // alignment_bytes * alignment_bytes
         if moved <= 0:  # the file ends here, or the device gave up
             return errno.EIO
         done += moved

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from penstock.storage.aligned import align_down, align_up
-from penstock.storage.transports.contract import File, OnComplete, Request, TransportUnavailable, move_fully
+from penstock.storage.transports.contract import (
+    FOR_EVER_S,
+    File,
+    Request,
+    TransportUnavailable,
+    move_fully,
+)
 from penstock.storage.transports.workers import Workers
 
 logger = logging.getLogger("penstock")
@@ -26,7 +33,7 @@ PIECE_BYTES = 4 << 20  # what kvikio itself makes of larger ones
 SMALLEST_BYTES = 16 << 10
 
 
-class GpuDirectTransport:
+class GpuDirectTransport(Workers):
     """Satisfies Transport; a request's address is a device pointer, of any CUDA device.
 
     A file that takes no direct I/O, or that cuFile refuses, fails with the errno of its registration;
@@ -44,21 +51,11 @@ class GpuDirectTransport:
     methods: tuple[str, ...] = ("gpu-direct",)
 
     def __init__(self, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
-        kvikio = _open_kvikio(threads)
-        self._files = _Files(kvikio)
-        self._workers = Workers(threads, "kvikio", self.methods, lambda: self._perform, piece_bytes)
+        self._files = _Files(_open_kvikio(threads))
+        super().__init__(threads, "kvikio", piece_bytes)
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        self._workers.submit(requests, on_complete)
-
-    def cancel(self, requests: Sequence[Request]) -> int:
-        return self._workers.cancel(requests)
-
-    def hurry(self, requests: Sequence[Request]) -> None:
-        self._workers.hurry(requests)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        if not self._workers.close(timeout_s):
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
+        if not super().close(timeout_s):
             return False
         self._files.close()
         return True
@@ -71,7 +68,7 @@ class GpuDirectTransport:
             return error.strerror
         return None
 
-    def _perform(self, request: Request, begin: int, end: int) -> int:
+    def perform(self, request: Request, begin: int, end: int) -> int:
         try:
             registered = self._files.registered(request.file)
         except OSError as error:
@@ -132,25 +129,13 @@ class _DeviceMemory:
         }
 
 
-class _Entry(NamedTuple):
-    """What became of registering a file under a descriptor.
-
-    identity     of the file: the number of the descriptor may become another's
-    registered   kvikio's CuFile, None where it failed
-    error        why it failed
-    """
-
-    identity: tuple[int, int]
-    registered: Any
-    error: OSError | None
-
-
 class _Files:
     """Files registered with cuFile, each once for as long as its descriptor is open."""
 
     def __init__(self, kvikio: Any) -> None:
         self._kvikio = kvikio
-        self._entries: dict[int, _Entry] = {}  # by descriptor
+        # By descriptor, whose number may become another's: which file it is, and its CuFile or an error.
+        self._entries: dict[int, tuple[tuple[int, int], Any]] = {}
         self._lock = threading.Lock()
 
     def registered(self, file: File) -> Any:
@@ -158,19 +143,20 @@ class _Files:
         descriptor = file.direct if file.direct >= 0 else file.buffered
         identity = _identity(descriptor)
         with self._lock:
-            entry = self._entries.get(descriptor)
-            if entry is None or entry.identity != identity:
+            known, registered = self._entries.get(descriptor, (None, None))
+            if known != identity:
                 self._forget_closed()
-                entry = self._entries[descriptor] = self._register(descriptor, identity)
-        if entry.error is not None:
-            raise OSError(*entry.error.args)
-        return entry.registered
+                registered = self._register(descriptor)
+                self._entries[descriptor] = identity, registered
+        if isinstance(registered, OSError):
+            raise OSError(*registered.args)
+        return registered
 
     def close(self) -> None:
         with self._lock:
             self._entries.clear()
 
-    def _register(self, descriptor: int, identity: tuple[int, int]) -> _Entry:
+    def _register(self, descriptor: int) -> Any:
         import fcntl  # of no other system than Unix
 
         written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
@@ -178,20 +164,19 @@ class _Files:
             # Left to itself, kvikio falls back to copies through the host without a word. The path leads
             # to the open file, whether or not it still has a name.
             with _no_compatibility_mode(self._kvikio):
-                registered = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if written else "r")
+                return self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if written else "r")
         except Exception as error:
             number = _error_number(error, errno.EOPNOTSUPP)
-            return _Entry(identity, None, OSError(number, f"cuFile refuses it: {error}"))
-        return _Entry(identity, registered, None)
+            return OSError(number, f"cuFile refuses it: {error}")
 
     def _forget_closed(self) -> None:
         """Let go of files whose descriptors were closed: they would keep their disk space.
 
         A piece that still uses one keeps it, and the last one closes it.
         """
-        for descriptor, entry in list(self._entries.items()):
+        for descriptor, (identity, _) in list(self._entries.items()):
             try:
-                still_open = _identity(descriptor) == entry.identity
+                still_open = _identity(descriptor) == identity
             except OSError:
                 still_open = False
             if not still_open:
@@ -259,10 +244,6 @@ def _error_number(error: Exception, otherwise: int) -> int:
     return max(found, key=lambda number: len(os.strerror(number)), default=otherwise)
 
 
-_logged: set[str] = set()
-
-
+@functools.cache
 def _log_once(text: str) -> None:
-    if text not in _logged:
-        _logged.add(text)
-        logger.warning("%s", text)
+    logger.warning("%s", text)

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 from penstock import _native
 from penstock.storage.transports.contract import (
-    DEMAND,
-    EVICT,
+    FOR_EVER_S,
     Completion,
     OnComplete,
     Request,
     TransportUnavailable,
 )
-from penstock.storage.transports.workers import complete
 
 logger = logging.getLogger("penstock")
 
@@ -33,9 +31,6 @@ SLOT_BYTES = 1 << 20
 SLOTS = 4
 EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
-# About what is copied in the time that another thread takes to wake up twice.
-_AT_ONCE_BYTES = 1 << 20
-
 
 class _NativeTransport:
     """Satisfies Transport. The native threads hand out completions while there is nothing else to do;
@@ -43,51 +38,45 @@ class _NativeTransport:
 
     depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
-    slot_bytes    size of a staging buffer, and of the operations on it
-    slots         staging buffers, in registered memory on huge pages where the system gives them
+    slots         staging buffers of `SLOT_BYTES`, in registered memory and huge pages where there are any
     threads       native threads
-
-    registered    whether the system registered the staging buffers; else it pins them at each use
 
     Raises TransportUnavailable where the system refuses it.
     """
 
     methods: tuple[str, ...]
 
-    def __init__(
-        self, kind: str, depth: int, piece_bytes: int, slot_bytes: int, slots: int, threads: int
-    ) -> None:
+    def __init__(self, kind: str, depth: int, piece_bytes: int, slots: int, threads: int) -> None:
         self._kind = kind
         self._tokens = itertools.count(1)
         self._requests: dict[int, tuple[Request, OnComplete]] = {}
         deliver = functools.partial(_complete, self._requests)  # without the transport, which it would keep
         try:
-            self._transfers = _native.Transfers(kind, depth, piece_bytes, slot_bytes, slots, threads, deliver)
+            self._transfers = _native.Transfers(kind, depth, piece_bytes, SLOT_BYTES, slots, threads, deliver)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
-        self.registered: bool = self._transfers.registered
         self._deliverer = threading.Thread(target=self._deliver, name=f"penstock-{kind}", daemon=True)
         self._deliverer.start()
         _open.add(self)
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        tokens: list[int] = []
         for request in requests:
             if request.method not in self.methods:
-                for token in tokens:
-                    del self._requests[token]
                 raise ValueError(f"there is no method {request.method!r}, only {', '.join(self.methods)}")
-            tokens.append(token := next(self._tokens))
+        tokens = [next(self._tokens) for _ in requests]
+        for token, request in zip(tokens, requests, strict=True):
             self._requests[token] = (request, on_complete)
-        accepted = False
+        finished = None
         try:
-            accepted = self._transfers.submit(tokens, requests)
+            finished = self._transfers.submit(tokens, requests)
         finally:
-            if not accepted:
+            if finished is None:
                 for token in tokens:
                     del self._requests[token]
-        if not accepted:
+        if finished is None:
             raise ValueError("the transport is closed")
+        if finished:
+            _complete(self._requests, finished)
 
     def cancel(self, requests: Sequence[Request]) -> int:
         cancelled: int = self._transfers.cancel(self._tokens_of(requests))
@@ -96,14 +85,14 @@ class _NativeTransport:
     def hurry(self, requests: Sequence[Request]) -> None:
         self._transfers.hurry(self._tokens_of(requests))
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
+        deadline_s = time.monotonic() + timeout_s
         ended: bool = self._transfers.close(timeout_s)
         if not ended:
             _keep_for_ever(self._transfers)
             return False
         if self._deliverer is not threading.current_thread():
-            self._deliverer.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            self._deliverer.join(max(deadline_s - time.monotonic(), 0.0))
             return not self._deliverer.is_alive()
         return True
 
@@ -124,14 +113,8 @@ class UringTransport(_NativeTransport):
 
     methods: tuple[str, ...] = ("direct", "staged", "buffered")
 
-    def __init__(
-        self,
-        depth: int = DEPTH,
-        piece_bytes: int = PIECE_BYTES,
-        slot_bytes: int = SLOT_BYTES,
-        slots: int = SLOTS,
-    ) -> None:
-        super().__init__("io_uring", depth, piece_bytes, slot_bytes, slots, 1)
+    def __init__(self) -> None:
+        super().__init__("io_uring", DEPTH, PIECE_BYTES, SLOTS, 1)
 
 
 class PosixTransport(_NativeTransport):
@@ -144,38 +127,10 @@ class PosixTransport(_NativeTransport):
     methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
-        super().__init__("blocking", 1, piece_bytes, SLOT_BYTES, threads, threads)
-        self._closed = False
-
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        if not self._closed and all(map(self._is_sound, requests)):
-            requests = [request for request in requests if not _moved_at_once(request, on_complete)]
-        if requests:
-            super().submit(requests, on_complete)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        self._closed = True
-        return super().close(timeout_s)
-
-    def _is_sound(self, request: Request) -> bool:
-        return request.method in self.methods and DEMAND <= request.priority <= EVICT
+        super().__init__("blocking", 1, piece_bytes, threads, threads)
 
 
-def _moved_at_once(request: Request, on_complete: OnComplete) -> bool:
-    """Carry out a small request now. False: it is none, or would wait for the disk."""
-    if request.method != "buffered" or request.size_bytes > _AT_ONCE_BYTES:
-        return False
-    started_s = time.perf_counter()
-    error_number: int | None = _native.Transfers.move_now(request)
-    if error_number is None:
-        return False
-    complete(on_complete, Completion(request, error_number, started_s, time.perf_counter()))
-    return True
-
-
-def _complete(
-    requests: dict[int, tuple[Request, OnComplete]], finished: list[tuple[int, int, float, float, bool]]
-) -> None:
+def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:
     for token, error_number, started_s, finished_s, abandoned in finished:
         request, on_complete = requests.pop(token)
         if abandoned:

@@ -7,37 +7,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from penstock.storage.aligned import align_down
-from penstock.storage.transports.contract import DEMAND, EVICT, Completion, OnComplete, Request
+from penstock.storage.transports.contract import DEMAND, EVICT, FOR_EVER_S, Completion, OnComplete, Request
 
 logger = logging.getLogger("penstock")
 
-# Carries out the bytes [begin, end) of a request; gives 0, or an errno.
-Perform = Callable[[Request, int, int], int]
-
 
 class Workers:
-    """The half of the transport contract that does not depend on where the bytes go.
+    """The half of the transport contract that does not depend on where the bytes go, to inherit from.
 
-    methods           of the requests; submitting one of another method raises ValueError
-    make_perform   called once in each thread; gives the function that carries out pieces of
-                   requests there
     piece_bytes    larger requests are cut into pieces of about this size, which several threads
                    carry out at once; None to leave them whole. A multiple of the files' alignment
     """
 
-    def __init__(
-        self,
-        threads: int,
-        name: str,
-        methods: tuple[str, ...],
-        make_perform: Callable[[], Perform],
-        piece_bytes: int | None = None,
-    ) -> None:
-        self._methods = methods
-        self._make_perform = make_perform
+    methods: tuple[str, ...]
+
+    def __init__(self, threads: int, name: str, piece_bytes: int | None = None) -> None:
         self._piece_bytes = piece_bytes
         # By priority: those of which some piece has not begun.
         self._waiting: tuple[deque[_Job], ...] = tuple(deque() for _ in range(EVICT + 1))
@@ -50,18 +37,16 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raises ValueError where one of the requests cannot be submitted."""
-        for request in requests:
-            if request.method not in self._methods:
-                raise ValueError(f"there is no method {request.method!r}, only {', '.join(self._methods)}")
-            if not DEMAND <= request.priority <= EVICT:
-                raise ValueError(f"there is no priority {request.priority}, only {DEMAND} to {EVICT}")
-        if self._closed:
-            raise ValueError("the transport is closed")
+    def perform(self, request: Request, begin: int, end: int) -> int:
+        """Carry out the bytes [begin, end) of the request. Gives 0, or an errno."""
+        raise NotImplementedError
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        self.check(requests)
+        for request in requests:
+            if request.method not in self.methods:
+                raise ValueError(f"there is no method {request.method!r}, only {', '.join(self.methods)}")
+            if not DEMAND <= request.priority <= EVICT:
+                raise ValueError(f"there is no priority {request.priority}, only {DEMAND} to {EVICT}")
         jobs = [_Job(request, on_complete, self._piece_bytes) for request in requests]
         with self._changed:
             if self._closed:
@@ -95,22 +80,21 @@ class Workers:
                     job.priority = DEMAND
                     self._waiting[DEMAND].append(job)
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:
-        perform = self._make_perform()
-        while self._serve(perform):
+        while self._serve():
             pass
 
-    def _serve(self, perform: Perform) -> bool:
+    def _serve(self) -> bool:
         # A function of its own, so that no local holds a finished request's memory while waiting.
         with self._changed:
             while (queue := next(filter(None, self._waiting), None)) is None:
@@ -122,7 +106,7 @@ class Workers:
             if job.begun == job.pieces:
                 queue.popleft()
         try:
-            error_number = perform(job.request, begin, end)
+            error_number = self.perform(job.request, begin, end)
         except Exception:
             logger.exception("a transport failed on %s", job.request[:7])
             error_number = errno.EIO
@@ -170,10 +154,12 @@ class _Job:
 
     def complete(self) -> None:
         finished_s = time.perf_counter()
-        complete(
-            self._on_complete,
-            Completion(self.request, self.error_number, self._started_s or finished_s, finished_s),
-        )
+        try:
+            self._on_complete(
+                Completion(self.request, self.error_number, self._started_s or finished_s, finished_s)
+            )
+        except Exception:  # the requester's fault: the other requests go on
+            logger.exception("the completion of %s failed", self.request[:7])
 
     def _cut_at(self, piece: int) -> int:
         """Where a piece begins, counted from the first byte of the request. The pieces are about equal,
@@ -183,11 +169,3 @@ class _Job:
             return request.size_bytes if piece else 0
         end = request.offset + request.size_bytes * piece // self.pieces
         return align_down(end, request.file.alignment_bytes) - request.offset
-
-
-def complete(on_complete: OnComplete, completion: Completion) -> None:
-    """Tell who submitted the request."""
-    try:
-        on_complete(completion)
-    except Exception:  # the requester's fault: the other requests go on
-        logger.exception("the completion of %s failed", completion.request[:7])

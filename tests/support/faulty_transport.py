@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.storage.transports.contract import OnComplete, Request, Transport
+from penstock.storage.transports.contract import FOR_EVER_S, OnComplete, Request, Transport
 from penstock.storage.transports.workers import Workers
 
 
-class FaultyTransport:
+class FaultyTransport(Workers):
     """Satisfies Transport: hands requests on to ``inner``, but for those that are to fail.
 
     fault   asked once for each request, in the order they are submitted: gives the errno it completes
@@ -23,7 +23,7 @@ class FaultyTransport:
         self._fault = fault
         self._errors: dict[int, deque[int]] = {}  # by request that waits for the one worker
         self._lock = threading.Lock()
-        self._workers = Workers(1, "faulty", inner.methods, lambda: self._fail)
+        super().__init__(1, "faulty")
 
     def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
         with self._lock:
@@ -33,7 +33,7 @@ class FaultyTransport:
             for request, error in zip(requests, errors, strict=True):
                 if error:
                     self._errors.setdefault(id(request), deque()).append(error)
-            self._workers.submit(faulty, on_complete)
+            super().submit(faulty, on_complete)
             self._inner.submit(sound, on_complete)
 
     def cancel(self, requests: Sequence[Request]) -> int:
@@ -42,10 +42,10 @@ class FaultyTransport:
     def hurry(self, requests: Sequence[Request]) -> None:
         self._inner.hurry(requests)
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        return self._workers.close(timeout_s) and self._inner.close(timeout_s)
+    def close(self, timeout_s: float = FOR_EVER_S) -> bool:
+        return super().close(timeout_s) and self._inner.close(timeout_s)
 
-    def _fail(self, request: Request, _begin: int, _end: int) -> int:
+    def perform(self, request: Request, _begin: int, _end: int) -> int:
         errors = self._errors[id(request)]
         error_number = errors.popleft()
         if not errors:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.storage.aligned import align_down, align_up, view_at
-from penstock.storage.transports.contract import OnComplete, Request, move_fully
+from penstock.storage.transports.contract import Request, move_fully
 from penstock.storage.transports.workers import Workers
 
 PADDING = b"\xa5"
 
 
-class MemoryTransport:
+class MemoryTransport(Workers):
     """Satisfies Transport. The name of a file is its ``buffered`` descriptor, which need not be open; it
     holds what was written to it, and zeros before that. Writes fill their padding with PADDING.
 
     delay_s       each request takes this long at least
     fault         gives the errno a request fails with, 0 for none; asked before each request
     short_bytes   at most so many bytes are moved at once
+    files         what the files hold, to be shared with other transports
     """
 
     methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
@@ -31,32 +32,21 @@ class MemoryTransport:
         delay_s: float = 0.0,
         fault: Callable[[Request], int] | None = None,
         short_bytes: int | None = None,
+        files: dict[int, bytearray] | None = None,
     ) -> None:
         self.delay_s = delay_s
         self.fault = fault
         self.short_bytes = short_bytes
-        self._files: dict[int, bytearray] = {}
+        self._files = {} if files is None else files
         self._lock = threading.Lock()
-        self._workers = Workers(threads, "memory", self.methods, lambda: self._perform)
-
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        self._workers.submit(requests, on_complete)
-
-    def cancel(self, requests: Sequence[Request]) -> int:
-        return self._workers.cancel(requests)
-
-    def hurry(self, requests: Sequence[Request]) -> None:
-        self._workers.hurry(requests)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        return self._workers.close(timeout_s)
+        super().__init__(threads, "memory")
 
     def content(self, name: int) -> bytes:
         """All that was written to the file so far."""
         with self._lock:
             return bytes(self._files.get(name, b""))
 
-    def _perform(self, request: Request, begin: int, end: int) -> int:
+    def perform(self, request: Request, begin: int, end: int) -> int:
         if self.delay_s:
             time.sleep(self.delay_s)
         if self.fault is not None and (error_number := self.fault(request)):
