@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "planning/model.hpp"
 
 namespace penstock {
@@ -15,18 +16,8 @@ namespace penstock {
 namespace nb = nanobind;
 
 template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
 std::vector<T> copied(const Column<T>& column) {
   return {column.data(), column.data() + column.shape(0)};
-}
-
-template <class T>
-nb::object array(std::vector<T> values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
 template <class T>
