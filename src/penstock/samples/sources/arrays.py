@@ -161,7 +161,11 @@ def _load(path: str) -> Any:
             for info in file.zip.infolist():
                 if info.file_size > 1032 * packed + 1024:  # more than deflate can
                     raise ValueError(f"{info.filename} cannot have {info.file_size} bytes")
-            return dict(file)
+            arrays = dict(file)
+            for name, array in arrays.items():
+                if not isinstance(array, np.ndarray):  # numpy gives the bytes of other files as they are
+                    raise ValueError(f"{name} is not an array")
+            return arrays
     except OSError as error:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
     except _UNREADABLE as error:
