@@ -132,7 +132,7 @@ class Columns:
 
     def keep(self, pieces: _native.SamplePieces) -> None:
         for name in ("directory", "sums", "chunks", "names", "anchors"):
-            self.parts.setdefault(name, []).append(getattr(pieces, name))
+            self.parts.setdefault(name, []).append(pieces[1][f"{name}.bin"])
 
     def column(self, name: str, dtype: type) -> np.ndarray:
         return np.frombuffer(b"".join(self.parts.pop(name)), dtype)
@@ -176,7 +176,7 @@ def build(samples: int, size_bytes: int, data: np.ndarray) -> dict[str, float]:
         pieces = builder.take()
         pieces_s += time.perf_counter() - begin_s
         for name, parts in kept.items():
-            parts.append(getattr(pieces, name))
+            parts.append(pieces[1][f"{name}.bin"])
     arrays = [np.frombuffer(b"".join(parts), np.uint8) for parts in kept.values()]
     directory, anchors = arrays[0].view(np.uint64).reshape(-1, 2), arrays[2].view(np.uint64)
     return {

@@ -1,12 +1,12 @@
 // What Python sees of the replay and of the search for a better plan. Every array is checked: a wrong one raises
 // ValueError. The columns are made by penstock.simulator.replay and penstock.planners.optimal.search.improve.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "bindings.hpp"
 #include "planning/search.hpp"
 
@@ -19,9 +19,6 @@ namespace {
 using namespace planning;
 
 template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
 std::vector<T> copied(const Column<T>& column) {
   return {column.data(), column.data() + column.shape(0)};
 }
@@ -29,13 +26,6 @@ std::vector<T> copied(const Column<T>& column) {
 template <class T>
 std::vector<T> column(const nb::dict& columns, const char* name) {
   return copied(nb::cast<Column<T>>(columns[name]));
-}
-
-template <class T>
-nb::object array(std::vector<T> values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
 template <class Work>

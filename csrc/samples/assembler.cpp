@@ -11,7 +11,6 @@ namespace {
 constexpr std::size_t kFoundAhead = 16;       // directory entries that are fetched before they are read
 constexpr std::size_t kFetchedAhead = 6;      // samples that are fetched before they are copied
 constexpr std::uint64_t kFetchedBytes = 512;  // of each; further on the processor sees the pattern itself
-constexpr std::size_t kSubmittedAtOnce = 64;
 constexpr std::size_t kLoadedAtOnce = 8;  // chunks: each time wakes a thread
 // Samples of at least so many bytes are read as fast by themselves, straight into the batch: a copy less.
 constexpr std::uint64_t kAloneBytes = 128U << 10;
@@ -59,13 +58,8 @@ void Assembler::close() {
 std::shared_ptr<SampleBatch> Assembler::next(std::size_t samples) {
   if (!plan(samples)) return nullptr;
   auto batch = reader_.make_batch(planned_.size(), planned_bytes_, signal_);
-  std::int64_t at = 0;
-  for (std::size_t i = 0; i < planned_.size(); ++i) {
-    batch->indices()[i] = static_cast<std::int64_t>(picks_[i].sample);
-    batch->offsets()[i] = at;
-    at += static_cast<std::int64_t>(planned_[i].extent.size_bytes);
-  }
-  batch->offsets()[planned_.size()] = at;
+  for (std::size_t i = 0; i < planned_.size(); ++i)
+    batch->set(i, picks_[i].sample, planned_[i].extent.size_bytes);
   for (const auto& [position, failure] : bad_) batch->add_bad(position, failure);
   if (from_ == From::items) load_ahead();
   if (alone_ > 0) read_alone(*batch);
@@ -162,16 +156,8 @@ void Assembler::load_ahead() {
 // What no chunk's body has: long edges, and in full order everything.
 void Assembler::read_alone(SampleBatch& batch) {
   std::vector<Read> reads;
-  for (std::size_t i = 0; i < planned_.size(); ++i) {
-    const auto& planned = planned_[i];
-    if (!planned.alone) continue;
-    if (reader_.read_now(planned.extent, batch.data() + batch.offsets()[i])) {
-      batch.check(i, planned.extent);
-      continue;
-    }
-    reads.push_back(batch.read(i, planned.extent));
-    if (reads.size() == kSubmittedAtOnce) reader_.reads().submit(Traffic::samples, std::exchange(reads, {}));
-  }
+  for (std::size_t i = 0; i < planned_.size(); ++i)
+    if (planned_[i].alone) reader_.read_into(batch, i, planned_[i].extent, reads);
   reader_.reads().submit(Traffic::samples, std::move(reads));
 }
 

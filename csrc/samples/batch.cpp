@@ -24,60 +24,69 @@ SampleBatch::SampleBatch(const Catalog& catalog, bool verify, BatchPool& pool, s
       data_begin_(data_begin(samples)),
       data_bytes_(data_bytes),
       block_(pool.take(data_begin_ + data_bytes)),
-      signal_(std::move(signal)) {}
+      signal_(std::move(signal)) {
+  offsets()[0] = 0;
+}
 
 Read SampleBatch::read(std::size_t position, const Extent& extent) {
-  ++under_way_;
   const std::lock_guard lock(mutex_);
-  parts_.push_back({position, extent});
-  return {extent, data() + offsets()[position], shared_from_this(), parts_.size() - 1};
+  reads_.push_back({position, extent});
+  ++under_way_;
+  return {extent, data() + offsets()[position], shared_from_this(), reads_.size() - 1};
 }
 
 void SampleBatch::arrived(std::uint64_t number, int error) {
-  Part part;
+  SampleRead read;
   {
     const std::lock_guard lock(mutex_);
-    part = parts_[number];
+    read = reads_[number];
   }
-  if (error != 0) {
-    add_bad(part.position, {Fault::read, part.extent, indices()[part.position], error});
-  } else {
-    check(part.position, part.extent);
-  }
+  const bool good = error == 0 && right(read.position, read.extent);
   {
     const std::lock_guard lock(mutex_);
-    parts_[number].done = true;
+    reads_[number].outcome = good ? Outcome::right : Outcome::wrong;
+    reads_[number].error = error;
   }
-  end_one();
-}
-
-void SampleBatch::check(std::size_t position, const Extent& extent) {
-  if (!verify_) return;
-  const auto sample = indices()[position];
-  if (crc32c(0, data() + offsets()[position], extent.size_bytes) !=
-      catalog_.sum(static_cast<std::uint64_t>(sample)))
-    add_bad(position, {Fault::checksum, extent, sample, 0});
-}
-
-void SampleBatch::add_bad(std::size_t position, const Failure& failure) {
-  const std::lock_guard lock(mutex_);
-  const auto place = std::ranges::lower_bound(bad_, position, {}, &Bad::position);
-  bad_.insert(place, {position, failure});
-}
-
-Extent SampleBatch::waits_for() {
-  const std::lock_guard lock(mutex_);
-  for (const auto& part : parts_)
-    if (!part.done) return part.extent;
-  return {};
-}
-
-void SampleBatch::end_one() {
   if (under_way_.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   // Kept: once it is whole, its last owner may let it go.
   const auto signal = signal_;
   const std::lock_guard lock(signal->mutex);
   signal->changed.notify_all();
+}
+
+bool SampleBatch::right(std::size_t position, const Extent& extent) const {
+  return !verify_ || crc32c(0, data() + offsets()[position], extent.size_bytes) ==
+                         catalog_.sum(static_cast<std::uint64_t>(indices()[position]));
+}
+
+void SampleBatch::check(std::size_t position, const Extent& extent) {
+  if (!right(position, extent)) add_bad(position, {Fault::checksum, extent, indices()[position], 0});
+}
+
+void SampleBatch::add_bad(std::size_t position, const Failure& failure) {
+  const std::lock_guard lock(mutex_);
+  insert_bad(position, failure);
+}
+
+void SampleBatch::insert_bad(std::size_t position, const Failure& failure) {
+  bad_.insert(std::ranges::lower_bound(bad_, position, {}, &Bad::position), {position, failure});
+}
+
+const std::vector<SampleBatch::Bad>& SampleBatch::bad() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [position, extent, outcome, error] : reads_) {
+    if (outcome != Outcome::wrong) continue;
+    insert_bad(position, {error != 0 ? Fault::read : Fault::checksum, extent, indices()[position], error});
+    outcome = Outcome::told;
+  }
+  return bad_;
+}
+
+Extent SampleBatch::waits_for() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& read : reads_)
+    if (read.outcome == Outcome::none) return read.extent;
+  return {};
 }
 
 }  // namespace penstock::samples

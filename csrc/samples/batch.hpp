@@ -32,14 +32,20 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
               std::uint64_t data_bytes, std::shared_ptr<Signal> signal);
 
   std::size_t size() const { return size_; }
-  std::int64_t* indices() const { return reinterpret_cast<std::int64_t*>(block_.data()); }
+  std::int64_t* indices() const { return reinterpret_cast<std::int64_t*>(block_.data.get()); }
   std::int64_t* offsets() const { return indices() + size_; }  // [size + 1]
-  std::byte* data() const { return block_.data() + data_begin_; }
+  std::byte* data() const { return block_.data.get() + data_begin_; }
   std::uint64_t data_bytes() const { return data_bytes_; }
-  std::uint64_t size_bytes() const { return block_.size_bytes(); }
+  std::uint64_t size_bytes() const { return block_.size_bytes; }
+  // What lies at a position; positions are set in ascending order.
+  void set(std::size_t position, std::uint64_t sample, std::uint64_t size_bytes) const {
+    indices()[position] = static_cast<std::int64_t>(sample);
+    offsets()[position + 1] = offsets()[position] + static_cast<std::int64_t>(size_bytes);
+  }
 
   // A read of the sample at this position, whose index and offsets are set, to be submitted.
   Read read(std::size_t position, const Extent& extent);
+  // Takes no memory: the thread that calls it has nobody to tell that there is none.
   void arrived(std::uint64_t number, int error) override;
   // The sample lies where it belongs: is it right?
   void check(std::size_t position, const Extent& extent);
@@ -50,25 +56,28 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
   bool under_way() const { return under_way_.load(std::memory_order_acquire) > 0; }
   Extent waits_for();  // one of its reads that are under way
   // Of one that is not under way; by position.
-  const std::vector<Bad>& bad() const { return bad_; }
+  const std::vector<Bad>& bad();
 
  private:
-  struct Part {
+  enum class Outcome { none, right, wrong, told };  // told: it is in `bad_`
+  struct SampleRead {
     std::size_t position;
     Extent extent;
-    bool done = false;
+    Outcome outcome = Outcome::none;
+    int error = 0;
   };
-  void end_one();
+  bool right(std::size_t position, const Extent& extent) const;
+  void insert_bad(std::size_t position, const Failure& failure);
 
   const Catalog& catalog_;
   const bool verify_;
   const std::size_t size_;
   const std::uint64_t data_begin_, data_bytes_;
-  PoolBlock block_;
+  BatchPool::Block block_;
   const std::shared_ptr<Signal> signal_;
   std::atomic<std::size_t> under_way_ = 1;
   std::mutex mutex_;
-  std::vector<Part> parts_;
+  std::vector<SampleRead> reads_;
   std::vector<Bad> bad_;
 };
 

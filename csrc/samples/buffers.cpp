@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <new>
-#include <utility>
 
 namespace penstock::samples {
 
@@ -24,7 +24,9 @@ std::byte* allocate(std::size_t size_bytes) {
   const bool huge = size_bytes >= kHugePageBytes;
   auto* data = static_cast<std::byte*>(
       operator new(size_bytes, std::align_val_t(huge ? kHugePageBytes : kPageBytes)));
+#ifdef MADV_HUGEPAGE
   if (huge) madvise(data, size_bytes / kHugePageBytes * kHugePageBytes, MADV_HUGEPAGE);  // refused: fine
+#endif
   return data;
 }
 
@@ -33,19 +35,6 @@ void release(std::byte* data, std::size_t size_bytes) {
 }
 
 }  // namespace
-
-PoolBlock::PoolBlock(PoolBlock&& other) noexcept { *this = std::move(other); }
-
-PoolBlock& PoolBlock::operator=(PoolBlock&& other) noexcept {
-  std::swap(home_, other.home_);
-  std::swap(data_, other.data_);
-  std::swap(size_bytes_, other.size_bytes_);
-  return *this;
-}
-
-PoolBlock::~PoolBlock() {
-  if (data_ != nullptr) home_->give(data_, size_bytes_);
-}
 
 BatchPool::~BatchPool() {
   for (const auto& block : free_) release(block.data, block.size_bytes);
@@ -56,40 +45,41 @@ void BatchPool::keep(std::size_t kept_bytes) {
   kept_bytes_ = std::max(kept_bytes_, kept_bytes);
 }
 
-PoolBlock BatchPool::take(std::size_t size_bytes) {
+BatchPool::Block BatchPool::take(std::size_t size_bytes) {
   const auto needed = rounded(std::max(size_bytes, kPageBytes));
-  PoolBlock block;
-  block.home_ = shared_from_this();
-  block.size_bytes_ = needed;
+  Free block{nullptr, needed};
   {
     const std::lock_guard lock(mutex_);
     largest_bytes_ = std::max(largest_bytes_, needed);
     // The last given is the likeliest to be in the processor's cache.
-    for (auto found = free_.rbegin(); found != free_.rend(); ++found) {
-      if (found->size_bytes < needed || found->size_bytes > 2 * needed) continue;
-      block.data_ = found->data;
-      block.size_bytes_ = found->size_bytes;
-      free_bytes_ -= found->size_bytes;
+    const auto found = std::find_if(free_.rbegin(), free_.rend(), [needed](const Free& one) {
+      return one.size_bytes >= needed && one.size_bytes <= 2 * needed;
+    });
+    if (found != free_.rend()) {
+      block = *found;
+      free_bytes_ -= block.size_bytes;
       free_.erase(std::next(found).base());
-      return block;
     }
   }
-  block.data_ = allocate(needed);
-  return block;
+  if (block.data == nullptr) block.data = allocate(needed);
+  return {{block.data, [self = shared_from_this(), size = block.size_bytes](std::byte* data) {
+             self->give(data, size);
+           }},
+          block.size_bytes};
 }
 
-void BatchPool::give(std::byte* data, std::size_t size_bytes) {
-  std::vector<Free> released;
-  {
+void BatchPool::give(std::byte* data, std::size_t size_bytes) noexcept {
+  std::list<Free> released;
+  try {
     const std::lock_guard lock(mutex_);
     free_.push_back({data, size_bytes});
     free_bytes_ += size_bytes;
-    const auto most_bytes = kept_bytes_ + kSpareBlocks * largest_bytes_;
-    std::size_t count = 0;
-    while (free_bytes_ > most_bytes) free_bytes_ -= free_[count++].size_bytes;  // the oldest
-    const auto end = free_.begin() + static_cast<std::ptrdiff_t>(count);
-    released.assign(free_.begin(), end);
-    free_.erase(free_.begin(), end);
+    while (free_bytes_ > kept_bytes_ + kSpareBlocks * largest_bytes_) {  // the oldest
+      free_bytes_ -= free_.front().size_bytes;
+      released.splice(released.end(), free_, free_.begin());
+    }
+  } catch (const std::bad_alloc&) {  // no place for it among the free ones
+    release(data, size_bytes);
   }
   for (const auto& block : released) release(block.data, block.size_bytes);
 }

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <string>
 
 #include "checksum.hpp"
-#include "samples/hash.hpp"
 
 namespace penstock::samples {
 
@@ -17,7 +15,6 @@ constexpr std::uint64_t kMostNodes = std::uint64_t{1} << 16;
 constexpr std::uint64_t kLongestName = (1U << 16) - 1;
 constexpr std::uint64_t kStateMark = 0x31'44'4C'42'4B'54'53'50;  // "PSTKBLD1"
 constexpr std::size_t kStateWords = 11;  // then three for each node, and the checksum
-constexpr std::align_val_t kBlockAlignment{4096};
 
 // Joining two checksums costs as much as computing one of so many bytes that are in a near cache.
 constexpr std::uint64_t kJoinBytes = std::uint64_t{32} << 10;
@@ -42,30 +39,6 @@ std::uint64_t size_of(std::span<const std::int64_t> ends, std::size_t i, std::in
 }
 
 }  // namespace
-
-std::shared_ptr<std::byte> Blocks::take() {
-  Block block;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!free_.empty()) {
-      block = std::move(free_.back());
-      free_.pop_back();
-    }
-  }
-  if (!block) block.reset(static_cast<std::byte*>(::operator new(kBlockBytes, kBlockAlignment)));
-  auto* const address = block.release();
-  return {address, [self = shared_from_this()](std::byte* done) { self->give_back(Block(done)); }};
-}
-
-void Blocks::give_back(Block block) noexcept {
-  try {
-    const std::lock_guard lock(mutex_);
-    if (free_.size() < kKept) free_.push_back(std::move(block));
-  } catch (const std::bad_alloc&) {  // no place for it among the free ones: the block itself is freed
-  }
-}
-
-void Blocks::Freed::operator()(std::byte* block) const noexcept { ::operator delete(block, kBlockAlignment); }
 
 std::uint64_t Pieces::size_bytes() const {
   return data_bytes + directory.size() * sizeof(Entry) + sums.size() * sizeof(sums[0]) +
@@ -201,8 +174,8 @@ std::vector<Node> Builder::nodes() const {
 
 // Room for at least one byte at the end of the data, which is part of it from now on.
 std::span<std::byte> Builder::space(std::uint64_t wanted_bytes) {
-  if (!block_ || block_used_ == Blocks::kBlockBytes) {
-    block_ = blocks_->take();
+  if (!block_ || block_used_ == kPieceBytes) {
+    block_ = blocks_->take(kPieceBytes).data;
     block_used_ = 0;
   }
   auto* const address = block_.get() + block_used_;
@@ -211,7 +184,7 @@ std::span<std::byte> Builder::space(std::uint64_t wanted_bytes) {
       data.back().bytes.get() + data.back().size_bytes != address)
     data.push_back({nodes_.size(), std::shared_ptr<std::byte>(block_, address), 0});
   const auto size_bytes =
-      static_cast<std::size_t>(std::min<std::uint64_t>(wanted_bytes, Blocks::kBlockBytes - block_used_));
+      static_cast<std::size_t>(std::min<std::uint64_t>(wanted_bytes, kPieceBytes - block_used_));
   data.back().size_bytes += size_bytes;
   made_.data_bytes += size_bytes;
   block_used_ += size_bytes;

@@ -4,41 +4,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "samples/buffers.hpp"
 #include "samples/layout.hpp"
 
 namespace penstock::samples {
 
-// Memory that is used again once nobody holds it: fresh pages cost more than what is written to them.
-class Blocks : public std::enable_shared_from_this<Blocks> {
- public:
-  static constexpr std::size_t kBlockBytes = std::size_t{4} << 20;
-
-  std::shared_ptr<std::byte> take();
-
- private:
-  struct Freed {
-    void operator()(std::byte* block) const noexcept;
-  };
-  using Block = std::unique_ptr<std::byte, Freed>;
-  static constexpr std::size_t kKept = 32;
-
-  void give_back(Block block) noexcept;
-
-  std::mutex mutex_;  // blocks come back from any thread
-  std::vector<Block> free_;
-};
-
 struct Node {
   std::uint64_t samples = 0, chunks = 0, size_bytes = 0;
-};
-
-struct Large {
-  std::uint64_t index, size_bytes;
 };
 
 // Bytes to append to the files of that name.
@@ -74,6 +50,8 @@ struct Additions {
 // Throws std::invalid_argument for what does not fit the format; then nothing was added.
 class Builder {
  public:
+  static constexpr std::size_t kPieceBytes = std::size_t{4} << 20, kKeptBytes = std::size_t{128} << 20;
+
   // `state`: of another builder, to go on where it was; empty: from the start.
   Builder(std::uint64_t chunk_bytes, std::uint64_t node_bytes, std::string_view state = {});
 
@@ -108,7 +86,7 @@ class Builder {
   std::uint32_t body_crc_ = 0;
   bool finished_ = false, whole_ = true;  // not whole: memory ran out on the way
   Pieces made_;
-  const std::shared_ptr<Blocks> blocks_ = std::make_shared<Blocks>();
+  const std::shared_ptr<BatchPool> blocks_ = std::make_shared<BatchPool>(kKeptBytes);
   std::shared_ptr<std::byte> block_;
   std::size_t block_used_ = 0;
 };

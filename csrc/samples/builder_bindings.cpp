@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "arrays.hpp"
 #include "bindings.hpp"
 #include "checksum.hpp"
 #include "python_bytes.hpp"
@@ -23,42 +24,16 @@ namespace penstock {
 
 namespace {
 
-using samples::Builder, samples::Pieces;
-
-template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::string_view view(const Column<std::uint8_t>& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
-template <class T>
-std::span<const T> span(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
-
-struct SamplePieces {
-  nb::list data;
-  nb::bytes directory, sums, chunks, names, anchors, large, labels;
-};
-
-// Shares the builder's memory, which is used again once the array is gone.
-nb::object array_of(const Pieces::Data& data) {
-  auto* const kept = new std::shared_ptr<std::byte>(data.bytes);
-  const nb::capsule owner(kept, [](void* pointer) noexcept {
-    delete static_cast<std::shared_ptr<std::byte>*>(pointer);
-  });
-  return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(kept->get(), {data.size_bytes}, owner));
-}
+using samples::Builder;
 
 class SampleBuilder {
  public:
   SampleBuilder(std::uint64_t chunk_bytes, std::uint64_t node_bytes, const nb::bytes& state)
-      : builder_(chunk_bytes, node_bytes, penstock::view(state)) {}
+      : builder_(chunk_bytes, node_bytes, view(state)) {}
 
   void add(const nb::bytes& name, nb::handle object, std::int32_t label) {
     const Bytes data(object);
-    const auto name_view = penstock::view(name);
+    const auto name_view = view(name);
     const std::int64_t name_end = static_cast<std::int64_t>(name_view.size());
     const std::int64_t data_end = static_cast<std::int64_t>(data.size_bytes());
     const Use use(*this);
@@ -82,15 +57,23 @@ class SampleBuilder {
     builder_.finish();
   }
 
-  SamplePieces take() {
+  nb::tuple take() {
     const Use use(*this);
     const auto& made = builder_.made();
-    SamplePieces pieces{nb::list(),           bytes_of(made.directory), bytes_of(made.sums),
-                        bytes_of(made.chunks), bytes_of(made.names),     bytes_of(made.anchors),
-                        bytes_of(made.large),  bytes_of(made.labels)};
-    for (const auto& data : made.data) pieces.data.append(nb::make_tuple(data.node, array_of(data)));
+    nb::list pieces;
+    // Arrays share the builder's memory, which is used again once they are gone.
+    for (const auto& [node, bytes, size_bytes] : made.data)
+      pieces.append(nb::make_tuple(node, array(reinterpret_cast<std::uint8_t*>(bytes.get()), size_bytes, bytes)));
+    nb::dict files;
+    files["directory.bin"] = bytes_of(made.directory);
+    files["sums.bin"] = bytes_of(made.sums);
+    files["chunks.bin"] = bytes_of(made.chunks);
+    files["names.bin"] = bytes_of(made.names);
+    files["anchors.bin"] = bytes_of(made.anchors);
+    files["large.bin"] = bytes_of(made.large);
+    files["labels.bin"] = bytes_of(made.labels);
     builder_.forget();
-    return pieces;
+    return nb::make_tuple(pieces, files);
   }
 
   nb::bytes state() {
@@ -137,39 +120,27 @@ class SampleBuilder {
 
 // Of stretches that lie back to back from an address on, of which the i-th ends at ends[i].
 nb::object sample_sums(std::uintptr_t address, const Column<std::int64_t>& ends) {
-  auto* const sums = new std::vector<std::uint32_t>(ends.size());
-  const nb::capsule owner(sums, [](void* pointer) noexcept {
-    delete static_cast<std::vector<std::uint32_t>*>(pointer);
-  });
+  std::vector<std::uint32_t> sums(ends.size());
   {
     const nb::gil_scoped_release released;
     std::int64_t begin = 0;
-    for (std::size_t i = 0; i < sums->size(); ++i) {
+    for (std::size_t i = 0; i < sums.size(); ++i) {
       const auto end = ends.data()[i];
       if (end < begin)
         throw std::invalid_argument("end " + std::to_string(i) + " is " + std::to_string(end) +
                                     ", before " + std::to_string(begin) + ": ends must ascend from 0");
       const auto* const bytes = reinterpret_cast<const char*>(address) + begin;
-      (*sums)[i] = crc32c(0, bytes, static_cast<std::size_t>(end - begin));
+      sums[i] = crc32c(0, bytes, static_cast<std::size_t>(end - begin));
       begin = end;
     }
   }
-  return nb::cast(nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>(sums->data(), {sums->size()}, owner));
+  return array(std::move(sums));
 }
 
 }  // namespace
 
 void bind_sample_builder(nb::module_& module) {
   module.def("sample_sums", &sample_sums, nb::arg("address"), nb::arg("ends"));
-  nb::class_<SamplePieces>(module, "SamplePieces")
-      .def_ro("data", &SamplePieces::data)
-      .def_ro("directory", &SamplePieces::directory)
-      .def_ro("sums", &SamplePieces::sums)
-      .def_ro("chunks", &SamplePieces::chunks)
-      .def_ro("names", &SamplePieces::names)
-      .def_ro("anchors", &SamplePieces::anchors)
-      .def_ro("large", &SamplePieces::large)
-      .def_ro("labels", &SamplePieces::labels);
   nb::class_<SampleBuilder>(module, "SampleBuilder")
       .def(nb::init<std::uint64_t, std::uint64_t, const nb::bytes&>(), nb::arg("chunk_bytes"),
            nb::arg("node_bytes"), nb::arg("state") = nb::bytes("", 0))

@@ -21,8 +21,9 @@ std::uint64_t block_end(std::uint64_t offset) { return block_begin(offset + kBlo
 void Chunk::arrived(std::uint64_t, int error) {
   try {
     verify(error);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::bad_alloc&) {  // no room for a list of what is damaged
     error_ = ENOMEM;
+    damaged_ = true;
   }
   const std::lock_guard lock(cache_.mutex_);
   state_.store(State::held, std::memory_order_release);
@@ -180,13 +181,6 @@ void ChunkCache::wait(const Chunk* chunk, const std::atomic<bool>& stop) {
 void ChunkCache::notify() {
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
-}
-
-std::uint64_t ChunkCache::held_bytes() {
-  const std::lock_guard lock(mutex_);
-  std::uint64_t bytes = 0;
-  for (const auto& [number, chunk] : by_number_) bytes += chunk->body_.extent.size_bytes;
-  return bytes;
 }
 
 }  // namespace penstock::samples

@@ -72,8 +72,6 @@ class ChunkCache {
   // Whether every chunk can be held.
   bool holds_all() const { return buffers_ >= catalog_.chunks(); }
 
-  std::uint64_t held_bytes();
-
  private:
   friend class Chunk;
   void grow(std::size_t buffers);

@@ -18,7 +18,6 @@ void check_member(const Member& member) {
   check(grid >= kBlockBytes && grid <= kLargestChunkBytes && grid % kBlockBytes == 0,
         "chunk_bytes must be a multiple of 4096, up to 1 GiB");
   check(member.sums.size() == member.directory.size(), "there must be a sum for each sample");
-  check(member.large.size() % 2 == 0, "large samples must be pairs");
   std::uint64_t samples = 0, chunks = 0;
   for (const auto& node : member.nodes) {
     check(node.size_bytes <= kNodeBytes, "a node holds at most 2^40 bytes");
@@ -68,17 +67,9 @@ bool Catalog::find(std::uint64_t sample, Extent& extent) const {
   extent = {static_cast<std::uint32_t>(number), static_cast<std::uint32_t>(entry.node()), entry.offset(),
             entry.length()};
   if (extent.size_bytes == kLargeLength) {
-    std::size_t low = 0, high = member.large.size() / 2;
-    while (low < high) {
-      const auto middle = (low + high) / 2;
-      if (member.large[2 * middle] < index) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    if (low == member.large.size() / 2 || member.large[2 * low] != index) return false;
-    extent.size_bytes = member.large[2 * low + 1];
+    const auto found = std::ranges::lower_bound(member.large, index, {}, &Large::index);
+    if (found == member.large.end() || found->index != index) return false;
+    extent.size_bytes = found->size_bytes;
   }
   if (extent.node >= member.nodes.size()) return false;
   const auto limit = member.nodes[extent.node].size_bytes;

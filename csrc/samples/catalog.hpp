@@ -23,7 +23,7 @@ struct Member {
   std::span<const Entry> directory;
   std::span<const std::uint32_t> sums;
   std::span<const ChunkRecord> chunks;
-  std::span<const std::uint64_t> large;  // index and length, one after the other
+  std::span<const Large> large;  // by index
   std::uint64_t chunk_bytes;
   std::vector<DataFile> nodes;
 };

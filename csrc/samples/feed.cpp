@@ -142,13 +142,8 @@ void Feed::fail(const Failure& failure) {
 std::shared_ptr<SampleBatch> Feed::cut(std::size_t samples) {
   std::vector<std::uint64_t> skipped;
   const auto runs = find_good(samples, skipped);
-  std::shared_ptr<SampleBatch> result;
-  if (runs.size() == 1 && runs[0].begin == 0 && runs[0].end == runs[0].batch->size()) {
-    for (const auto& [batch, taken] : ready_)
-      if (batch.get() == runs[0].batch) result = batch;
-  } else {
-    result = join(runs);
-  }
+  const bool whole = runs.size() == 1 && runs[0].begin == 0 && runs[0].end == runs[0].batch->size();
+  auto result = whole ? runs[0].batch : join(runs);
   remove(samples);
   skipped_.insert(skipped_.end(), skipped.begin(), skipped.end());
   reader_->delivered += result->size();
@@ -160,7 +155,7 @@ std::vector<Feed::Run> Feed::find_good(std::size_t samples, std::vector<std::uin
   std::vector<Run> runs;
   for (const auto& ready : ready_) {
     if (samples == 0) break;
-    auto* batch = ready.batch.get();
+    const auto& batch = ready.batch;
     auto begin = ready.taken;
     const auto end = begin + std::min(samples, batch->size() - begin);
     samples -= end - begin;
@@ -185,18 +180,14 @@ std::shared_ptr<SampleBatch> Feed::join(const std::vector<Run>& runs) const {
   }
   auto result = reader_->make_batch(samples, static_cast<std::uint64_t>(bytes), signal_);
   std::size_t at = 0;
-  std::int64_t offset = 0;
   for (const auto& [batch, begin, end] : runs) {
     const auto* offsets = batch->offsets();
-    const auto size = offsets[end] - offsets[begin];
-    std::memcpy(result->data() + offset, batch->data() + offsets[begin], static_cast<std::size_t>(size));
-    for (auto i = begin; i < end; ++i, ++at) {
-      result->indices()[at] = batch->indices()[i];
-      result->offsets()[at] = offset + offsets[i] - offsets[begin];
-    }
-    offset += size;
+    std::memcpy(result->data() + result->offsets()[at], batch->data() + offsets[begin],
+                static_cast<std::size_t>(offsets[end] - offsets[begin]));
+    for (auto i = begin; i < end; ++i, ++at)
+      result->set(at, static_cast<std::uint64_t>(batch->indices()[i]),
+                  static_cast<std::uint64_t>(offsets[i + 1] - offsets[i]));
   }
-  result->offsets()[samples] = offset;
   return result;
 }
 

@@ -47,7 +47,7 @@ class Feed {
   bool has_room() const;
   bool has(std::size_t samples) const;
   struct Run {  // of good samples, one after the other
-    SampleBatch* batch;
+    std::shared_ptr<SampleBatch> batch;
     std::size_t begin, end;  // positions
   };
   std::shared_ptr<SampleBatch> cut(std::size_t samples);

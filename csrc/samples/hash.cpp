@@ -1,7 +1,7 @@
-#include "samples/hash.hpp"
-
 #include <bit>
 #include <cstring>
+
+#include "samples/layout.hpp"
 
 namespace penstock::samples {
 

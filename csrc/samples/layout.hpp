@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 namespace penstock::samples {
 
@@ -32,12 +33,26 @@ struct ChunkRecord {
 };
 static_assert(sizeof(ChunkRecord) == 16);
 
+// Of large.bin.
+struct Large {
+  std::uint64_t index, size_bytes;
+};
+static_assert(sizeof(Large) == 16);
+
 // A sample that crosses its chunk's end and is at least so long is a long edge.
 inline std::uint64_t long_edge_bytes(std::uint64_t chunk_bytes) { return chunk_bytes / 4; }
 
 // Memory for the body of any chunk, read in whole blocks.
 inline std::uint64_t buffer_bytes(std::uint64_t chunk_bytes) {
   return chunk_bytes + long_edge_bytes(chunk_bytes) + 2 * kBlockBytes;
+}
+
+// XXH64, from its public specification (xxHash fast digest algorithm, version 0.1.1).
+std::uint64_t xxh64(std::string_view bytes, std::uint64_t seed = 0);
+
+// What directory entries hold of a name.
+inline std::uint64_t key_of(std::string_view name) {
+  return xxh64(name) & ((std::uint64_t{1} << kKeyBits) - 1);
 }
 
 }  // namespace penstock::samples

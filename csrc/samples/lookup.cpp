@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "samples/names.hpp"
-#include "samples/prefetch.hpp"
 
 namespace penstock::samples {
 
@@ -38,57 +37,42 @@ void sort_into_buckets(std::span<const Entry> directory, const LookupShape& shap
   }
 }
 
-// Looks for two samples of one name in one bucket.
-class TwinSearch {
- public:
-  TwinSearch(std::span<const Entry> directory, const NameTable& names) : directory_(directory), names_(names) {}
-
-  Twins in(std::span<const std::uint64_t> words) {
-    return words.size() <= kFewWords ? among_few(words) : among_many(words);
-  }
-
- private:
-  std::uint64_t key(std::uint64_t index) const { return directory_[index].key(); }
-
-  Twins among_few(std::span<const std::uint64_t> words) const {
-    for (std::size_t i = 0; i < words.size(); ++i) {
+// Two samples of one name among the words of a bucket. Names chosen so that their keys fall together must not
+// take for ever: many are sorted.
+Twins twins_in(std::span<const std::uint64_t> words, std::span<const Entry> directory, const NameTable& names) {
+  const auto key = [&](std::uint64_t index) { return directory[index].key(); };
+  const auto same = [&](std::uint64_t a, std::uint64_t b) {
+    return key(a) == key(b) && names.name(a) == names.name(b);
+  };
+  if (words.size() <= kFewWords) {
+    for (std::size_t i = 0; i < words.size(); ++i)
       for (auto j = i + 1; j < words.size(); ++j) {
         if ((words[i] ^ words[j]) > kIndexMask) continue;  // other keys
         const auto a = words[i] & kIndexMask, b = words[j] & kIndexMask;
-        if (key(a) == key(b) && names_.name(a) == names_.name(b)) return std::pair{a, b};
+        if (same(a, b)) return std::pair{a, b};
       }
-    }
     return {};
   }
-
-  // Names chosen so that their keys fall together must not take for ever.
-  Twins among_many(std::span<const std::uint64_t> words) {
-    indices_.clear();
-    for (const auto word : words) indices_.push_back(word & kIndexMask);
-    std::ranges::sort(indices_, [this](std::uint64_t a, std::uint64_t b) {
-      if (key(a) != key(b)) return key(a) < key(b);
-      const auto order = names_.name(a).compare(names_.name(b));
-      return order != 0 ? order < 0 : a < b;
-    });
-    for (std::size_t i = 0; i + 1 < indices_.size(); ++i) {
-      const auto a = indices_[i], b = indices_[i + 1];
-      if (key(a) == key(b) && names_.name(a) == names_.name(b)) return std::pair{a, b};
-    }
-    return {};
-  }
-
-  const std::span<const Entry> directory_;
-  const NameTable& names_;
-  std::vector<std::uint64_t> indices_;
-};
+  std::vector<std::uint64_t> indices;
+  for (const auto word : words) indices.push_back(word & kIndexMask);
+  std::ranges::sort(indices, [&](std::uint64_t a, std::uint64_t b) {
+    if (key(a) != key(b)) return key(a) < key(b);
+    const auto order = names.name(a).compare(names.name(b));
+    return order != 0 ? order < 0 : a < b;
+  });
+  const auto found = std::ranges::adjacent_find(indices, same);
+  if (found == indices.end()) return {};
+  return std::pair{found[0], found[1]};
+}
 
 template <class Start>
-Twins twins_in_buckets(TwinSearch search, const LookupShape& shape, const std::byte* lookup) {
+Twins twins_in_buckets(std::span<const Entry> directory, const NameTable& names, const LookupShape& shape,
+                       const std::byte* lookup) {
   const auto* const words = reinterpret_cast<const std::uint64_t*>(lookup);
   const auto* const starts = reinterpret_cast<const Start*>(lookup + 8 * shape.samples);
   for (std::uint64_t bucket = 0; bucket < std::uint64_t{1} << shape.bits; ++bucket) {
     const auto begin = starts[bucket], end = starts[bucket + 1];
-    if (const auto twins = search.in({words + begin, words + end})) return twins;
+    if (const auto twins = twins_in({words + begin, words + end}, directory, names)) return twins;
   }
   return {};
 }
@@ -110,9 +94,8 @@ void write_lookup(std::span<const Entry> directory, std::byte* lookup) {
 
 Twins find_twins(std::span<const Entry> directory, const NameTable& names, const std::byte* lookup) {
   const LookupShape shape(directory.size());
-  const TwinSearch search(directory, names);
-  return shape.start_bytes == 4 ? twins_in_buckets<std::uint32_t>(search, shape, lookup)
-                                : twins_in_buckets<std::uint64_t>(search, shape, lookup);
+  return shape.start_bytes == 4 ? twins_in_buckets<std::uint32_t>(directory, names, shape, lookup)
+                                : twins_in_buckets<std::uint64_t>(directory, names, shape, lookup);
 }
 
 }  // namespace penstock::samples

@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "samples/hash.hpp"
-#include "samples/prefetch.hpp"
 
 namespace penstock::samples {
 

@@ -2,22 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <new>
+#include <memory>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
+#include "arrays.hpp"
 #include "bindings.hpp"
 #include "python_bytes.hpp"
-#include "samples/hash.hpp"
+#include "samples/buffers.hpp"
 #include "samples/names.hpp"
 
 namespace nb = nanobind;
@@ -28,13 +23,7 @@ namespace {
 
 using samples::Entry, samples::LookupShape, samples::Names, samples::NameTable;
 
-template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Directory = nb::ndarray<const std::uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
-
-std::string_view view(const Column<std::uint8_t>& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
 
 std::span<const Entry> entries(const Directory& directory) {
   return {reinterpret_cast<const Entry*>(directory.data()), directory.shape(0)};
@@ -42,36 +31,22 @@ std::span<const Entry> entries(const Directory& directory) {
 
 NameTable table_of(const Directory& directory, const Column<std::uint8_t>& names,
                    const Column<std::uint64_t>& anchors) {
-  return {directory.shape(0), view(names), {anchors.data(), anchors.size()}};
-}
-
-// Zeros. What is written to in no order is written faster in large pages.
-std::byte* zeroed(std::size_t size_bytes) {
-  constexpr std::size_t kLargePageBytes = std::size_t{2} << 20;
-  const auto rounded = (size_bytes + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
-  const bool large = size_bytes >= 2 * kLargePageBytes;
-  auto* const memory = large ? std::aligned_alloc(kLargePageBytes, rounded) : std::malloc(size_bytes + 1);
-  if (memory == nullptr) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  if (large) madvise(memory, rounded, MADV_HUGEPAGE);  // a wish, which may fail
-#endif
-  std::memset(memory, 0, size_bytes);
-  return static_cast<std::byte*>(memory);
+  return {directory.shape(0), view(names), span(anchors)};
 }
 
 nb::tuple sample_lookup(const Directory& directory, const Column<std::uint8_t>& names,
                         const Column<std::uint64_t>& anchors) {
   const auto table = table_of(directory, names, anchors);
   const LookupShape shape(directory.shape(0));
-  auto* const lookup = zeroed(shape.size_bytes);
-  const nb::capsule owner(lookup, [](void* pointer) noexcept { std::free(pointer); });
+  const auto lookup = std::make_shared<samples::BatchPool>(0)->take(shape.size_bytes).data;
   samples::Twins twins;
   {
     const nb::gil_scoped_release released;
-    samples::write_lookup(entries(directory), lookup);
-    twins = samples::find_twins(entries(directory), table, lookup);
+    std::memset(lookup.get(), 0, shape.size_bytes);
+    samples::write_lookup(entries(directory), lookup.get());
+    twins = samples::find_twins(entries(directory), table, lookup.get());
   }
-  const nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> bytes(lookup, {shape.size_bytes}, owner);
+  const auto bytes = array(reinterpret_cast<std::uint8_t*>(lookup.get()), shape.size_bytes, lookup);
   return nb::make_tuple(bytes, twins ? nb::object(nb::make_tuple(twins->first, twins->second)) : nb::none());
 }
 
@@ -82,18 +57,15 @@ class SampleNames {
       : bytes_(std::move(names)), anchors_(std::move(anchors)), lookup_(std::move(lookup)),
         names_(table_of(directory, bytes_, anchors_), view(lookup_)) {}
 
-  std::int64_t find(const nb::bytes& name) const { return names_.find(penstock::view(name)); }
+  std::int64_t find(const nb::bytes& name) const { return names_.find(view(name)); }
 
   nb::object find_many(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) const {
-    auto* const found = new std::vector<std::int64_t>(ends.size());
-    const nb::capsule owner(found, [](void* pointer) noexcept {
-      delete static_cast<std::vector<std::int64_t>*>(pointer);
-    });
+    std::vector<std::int64_t> found(ends.size());
     {
       const nb::gil_scoped_release released;
-      names_.find_many(view(names), {ends.data(), ends.size()}, found->data());
+      names_.find_many(view(names), span(ends), found.data());
     }
-    return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(found->data(), {found->size()}, owner));
+    return array(std::move(found));
   }
 
   nb::bytes name(std::int64_t index) const {

@@ -32,18 +32,18 @@ std::uint64_t share_size(std::uint64_t total, std::uint64_t streams, std::uint64
 
 void check(const Epoch& epoch, std::uint64_t least_slots) {
   const auto divided = [&](std::uint64_t streams, std::uint64_t slots) {
-    if (streams == 0) refuse("an epoch is divided into at least one stream");
-    if (streams > kMostStreams || slots >> 32) refuse("more than 2^20 streams, or 2^32 slots, are too many");
+    if (streams == 0) refuse("an epoch is divided into at least one worker shard");
+    if (streams > kMostStreams || slots >> 32) refuse("more than 2^20 worker shards, or 2^32 slots, are too many");
     if (slots < least_slots) refuse("chunk order needs at least one slot");
   };
   divided(epoch.streams, epoch.slots);
   if (epoch.stream >= epoch.streams)
-    refuse("there is no stream " + std::to_string(epoch.stream) + " of " + std::to_string(epoch.streams));
+    refuse("there is no worker shard " + std::to_string(epoch.stream) + " of " + std::to_string(epoch.streams));
   for (const auto& segment : epoch.after) {
     divided(segment.streams, segment.slots);
     if (segment.taken.size() != 1 && segment.taken.size() != segment.streams)
-      refuse("a segment of " + std::to_string(segment.streams) + " streams says of " +
-             std::to_string(segment.taken.size()) + " streams how many samples they gave");
+      refuse("a segment of " + std::to_string(segment.streams) + " worker shards says of " +
+             std::to_string(segment.taken.size()) + " how many samples they gave");
   }
 }
 
@@ -52,7 +52,7 @@ std::uint64_t taken_of(const Segment& segment, std::uint64_t stream, std::uint64
   if (segment.taken.size() == 1) return std::min(segment.taken[0], size);
   const auto taken = segment.taken[stream];
   if (taken > size)
-    refuse("stream " + std::to_string(stream) + " of " + std::to_string(segment.streams) + " cannot have given " +
+    refuse("worker shard " + std::to_string(stream) + " of " + std::to_string(segment.streams) + " cannot have given " +
            std::to_string(taken) + " samples: its share was " + std::to_string(size));
   return taken;
 }
@@ -269,51 +269,31 @@ class ChunkOrder final : public Order {
   std::size_t rank_ = 0;
 };
 
-// Items that are to be divided: all chunks with samples, or what earlier divisions left.
-class Pool {
- public:
-  explicit Pool(std::span<const std::uint64_t> firsts) : firsts_(firsts) {
-    if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
-    if (!std::is_sorted(firsts.begin(), firsts.end())) refuse("the first samples of the chunks do not ascend");
-    const auto chunks = firsts.size() - 1;
-    size_ = chunks;
-    for (std::size_t chunk = 0; chunk < chunks; ++chunk) size_ -= firsts[chunk] == firsts[chunk + 1];
-    if (size_ < chunks)
-      for (std::size_t chunk = 0; chunk < chunks; ++chunk)
-        if (firsts[chunk] < firsts[chunk + 1]) chunks_.push_back(chunk);
-    samples_ = firsts.back();
-  }
-  explicit Pool(std::vector<Item> items) : items_(std::move(items)), size_(items_.size()) {
-    for (const auto& item : items_) samples_ += item.until - item.from;
-  }
-
-  std::uint64_t size() const { return size_; }
-  std::uint64_t samples() const { return samples_; }
-  Item operator[](std::uint64_t i) const {
-    if (!items_.empty()) return items_[i];
-    const auto chunk = chunks_.empty() ? i : chunks_[i];
-    const auto count = firsts_[chunk + 1] - firsts_[chunk];
-    return {chunk, firsts_[chunk], count, 0, count};
-  }
-
- private:
-  std::span<const std::uint64_t> firsts_;
-  std::vector<std::uint64_t> chunks_;
-  std::vector<Item> items_;
-  std::uint64_t size_, samples_ = 0;
-};
+// All chunks with samples.
+std::vector<Item> items_of(std::span<const std::uint64_t> firsts) {
+  if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
+  if (!std::is_sorted(firsts.begin(), firsts.end())) refuse("the first samples of the chunks do not ascend");
+  std::vector<Item> items;
+  items.reserve(firsts.size() - 1);
+  for (std::size_t chunk = 0; chunk + 1 < firsts.size(); ++chunk)
+    if (const auto count = firsts[chunk + 1] - firsts[chunk]; count > 0)
+      items.push_back({chunk, firsts[chunk], count, 0, count});
+  return items;
+}
 
 // The items in random order, cut into equal shares: streams, which are asked for in ascending order.
 class Division {
  public:
-  Division(const Pool& pool, std::uint64_t key, std::uint64_t streams)
-      : pool_(pool), permutation_(pool.size(), key), streams_(streams) {}
+  Division(const std::vector<Item>& pool, std::uint64_t key, std::uint64_t streams)
+      : pool_(pool), permutation_(pool.size(), key), streams_(streams) {
+    for (const auto& item : pool) samples_ += item.until - item.from;
+  }
 
   std::vector<Item> share(std::uint64_t stream) {
     std::vector<Item> items;
     items.reserve(static_cast<std::size_t>(pool_.size() / streams_ + 2));
-    const auto begin = share_begin(pool_.samples(), streams_, stream);
-    const auto end = share_begin(pool_.samples(), streams_, stream + 1);
+    const auto begin = share_begin(samples_, streams_, stream);
+    const auto end = share_begin(samples_, streams_, stream + 1);
     while (passed_ < end) {
       if (item_.from == item_.until) item_ = pool_[next()];
       const auto before = begin - std::min(begin, passed_);
@@ -338,9 +318,9 @@ class Division {
     return block_[at_++];
   }
 
-  const Pool& pool_;
+  const std::vector<Item>& pool_;
   Permutation permutation_;
-  std::uint64_t streams_, passed_ = 0, drawn_ = 0;  // samples, items
+  std::uint64_t streams_, samples_ = 0, passed_ = 0, drawn_ = 0;  // passed: samples; drawn: items
   Item item_{};                                     // the part of it that is not passed
   std::vector<std::uint64_t> block_;
   std::size_t at_ = 0;
@@ -366,7 +346,7 @@ std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch) {
 
 std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const Epoch& epoch) {
   check(epoch, 1);
-  Pool pool(firsts);
+  auto pool = items_of(firsts);
   for (std::size_t generation = 0; generation < epoch.after.size(); ++generation) {
     const auto& segment = epoch.after[generation];
     const Keys keys(epoch, generation);
@@ -377,7 +357,7 @@ std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const 
       order.skip(taken_of(segment, stream, order.size()));
       std::move(order).leave(left);
     }
-    pool = Pool(std::move(left));
+    pool = std::move(left);
   }
   const Keys keys(epoch, epoch.after.size());
   Division division(pool, keys.items, epoch.streams);

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace penstock::samples {
@@ -43,13 +45,30 @@ class Order {
   // Of each item whether it has given all of its samples. Empty in full order.
   virtual std::vector<bool> used_up() const { return {}; }
 
-  bool next(Pick& pick) { return take({&pick, 1}) == 1; }  // false at the end
-  std::uint64_t skip(std::uint64_t samples);               // how many
+  std::uint64_t skip(std::uint64_t samples);  // how many
 };
 
 struct Epoch {
   std::uint64_t seed, epoch, streams, stream, slots;
   std::vector<Segment> after;
+};
+
+// The order that Python holds, until a feed takes it over.
+class SampleOrder {
+ public:
+  explicit SampleOrder(std::unique_ptr<Order> order) : order_(std::move(order)) {}
+  // Both throw std::invalid_argument after `hand_over`.
+  Order& get() const {
+    if (!order_) throw std::invalid_argument("this order was handed to a feed, which alone takes from it now");
+    return *order_;
+  }
+  std::unique_ptr<Order> hand_over() {
+    get();
+    return std::move(order_);
+  }
+
+ private:
+  std::unique_ptr<Order> order_;
 };
 
 // Both throw std::invalid_argument for what contradicts itself, such as more taken than there was.

@@ -12,8 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "bindings.hpp"
-#include "samples/order_object.hpp"
+#include "samples/order.hpp"
 
 namespace nb = nanobind;
 
@@ -23,15 +24,14 @@ namespace {
 
 using namespace samples;
 
-using Firsts = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using After = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::vector<std::uint64_t>>>;
 
-void construct(SampleOrder* self, const std::string& kind, std::uint64_t samples, const Firsts& firsts,
+void construct(SampleOrder* self, const std::string& kind, std::uint64_t samples, const Column<std::uint64_t>& firsts,
                std::uint64_t seed, std::uint64_t number, std::uint64_t streams, std::uint64_t stream,
                std::uint64_t slots, After after) {
   Epoch epoch{seed, number, streams, stream, slots, {}};
   for (auto& [before, mixed, taken] : after) epoch.after.push_back({before, mixed, std::move(taken)});
-  const std::span chunks(firsts.data(), firsts.shape(0));
+  const auto chunks = span(firsts);
   const nb::gil_scoped_release released;
   if (kind == "full") {
     new (self) SampleOrder(full_order(samples, epoch));
@@ -45,27 +45,26 @@ void construct(SampleOrder* self, const std::string& kind, std::uint64_t samples
 
 nb::object take(SampleOrder& self, std::uint64_t samples) {
   auto& order = self.get();
-  auto* indices = new std::vector<std::int64_t>;
-  nb::capsule owner(indices, [](void* pointer) noexcept { delete static_cast<std::vector<std::int64_t>*>(pointer); });
+  std::vector<std::int64_t> indices;
   {
     const nb::gil_scoped_release released;
     std::array<Pick, 1024> picks;
     samples = std::min(samples, order.size() - order.taken());
-    indices->reserve(static_cast<std::size_t>(samples));
-    while (indices->size() < samples) {
-      const auto wanted = std::min<std::uint64_t>(picks.size(), samples - indices->size());
+    indices.reserve(static_cast<std::size_t>(samples));
+    while (indices.size() < samples) {
+      const auto wanted = std::min<std::uint64_t>(picks.size(), samples - indices.size());
       const auto count = order.take({picks.data(), static_cast<std::size_t>(wanted)});
-      for (std::size_t i = 0; i < count; ++i) indices->push_back(static_cast<std::int64_t>(picks[i].sample));
+      for (std::size_t i = 0; i < count; ++i) indices.push_back(static_cast<std::int64_t>(picks[i].sample));
     }
   }
-  return nb::cast(
-      nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(indices->data(), {indices->size()}, owner));
+  return array(std::move(indices));
 }
 
 }  // namespace
 
 void bind_sample_order(nb::module_& module) {
-  nb::class_<SampleOrder>(module, "SampleOrder", "One stream's order of an epoch, as penstock.samples.order says.")
+  nb::class_<SampleOrder>(module, "SampleOrder",
+                          "The order of one worker shard of an epoch, as penstock.samples.order says.")
       .def("__init__", &construct, nb::arg("kind"), nb::arg("samples"), nb::arg("firsts"), nb::arg("seed"),
            nb::arg("epoch"), nb::arg("streams"), nb::arg("stream"), nb::arg("slots"), nb::arg("after"))
       .def("take", &take, nb::arg("samples"))

@@ -63,6 +63,15 @@ bool Reader::read_now(const Extent& extent, std::byte* to) {
   return extent.size_bytes <= kReadHereBytes && reads_.read_cached(extent, to);
 }
 
+void Reader::read_into(SampleBatch& batch, std::size_t position, const Extent& extent, std::vector<Read>& reads) {
+  if (extent.size_bytes == 0 || read_now(extent, batch.data() + batch.offsets()[position])) {
+    batch.check(position, extent);
+    return;
+  }
+  reads.push_back(batch.read(position, extent));
+  if (reads.size() == kSubmittedAtOnce) reads_.submit(Traffic::samples, std::exchange(reads, {}));
+}
+
 bool Reader::wait(const SampleBatch& batch, Signal& signal, Clock::time_point until) {
   if (!batch.under_way()) return true;
   std::unique_lock lock(signal.mutex);
@@ -81,23 +90,10 @@ std::shared_ptr<SampleBatch> Reader::begin(std::span<const std::int64_t> indices
   }
   if (data_bytes > catalog_.size_bytes()) check_total(indices, extents);
   auto batch = make_batch(indices.size(), data_bytes, std::move(signal));
-  std::ranges::copy(indices, batch->indices());
-  std::int64_t at = 0;
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    batch->offsets()[i] = at;
-    at += static_cast<std::int64_t>(extents[i].size_bytes);
-  }
-  batch->offsets()[indices.size()] = at;
   std::vector<Read> reads;
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    const auto& extent = extents[i];
-    auto* to = batch->data() + batch->offsets()[i];
-    if (extent.size_bytes == 0 || read_now(extent, to)) {
-      batch->check(i, extent);
-      continue;
-    }
-    reads.push_back(batch->read(i, extent));
-    if (reads.size() == kSubmittedAtOnce) reads_.submit(Traffic::samples, std::exchange(reads, {}));
+    batch->set(i, static_cast<std::uint64_t>(indices[i]), extents[i].size_bytes);
+    read_into(*batch, i, extents[i], reads);
   }
   reads_.submit(Traffic::samples, std::move(reads));
   batch->assembled();

@@ -51,6 +51,8 @@ class Reader : public std::enable_shared_from_this<Reader> {
   Extent find(std::uint64_t sample) const;
   // Whether the sample's bytes, which go to `to`, could be had without waiting. They are not checked.
   bool read_now(const Extent& extent, std::byte* to);
+  // Reads the sample at a position that is set: now, or with `reads`, which are submitted when they are many.
+  void read_into(SampleBatch& batch, std::size_t position, const Extent& extent, std::vector<Read>& reads);
   // False: the batch is still under way then.
   static bool wait(const SampleBatch& batch, Signal& signal, Clock::time_point until);
 

@@ -1,6 +1,7 @@
 // What Python sees of the sample store's reader.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -10,13 +11,15 @@
 #include <cstring>
 #include <memory>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "bindings.hpp"
 #include "checksum.hpp"
 #include "samples/feed.hpp"
-#include "samples/order_object.hpp"
+#include "samples/order.hpp"
 #include "samples/reader.hpp"
 
 namespace nb = nanobind;
@@ -63,22 +66,21 @@ bool wait_in_slices(double timeout_s, const Wait& wait) {
   }
 }
 
-template <class T>
-nb::object array_of(T* data, std::size_t size, const nb::capsule& owner) {
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner));
-}
-
 // What owns memory of a batch. In a forked child its home may be locked by a thread that is not there.
 struct Held {
   std::shared_ptr<SampleBatch> batch;
   int process = getpid();
 };
 
-nb::capsule owner_of(std::shared_ptr<SampleBatch> batch) {
-  return nb::capsule(new Held{std::move(batch)}, [](void* pointer) noexcept {
-    auto* held = static_cast<Held*>(pointer);
+// Indices, data and offsets of a batch.
+nb::tuple arrays_of(const std::shared_ptr<SampleBatch>& batch) {
+  const std::shared_ptr<Held> owner(new Held{batch}, [](Held* held) {
     if (held->process == getpid()) delete held;
   });
+  return nb::make_tuple(
+      array(batch->indices(), batch->size(), owner),
+      array(reinterpret_cast<std::uint8_t*>(batch->data()), batch->data_bytes(), owner),
+      array(batch->offsets(), batch->size() + 1, owner));
 }
 
 // -- the reader ----------------------------------------------------------------------------------
@@ -124,27 +126,23 @@ std::span<const T> view(const void* data, std::size_t count) {
   return {static_cast<const T*>(data), count};
 }
 
+using Node = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, int, int, std::uint32_t>;
+using Arrays = std::tuple<Array<std::uint64_t, 2>, Array<std::uint32_t, 1>, Array<std::uint8_t, 2>,
+                          Array<std::uint64_t, 2>, std::uint64_t, std::vector<Node>>;
+
 Member member_of(nb::handle object) {
-  const auto fields = nb::cast<nb::tuple>(object);
-  const auto directory = nb::cast<Array<std::uint64_t, 2>>(fields[0]);
-  const auto sums = nb::cast<Array<std::uint32_t, 1>>(fields[1]);
-  const auto chunks = nb::cast<Array<std::uint8_t, 2>>(fields[2]);
-  const auto large = nb::cast<Array<std::uint64_t, 2>>(fields[3]);
+  const auto [directory, sums, chunks, large, chunk_bytes, nodes] = nb::cast<Arrays>(object);
   if ((directory.shape(0) > 0 && directory.shape(1) != 2) || (large.shape(0) > 0 && large.shape(1) != 2) ||
       (chunks.shape(0) > 0 && chunks.shape(1) != sizeof(ChunkRecord)))
     throw nb::value_error("the arrays of a store must be [n, 2], [n], [chunks, 16] and [large, 2]");
   Member member{view<Entry>(directory.data(), directory.shape(0)),
                 view<std::uint32_t>(sums.data(), sums.shape(0)),
                 view<ChunkRecord>(chunks.data(), chunks.shape(0)),
-                view<std::uint64_t>(large.data(), 2 * large.shape(0)),
-                nb::cast<std::uint64_t>(fields[4]),
+                view<Large>(large.data(), large.shape(0)),
+                chunk_bytes,
                 {}};
-  for (const auto node_object : nb::cast<nb::list>(fields[5])) {
-    const auto node = nb::cast<nb::tuple>(node_object);
-    member.nodes.push_back({nb::cast<std::uint64_t>(node[0]), nb::cast<std::uint64_t>(node[1]),
-                            nb::cast<std::uint64_t>(node[2]), nb::cast<int>(node[3]), nb::cast<int>(node[4]),
-                            nb::cast<std::uint32_t>(node[5])});
-  }
+  for (const auto& node : nodes)
+    member.nodes.push_back(std::apply([](auto... values) { return DataFile{values...}; }, node));
   return member;
 }
 
@@ -211,11 +209,7 @@ nb::tuple gather(PyReader& self, const Array<std::int64_t, 1>& indices, double t
   // A copy: another thread may write to the array once the GIL is released.
   const std::vector<std::int64_t> wanted(indices.data(), indices.data() + indices.shape(0));
   for (const auto index : wanted) check_index(reader, index);
-  const auto batch = gather_batch(reader, wanted, timeout_s);
-  const auto owner = owner_of(batch);
-  return nb::make_tuple(
-      array_of(reinterpret_cast<std::uint8_t*>(batch->data()), batch->data_bytes(), owner),
-      array_of(batch->offsets(), batch->size() + 1, owner));
+  return arrays_of(gather_batch(reader, wanted, timeout_s));
 }
 
 nb::dict counters(PyReader& self) {
@@ -283,12 +277,7 @@ nb::object bread(PyFeed& self, std::int64_t samples, double timeout_s) {
   });
   if (!there) raise(feed.late());
   if (outcome == Feed::Outcome::end) return nb::none();
-  auto& found = *batch;
-  const auto owner = owner_of(std::move(batch));
-  return nb::make_tuple(
-      array_of(found.indices(), found.size(), owner),
-      array_of(reinterpret_cast<std::uint8_t*>(found.data()), found.data_bytes(), owner),
-      array_of(found.offsets(), found.size() + 1, owner));
+  return arrays_of(batch);
 }
 
 }  // namespace
@@ -311,7 +300,7 @@ void bind_sample_reader(nb::module_& module) {
     }
   });
 
-  nb::class_<PyFeed>(module, "SampleFeed", "The batches of one stream of one epoch.")
+  nb::class_<PyFeed>(module, "SampleFeed", "The batches of one worker shard of one epoch.")
       .def("bread", &bread, nb::arg("samples"), nb::arg("timeout_s"))
       .def_prop_ro("taken", [](PyFeed& self) { return self.get().taken(); })
       .def("skipped", [](PyFeed& self) { return self.get().skipped(); })

@@ -80,7 +80,6 @@ class Reads {
   bool read_cached(const Extent& extent, std::byte* to);
   bool close(Clock::time_point deadline);
 
-  bool direct() const { return direct_; }
   int uses_ring() const { return uses_ring_; }  // -1: not known before the first read
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t count(Traffic traffic) const { return counts_[static_cast<int>(traffic)]; }

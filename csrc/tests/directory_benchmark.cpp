@@ -18,10 +18,9 @@
 #include <string_view>
 #include <vector>
 
-#include "samples/hash.hpp"
+#include "samples/layout.hpp"
 #include "samples/layout.hpp"
 #include "samples/names.hpp"
-#include "samples/prefetch.hpp"
 
 using namespace penstock::samples;
 

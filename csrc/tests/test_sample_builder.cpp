@@ -9,7 +9,7 @@
 #include "check.hpp"
 #include "checksum.hpp"
 #include "samples/builder.hpp"
-#include "samples/hash.hpp"
+#include "samples/layout.hpp"
 
 using namespace penstock::samples;
 using penstock::crc32c;
@@ -178,7 +178,7 @@ TEST(pieces_are_the_same_at_any_split_and_in_any_process) {
 
 TEST(large_samples_span_blocks_and_keep_their_length_apart) {
   std::vector<Sample> samples = {{"a", std::string(kLargeLength - 1, 'a')},
-                                 {"b", std::string(3 * Blocks::kBlockBytes + 5, 'b')},
+                                 {"b", std::string(3 * Builder::kPieceBytes + 5, 'b')},
                                  {"c", "c"}};
   std::vector<Node> nodes;
   const auto files = whole(samples, kNodeBytes, nodes);

@@ -8,10 +8,12 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -26,6 +28,26 @@
 
 using namespace penstock;
 using namespace penstock::samples;
+
+namespace {
+
+thread_local bool no_memory = false;
+
+// This thread gets no memory meanwhile.
+struct NoMemory {
+  NoMemory() { no_memory = true; }
+  ~NoMemory() { no_memory = false; }
+};
+
+}  // namespace
+
+void* operator new(std::size_t size_bytes) {
+  auto* const memory = no_memory ? nullptr : std::malloc(size_bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -286,6 +308,56 @@ TEST(a_chunk_whose_read_cannot_begin_is_an_error_and_is_read_when_it_can) {
   CHECK(reader->close(Clock::now() + kLong));
 }
 
+TEST(a_failed_read_needs_no_memory_to_be_told) {
+  const Store store(std::vector<std::uint64_t>(300, 100));
+  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{});
+  const auto batch = reader->make_batch(2, 200, std::make_shared<Signal>());
+  std::vector<Read> reads;
+  for (std::size_t i = 0; i < 2; ++i) {
+    batch->set(i, i, 100);
+    std::memcpy(batch->data() + batch->offsets()[i], store.data.data(), 100);
+    reads.push_back(batch->read(i, reader->find(i)));
+  }
+  batch->assembled();
+  {
+    const NoMemory none;
+    batch->arrived(reads[1].number, EIO);
+    batch->arrived(reads[0].number, 0);
+  }
+  CHECK(!batch->under_way());
+  CHECK_EQUAL(batch->bad().size(), 1U);
+  CHECK_EQUAL(batch->bad()[0].position, 1U);
+  CHECK_EQUAL(batch->bad()[0].failure.error, EIO);
+  CHECK(reader->close(Clock::now() + kLong));
+}
+
+TEST(damage_in_a_chunk_is_told_where_memory_is_short) {
+  Store store(std::vector<std::uint64_t>(300, 100));
+  ++store.sums[3];
+  ++store.records[0].crc32c;
+  const auto gate = std::make_shared<Gate>();
+  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 8},
+                                               [gate](unsigned) { return std::make_unique<Stalling>(gate); });
+  const std::atomic<bool> stop = true;
+  Body body;
+  CHECK(reader->catalog().body(0, body));
+  reader->cache().reserve(1);
+  auto* chunk = reader->cache().use(0, body, stop);
+  std::memcpy(const_cast<std::byte*>(chunk->at(0)), store.data.data(), body.extent.size_bytes);
+  {
+    const NoMemory none;
+    chunk->arrived(0, 0);
+  }
+  Failure failure;
+  CHECK(chunk->damaged());
+  CHECK(!chunk->good(3, failure));
+  CHECK(failure.fault == Fault::read);
+  CHECK_EQUAL(failure.error, ENOMEM);
+  gate->set(true);
+  reader->cache().let_go(chunk);
+  CHECK(reader->close(Clock::now() + kLong));
+}
+
 TEST(threads_that_cannot_all_begin_are_an_error) {
   rlimit before{};
   getrlimit(RLIMIT_AS, &before);
@@ -306,8 +378,8 @@ TEST(threads_that_cannot_all_begin_are_an_error) {
 
 TEST(memory_of_batches_is_used_again) {
   const auto pool = std::make_shared<BatchPool>(0);
-  const auto* first = pool->take(100000).data();
-  for (int i = 0; i < 10; ++i) CHECK_EQUAL(pool->take(99000).data(), first);
+  const auto* first = pool->take(100000).data.get();
+  for (int i = 0; i < 10; ++i) CHECK_EQUAL(pool->take(99000).data.get(), first);
   const auto held = pool->take(100000);
-  CHECK(pool->take(100000).data() != held.data());
+  CHECK(pool->take(100000).data != held.data);
 }

@@ -4,7 +4,7 @@
 
 #include "check.hpp"
 #include "samples/builder.hpp"
-#include "samples/hash.hpp"
+#include "samples/layout.hpp"
 #include "samples/names.hpp"
 
 using namespace penstock::samples;

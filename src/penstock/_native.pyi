@@ -164,17 +164,8 @@ class PlanSearch:
         bool,
     ]: ...
 
-class SamplePieces:
-    """What a builder has made since the last `take`: bytes to append to the files of that name."""
-
-    data: list[tuple[int, npt.NDArray[np.uint8]]]  # node, bytes for its data file; in order
-    directory: bytes
-    sums: bytes
-    chunks: bytes
-    names: bytes
-    anchors: bytes
-    large: bytes
-    labels: bytes
+# Bytes to append: of each node's data file, in order; and of the other files, by name.
+SamplePieces = tuple[list[tuple[int, npt.NDArray[np.uint8]]], dict[str, bytes]]
 
 class SampleBuilder:
     """Turns samples into the pieces of a store. ValueError for what does not fit the format."""
@@ -191,7 +182,7 @@ class SampleBuilder:
     ) -> None: ...
     def finish(self) -> None:
         """No more samples: closes the last chunk, and pads the last node."""
-    def take(self) -> SamplePieces: ...
+    def take(self) -> SamplePieces: ...  # made since the last call
     def state(self) -> bytes:
         """What a new builder needs to go on after everything that was taken. Only right after `take`."""
     @property
@@ -231,7 +222,7 @@ class SampleNames:
     def names(self, begin: int, end: int) -> list[bytes]: ...
 
 class SampleOrder:
-    """One stream's order of an epoch, as penstock.samples.order says."""
+    """The order of one worker shard of an epoch, as penstock.samples.order says."""
 
     def __init__(
         self,
@@ -288,14 +279,15 @@ class SampleReader:
     def read(self, index: int, timeout_s: float) -> bytes: ...
     def gather(
         self, indices: npt.NDArray[np.int64], timeout_s: float
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]: ...  # data, offsets [n + 1]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """indices [n], data, offsets [n + 1]. Memory is reused once nobody holds it."""
     def feed(self, order: SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> SampleFeed: ...
     def counters(self) -> dict[str, int]:
         """bytes_read, chunk_reads, sample_reads, samples, waits, io_uring (1, 0; -1: not known yet)."""
     def close(self, timeout_s: float) -> bool: ...  # False: something is still being read, and abandoned
 
 class SampleFeed:
-    """The batches of one stream of one epoch."""
+    """The batches of one worker shard of one epoch."""
 
     def bread(
         self, samples: int, timeout_s: float

@@ -195,7 +195,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_bench_compares_the_ways_of_reading(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_compares_what_reads_samples(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = told(capsys, "bench", store, "--seconds", "0.05", "--batch", "2", "--cache", "2MiB")
     for way in ("single reads", "read", "bread, full", "bread, chunk"):
         assert way in shown

@@ -32,6 +32,7 @@ def test_place_and_sample_are_named(kind: str) -> None:
 
 def test_each_kind_says_what_to_do() -> None:
     assert "Input/output error. Look at the disk's health" in text_of("read", errno.EIO)
+    assert "Cannot allocate memory. Free memory, or lower cache_bytes" in text_of("read", errno.ENOMEM)
     assert "the file ends there" in text_of("read")
     assert "Copy or pack the store again" in text_of("checksum")
     assert "on_damage='skip'" in text_of("checksum")

@@ -36,9 +36,10 @@ class Written:
 
     def append(self, builder: SampleBuilder) -> None:
         pending_bytes = builder.pending_bytes
-        pieces = builder.take()
-        contents: list[tuple[str, bytes]] = [(f"{name}.bin", getattr(pieces, name)) for name in NAMED_FILES]
-        for node, data in pieces.data:
+        pieces, files = builder.take()
+        assert list(files) == [f"{name}.bin" for name in NAMED_FILES]
+        contents = list(files.items())
+        for node, data in pieces:
             assert node >= self.last_node
             self.last_node = node
             contents.append((f"data-{node:05d}.bin", data.tobytes()))
@@ -216,7 +217,7 @@ def test_memory_that_is_still_held_is_not_used_again() -> None:
     held = []
     for i in range(40):
         builder.add(b"%d" % i, bytes([i]) * 300_000)
-        held += [data for _, data in builder.take().data]
+        held += [data for _, data in builder.take()[0]]
     joined_data = b"".join(data.tobytes() for data in held)
     assert joined_data == b"".join(bytes([i]) * 300_000 for i in range(40))
 

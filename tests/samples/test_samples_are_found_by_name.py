@@ -23,9 +23,10 @@ def arrays_of(names: list[bytes]) -> Arrays:
     builder = SampleBuilder(4096, 1 << 40)
     builder.add_many(*joined(names), np.empty(0, np.uint8), np.zeros(len(names), np.int64))
     builder.finish()
-    pieces = builder.take()
-    directory = np.frombuffer(pieces.directory, np.uint64).reshape(-1, 2)
-    return directory, np.frombuffer(pieces.names, np.uint8), np.frombuffer(pieces.anchors, np.uint64)
+    _, files = builder.take()
+    directory = np.frombuffer(files["directory.bin"], np.uint64).reshape(-1, 2)
+    names, anchors = files["names.bin"], files["anchors.bin"]
+    return directory, np.frombuffer(names, np.uint8), np.frombuffer(anchors, np.uint64)
 
 
 def with_key(directory: np.ndarray, index: int, key: int) -> np.ndarray:

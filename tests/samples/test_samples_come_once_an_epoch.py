@@ -177,7 +177,7 @@ def test_a_consumer_can_stop_early(tmp_path: Path, order: str) -> None:
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_both_ways_to_read_give_the_same(tmp_path: Path, order: str, io: str) -> None:
+def test_both_io_paths_give_the_same(tmp_path: Path, order: str, io: str) -> None:
     content = some_samples()
     with mounted(tmp_path, content, order=order, io=io) as store:
         assert epoch(store) == contents(content)

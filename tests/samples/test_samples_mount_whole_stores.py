@@ -188,7 +188,7 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, option: str, v
         mount(tmp_path, **{option: value})
 
 
-def test_the_way_to_read_follows_from_memory() -> None:
+def test_the_io_path_follows_from_memory() -> None:
     assert choose_io("auto", 100, 1000, True).io == "buffered"
     assert choose_io("auto", 600, 1000, True).io == "direct"
     assert "500 B" in choose_io("auto", 500, 999, True).reason

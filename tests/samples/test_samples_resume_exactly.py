@@ -218,7 +218,7 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
         merge_states([state, state | {"seed": 1}])
     with pytest.raises(InvalidArgument, match="no state to merge"):
         merge_states([])
-    with pytest.raises(InvalidArgument, match="different things of one stream"):
+    with pytest.raises(InvalidArgument, match="different things of one worker shard"):
         merge_states([state, state | {"taken": [[0, 1]]}])
 
 

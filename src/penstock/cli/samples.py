@@ -12,12 +12,10 @@ from pathlib import Path
 
 from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
 from penstock.cli.progress import samples_progress
-from penstock.samples.format.layout import unpack_entries
 from penstock.samples.format.manifest import StoreManifest
 from penstock.samples.format.manifest import read as read_manifest
 from penstock.samples.maintenance import inspection, throughput, unpacking, verification
 from penstock.samples.maintenance.inspection import StoreInfo
-from penstock.samples.maintenance.structure import true_lengths
 from penstock.samples.maintenance.throughput import Throughput
 from penstock.samples.reader.directory import Directory, members
 from penstock.samples.reader.names import Names
@@ -94,8 +92,7 @@ def _listed(path: Path, pattern: str | None) -> Iterator[tuple[int, str, int, st
 def _sizes_and_classes(directory: Directory) -> Iterator[tuple[int, str | None]]:
     classes = directory.manifest.classes
     for begin in range(0, directory.manifest.samples, LISTED_AT_ONCE):
-        entries = unpack_entries(directory.entries[begin : begin + LISTED_AT_ONCE])
-        sizes = true_lengths(entries, directory.large, begin).tolist()
+        sizes = directory.located(slice(begin, begin + LISTED_AT_ONCE))[1].tolist()
         labels = [-1] * len(sizes)
         if directory.labels is not None:
             labels = directory.labels[begin : begin + LISTED_AT_ONCE].tolist()

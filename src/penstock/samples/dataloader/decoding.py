@@ -230,7 +230,7 @@ class DecodeThreads:
         return not self._given or self._held_bytes < self._prefetch_bytes
 
     def give(self, batch: Batch, taken: int) -> None:
-        """taken: what the stream has given with this batch."""
+        """taken: samples that the iteration has given with this batch."""
         future: Future[tuple[Any, int]] = Future()
         cost_bytes = int(batch.data.nbytes * max(1.0, self._growth))
         self._held_bytes += cost_bytes
@@ -238,7 +238,7 @@ class DecodeThreads:
         self._work.put((future, batch))
 
     def take(self) -> tuple[Any, int]:
-        """What became of the next batch, and what the stream has given with it.
+        """What became of the next batch, and how many samples the iteration has given with it.
 
         Raises what the decode function raised; SampleError after timeout_s.
         """

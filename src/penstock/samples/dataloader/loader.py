@@ -45,7 +45,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     Without a decode function a batch is a dict of tensors, as `to_tensors` in dataloader/decoding.py says.
 
     Iterate it directly, or give it to ``DataLoader(loader, batch_size=None, num_workers=N)``: then each
-    worker reads a shard of its own (a *stream*), with its own cache and threads. Each iteration is the next
+    worker reads a shard of its own, with its own cache and threads. Each iteration is the next
     epoch, unless set_epoch says which. An interrupted epoch starts again from the beginning unless you load
     its state. Where several processes train together, call set_epoch, or let all iterate equally often.
 
@@ -79,7 +79,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         self._workers = workers
         self._epochs = EpochCoordinator()
         self._loaded: Position | None = None
-        self._told = False  # _loaded came in a worker, and is that of its own stream
+        self._told = False  # _loaded came in a worker, and is that of its own shard
         self._progress: _Progress | None = None
         self._ordinals: dict[int, int] = {}  # iterations in this worker, by base seed
 
@@ -126,7 +126,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         return iteration
 
     def _agreed(self, info: Any) -> tuple[Position, int]:
-        """Position and stream of an iteration that nobody told where to begin."""
+        """Position and worker shard of an iteration that nobody told where to begin."""
         worker, workers = 0, 1
         if info is None:
             start = self._epochs.take()
@@ -145,8 +145,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         found = position.streams, position.slots, position.batch_size
         if found != (streams, self._slots, batch_size) or not position.taken:
             raise InvalidArgument(
-                f"the StatefulDataLoader's state is of {position.streams} streams, {position.slots} slots, "
-                f"batches of {position.batch_size}; now there are {streams}, {self._slots} and {batch_size}: "
+                f"the StatefulDataLoader's state is of {position.streams} worker shards, {position.slots} "
+                f"slots, batches of {position.batch_size}; now there are {streams}, {self._slots} and "
+                f"{batch_size}: "
                 "give it to loader.load_state_dict before the DataLoader is made, not to the DataLoader"
             )
         self._epochs.follow(position.of.epoch, workers)
@@ -223,10 +224,10 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """What the consumer of one stream has received.
+    """What the consumer of one worker shard has received.
 
     begin     where its iteration began
-    taken     samples of the stream; finished: there are no more
+    taken     samples of the shard; finished: there are no more
     """
 
     begin: Position
@@ -239,7 +240,7 @@ class _Progress:
 
 
 class _Iteration(Iterator[Any]):
-    """One epoch of one stream."""
+    """One epoch of one worker shard."""
 
     def __init__(self, loader: Loader, begin: Position, stream: int, convert: Convert) -> None:
         self.progress = _Progress(begin, stream, begin.taken_by([stream])[stream], stream in begin.finished)

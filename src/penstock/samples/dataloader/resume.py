@@ -1,8 +1,9 @@
 """The position in an epoch, as a value: Loaders resume exactly, with the same number of workers or another.
 
-A *stream* is the shard of an epoch that one worker of one process reads: ``rank * workers + worker``. A state
-holds what its own streams have taken. For the others it assumes that worker w of every process has taken what
-worker w of this one has, which is so in data-parallel training; merge_states joins states that differ.
+The shard of an epoch that one worker of one process reads is ``rank * workers + worker``; the code calls it a
+stream. A state holds what its own shards have taken. For the others it assumes that worker w of every process
+has taken what worker w of this one has, which is so in data-parallel training; merge_states joins states that
+differ.
 """
 
 from __future__ import annotations
@@ -91,15 +92,15 @@ class Position:
             worker = stream % self.workers
             if worker not in batches:
                 raise InvalidArgument(
-                    f"the state knows {len(self.taken)} of {self.streams} streams, and of worker {worker} "
-                    "nothing: give loader.load_state_dict the whole state of the DataLoader, or "
+                    f"the state knows {len(self.taken)} of {self.streams} worker shards, and of worker "
+                    f"{worker} nothing: give loader.load_state_dict the whole state of the DataLoader, or "
                     "penstock.samples.merge_states of all processes' states"
                 )
             if worker in finished:
                 return self.end(stream)
             if len(batches[worker]) > 1:
                 raise InvalidArgument(
-                    f"the state knows {len(self.taken)} of {self.streams} streams, which have given "
+                    f"the state knows {len(self.taken)} of {self.streams} worker shards, which have given "
                     f"different numbers of batches ({min(batches[worker])} to {max(batches[worker])}): give "
                     "penstock.samples.merge_states the states of all processes"
                 )
@@ -233,12 +234,12 @@ def _joined(positions: Sequence[Position]) -> Position:
         if position._unread() != first._unread():
             raise InvalidArgument(
                 f"the states do not belong together: epoch {position.of.epoch} of seed {position.of.seed} in "
-                f"{position.streams} streams, and epoch {first.of.epoch} of seed {first.of.seed} in "
+                f"{position.streams} worker shards, and epoch {first.of.epoch} of seed {first.of.seed} in "
                 f"{first.streams}. Merge states of one run that were saved at one time"
             )
         if any(taken.get(stream, count) != count for stream, count in position.taken.items()):
             raise InvalidArgument(
-                "two states say different things of one stream: merge one state of each process"
+                "two states say different things of one worker shard: merge one state of each process"
             )
         taken.update(position.taken)
     finished = frozenset().union(*(position.finished for position in positions))

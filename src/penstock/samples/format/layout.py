@@ -5,6 +5,7 @@ The whole format is in docs/formats.md. An entry is that of DLFS, figure 3(b).
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +31,7 @@ NODES = 1 << NODE_BITS
 LARGE_LENGTH = (1 << LENGTH_BITS) - 1  # an entry of this length has its true one in large.bin
 LARGEST_NAME_BYTES = (1 << 16) - 1
 ANCHOR_NAMES = 16
-INDEX_BITS = 40  # of a word of the lookup; above them the low FINGERPRINT_BITS of the key
-FINGERPRINT_BITS = 24
+PART = re.compile(r"part-(\d{5})-of-(\d{5})")  # the folder of one of several parts
 
 CHUNK_RECORD = np.dtype([("first", "<u8"), ("crc32c", "<u4"), ("reserved", "<u4")])
 
@@ -61,9 +61,24 @@ def unpack_entries(entries: Words) -> Entries:
     )
 
 
+def text_of(name: bytes) -> str:
+    """A sample's name as text; bytes that are no UTF-8 become lone surrogates."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def bytes_of(name: str) -> bytes:
+    """A sample's name as its file has it. UnicodeEncodeError, a ValueError, where it is no text."""
+    return name.encode("utf-8", "surrogateescape")
+
+
 def data_file(node: int) -> str:
     """The name of a node's data file."""
     return f"data-{node:05d}.bin"
+
+
+def part_name(part: int, parts: int) -> str:
+    """The folder of one of several parts."""
+    return f"part-{part:05d}-of-{parts:05d}"
 
 
 def lookup_bits(samples: int) -> int:

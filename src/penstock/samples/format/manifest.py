@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import msgspec
 
 from penstock.core import files
 from penstock.errors import InvalidFile
-from penstock.samples.format.files import AGAIN, open_regular
 from penstock.samples.format.layout import MANIFEST
 from penstock.storage.checksum import crc32c
+
+AGAIN = "Copy or pack the store again"
 
 _SCHEMA = "penstock.storemanifest/1"
 _LARGEST_BYTES = 256 << 20
@@ -105,6 +107,19 @@ class StoreManifest:
         """The same, with the right checksum."""
         blank = dataclasses.replace(self, crc32c=0)
         return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of the regular file at ``path``, for reading. Pipes and devices are refused.
+
+    Raises OSError as os.open does, InvalidFile for what is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 class _Document(msgspec.Struct):

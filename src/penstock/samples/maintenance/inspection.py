@@ -11,9 +11,10 @@ import numpy as np
 from penstock.errors import InvalidArgument
 from penstock.samples.format import layout
 from penstock.samples.format.manifest import Field
-from penstock.samples.maintenance.structure import ENTRIES_AT_ONCE, Numbers, true_lengths
+from penstock.samples.maintenance.structure import ENTRIES_AT_ONCE
 from penstock.samples.mixing import Mixing, expected_mixing
 from penstock.samples.order import cache_shape
+from penstock.samples.reader.catalog import Catalog
 from penstock.samples.reader.directory import Directory, members
 from penstock.units import parse_bytes
 
@@ -122,32 +123,29 @@ def info(
     if batch < 1:
         raise InvalidArgument(f"batch={batch} is not a number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
-    folders = members(path)
-    directories = [Directory.load(folder) for folder in folders]
-    manifests = [directory.manifest for directory in directories]
-    counts = [_count(directory) for directory in directories]
-    samples, size_bytes = sum(m.samples for m in manifests), sum(m.size_bytes for m in manifests)
-    lengths = np.concatenate([count.lengths for count in counts])
-    first = manifests[0]
+    catalog = Catalog([Directory.load(folder) for folder in members(path)])
+    manifests = catalog.manifests
+    size_bytes = sum(m.size_bytes for m in manifests)
+    sizes, edges, long_edges = _sizes(catalog)
     return StoreInfo(
         path=os.fspath(path),
-        samples=samples,
+        samples=len(catalog),
         size_bytes=size_bytes,
-        overhead_bytes=sum(map(_stored_bytes, directories)) - size_bytes,
-        chunk_bytes=max(m.chunk_bytes for m in manifests),
+        overhead_bytes=sum(map(_stored_bytes, catalog.directories)) - size_bytes,
+        chunk_bytes=catalog.chunk_bytes,
         chunks=sum(m.chunks for m in manifests),
         nodes=sum(len(m.nodes) for m in manifests),
-        parts=len(folders),
-        encoding=first.encoding,
-        fields=first.fields,
-        classes=_classes(directories),
-        edges=sum(count.edges for count in counts),
-        long_edges=sum(count.long_edges for count in counts),
-        sizes=_sizes(counts, lengths, size_bytes / samples) if samples else None,
+        parts=len(manifests),
+        encoding=catalog.encoding,
+        fields=catalog.fields,
+        classes=_classes(catalog),
+        edges=edges,
+        long_edges=long_edges,
+        sizes=sizes,
         batch=batch,
-        mixing=tuple(_mixing(directories, caches, batch)) if samples else (),
-        source=first.source,
-        metadata=first.metadata,
+        mixing=tuple(_mixing(catalog, caches, batch)) if len(catalog) else (),
+        source=manifests[0].source,
+        metadata=manifests[0].metadata,
     )
 
 
@@ -160,80 +158,56 @@ def _stored_bytes(directory: Directory) -> int:
     )
 
 
-@dataclass(frozen=True)
-class _Count:
-    """Of one member.
-
-    lengths   of its samples, or of every so many-th
-    powers    samples by the bits that their sizes take
-    """
-
-    lengths: Numbers
-    smallest: int
-    largest: int
-    powers: Numbers
-    edges: int
-    long_edges: int
-
-
-def _count(directory: Directory) -> _Count:
-    samples, chunk_bytes = directory.manifest.samples, directory.manifest.chunk_bytes
-    stride = max(1, -(-samples // MOST_LENGTHS))
-    kept = [np.empty(0, np.int64)]
-    powers = np.zeros(layout.OFFSET_BITS + 2, np.int64)
+def _sizes(catalog: Catalog) -> tuple[Sizes | None, int, int]:
+    """Sizes, samples that cross the end of their chunk, and those of them that are long."""
+    kept = []  # lengths of all samples, or of every so many-th
+    powers = np.zeros(layout.OFFSET_BITS + 2, np.int64)  # samples by the bits that their sizes take
     smallest, largest, edges, long_edges = layout.NODE_BYTES, 0, 0, 0
-    for begin in range(0, samples, ENTRIES_AT_ONCE):
-        entries = layout.unpack_entries(directory.entries[begin : begin + ENTRIES_AT_ONCE])
-        lengths = true_lengths(entries, directory.large, begin)
-        edge = entries.offset.astype(np.int64) % chunk_bytes + lengths > chunk_bytes
-        edges += int(np.count_nonzero(edge))
-        long_edges += int(np.count_nonzero(edge & (lengths >= layout.long_edge_bytes(chunk_bytes))))
-        smallest, largest = min(smallest, int(lengths.min())), max(largest, int(lengths.max()))
-        _, bits = np.frexp(lengths.astype(np.float64))  # 0 for 0, 1 for 1, 2 for 2 and 3, ...
-        powers += np.bincount(bits, minlength=len(powers))
-        kept.append(lengths[-begin % stride :: stride])
-    return _Count(np.concatenate(kept), smallest, largest, powers, edges, long_edges)
-
-
-def _sizes(counts: Sequence[_Count], lengths: Numbers, mean_bytes: float) -> Sizes:
-    powers = np.sum([count.powers for count in counts], axis=0).tolist()
-    sizes = np.quantile(lengths, QUANTILES, method="inverted_cdf").astype(int).tolist()
-    return Sizes(
-        smallest_bytes=min(count.smallest for count in counts),
-        largest_bytes=max(count.largest for count in counts),
-        mean_bytes=mean_bytes,
-        quantiles=tuple(zip(QUANTILES, sizes, strict=True)),
-        ranges=tuple(
-            SizeRange(begin_bytes=1 << bits >> 1, end_bytes=1 << bits, samples=count)
-            for bits, count in enumerate(powers)
-            if count
-        ),
+    for directory in catalog.directories:
+        samples, chunk_bytes = directory.manifest.samples, directory.manifest.chunk_bytes
+        stride = max(1, -(-samples // MOST_LENGTHS))
+        for begin in range(0, samples, ENTRIES_AT_ONCE):
+            entries, lengths = directory.located(slice(begin, begin + ENTRIES_AT_ONCE))
+            edge = entries.offset.astype(np.int64) % chunk_bytes + lengths > chunk_bytes
+            edges += int(np.count_nonzero(edge))
+            long_edges += int(np.count_nonzero(edge & (lengths >= layout.long_edge_bytes(chunk_bytes))))
+            smallest, largest = min(smallest, int(lengths.min())), max(largest, int(lengths.max()))
+            _, bits = np.frexp(lengths.astype(np.float64))  # 0 for 0, 1 for 1, 2 for 2 and 3, ...
+            powers += np.bincount(bits, minlength=len(powers))
+            kept.append(lengths[-begin % stride :: stride])
+    if not kept:
+        return None, 0, 0
+    quantiles = np.quantile(np.concatenate(kept), QUANTILES, method="inverted_cdf").astype(int).tolist()
+    ranges = [
+        SizeRange(begin_bytes=1 << bits >> 1, end_bytes=1 << bits, samples=count)
+        for bits, count in enumerate(powers.tolist())
+        if count
+    ]
+    sizes = Sizes(
+        smallest_bytes=smallest,
+        largest_bytes=largest,
+        mean_bytes=sum(m.size_bytes for m in catalog.manifests) / len(catalog),
+        quantiles=tuple(zip(QUANTILES, quantiles, strict=True)),
+        ranges=tuple(ranges),
     )
+    return sizes, edges, long_edges
 
 
-def _classes(directories: Sequence[Directory]) -> tuple[ClassCount, ...]:
-    """Samples of each class, by its name; then those without one, if there are any. Empty without classes."""
-    counts: dict[str | None, int] = {}
-    for directory in directories:
-        classes, labels = directory.manifest.classes, directory.labels
-        if labels is None:
-            continue
-        counts |= {name: counts.get(name, 0) for name in classes}
-        found = np.bincount(
-            np.clip(labels, -1, len(classes)).astype(np.int64) + 1, minlength=len(classes) + 2
-        )
-        for name, count in zip(classes, found[1:].tolist(), strict=False):
-            counts[name] += count
-        if unclassed := int(found[0] + found[len(classes) + 1]):
-            counts[None] = counts.get(None, 0) + unclassed
-    without = counts.pop(None, 0)
-    listed = [ClassCount(name=name, samples=count) for name, count in counts.items()]
-    return (*listed, ClassCount(name=None, samples=without)) if without else tuple(listed)
+def _classes(catalog: Catalog) -> tuple[ClassCount, ...]:
+    """Samples of each class; then those without one, if there are any. Empty without classes."""
+    labels, classes = catalog.labels, catalog.classes
+    if labels is None:
+        return ()
+    bins = np.clip(labels, -1, len(classes)).astype(np.int64) + 1
+    without, *counts, unknown = np.bincount(bins, minlength=len(classes) + 2).tolist()
+    listed = [ClassCount(name=name, samples=count) for name, count in zip(classes, counts, strict=True)]
+    if without + unknown:
+        listed.append(ClassCount(name=None, samples=without + unknown))
+    return tuple(listed)
 
 
-def _mixing(directories: Sequence[Directory], caches: Sequence[int], batch: int) -> Iterator[OrderMixing]:
-    chunk_bytes = max(directory.manifest.chunk_bytes for directory in directories)
-    firsts = _firsts(directories)
+def _mixing(catalog: Catalog, caches: Sequence[int], batch: int) -> Iterator[OrderMixing]:
+    chunk_bytes, firsts = catalog.chunk_bytes, catalog.firsts
     chunks = len(firsts) - 1
     for cache_bytes in caches:
         if cache_bytes < min(2, chunks) * layout.buffer_bytes(chunk_bytes):
@@ -245,13 +219,3 @@ def _mixing(directories: Sequence[Directory], caches: Sequence[int], batch: int)
             break  # larger ones give the same
     mixing = expected_mixing("full", firsts, slots=1, batch_size=batch, batches=MOST_BATCHES)
     yield OrderMixing(order="full", cache_bytes=None, slots=None, mixing=mixing)
-
-
-def _firsts(directories: Sequence[Directory]) -> Numbers:
-    """[chunks + 1]: the first sample of each chunk, over all members, then how many samples there are."""
-    firsts = [np.zeros(0, np.int64)]
-    begin = 0
-    for directory in directories:
-        firsts.append(directory.firsts[:-1].astype(np.int64) + begin)
-        begin += directory.manifest.samples
-    return np.append(np.concatenate(firsts), begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
 from pathlib import Path
@@ -17,8 +17,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples.format import layout
-from penstock.samples.format.files import open_regular
-from penstock.samples.format.manifest import NodeFile
+from penstock.samples.format.manifest import NodeFile, open_regular
 from penstock.samples.maintenance.structure import Extents, Numbers
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
@@ -79,9 +78,11 @@ def scan(file: DataFile) -> Iterator[Piece]:
         (begin, min(begin + chunks * file.chunk_bytes + margin_bytes, size_bytes))
         for begin in range(0, size_bytes, chunks * file.chunk_bytes)
     ]
-    with _opened(file.path) as opened, contextlib.closing(_Reader(opened.file, spans)) as reader:
-        for number, span in enumerate(spans):
-            read = reader.next(span, file.path)
+    with (
+        _opened(file.path) as opened,
+        contextlib.closing(_stretches(opened.file, spans, file.path)) as stretches,
+    ):
+        for number, read in enumerate(stretches):
             first = number * chunks
             yield comparison.take(read, first, min(first + chunks, file.node.chunks))
 
@@ -106,44 +107,36 @@ class _Bytes(NamedTuple):
         return crc32c_at(self.address + begin - self.begin, end - begin, crc)
 
 
-class _Reader:
-    """Reads stretches of a file one ahead, each in a thread that the process does not wait for at its end."""
+def _stretches(file: File, spans: list[tuple[int, int]], path: Path) -> Generator[_Bytes, None, None]:
+    """Stretches of a file, one read ahead, each in a thread that the process does not wait for at its end.
 
-    def __init__(self, file: File, spans: list[tuple[int, int]]) -> None:
-        room_bytes = max(end - begin for begin, end in spans)
-        self._file = file
-        self._spans = iter(spans)
-        self._buffers = [AlignedBuffer(room_bytes) for _ in range(2)]
-        self._coming = self._begin()
+    The memory of one is used again for the one after the next.
+    """
+    buffers = [AlignedBuffer(max(end - begin for begin, end in spans)) for _ in range(2)]
 
-    def _begin(self) -> Future[str | None] | None:
-        span = next(self._spans, None)
-        self._buffers.reverse()
-        if span is None:
-            return None
+    def read(number: int) -> Future[str | None]:
         coming: Future[str | None] = Future()
-        arguments = (coming, self._file, self._buffers[0], *span)
+        arguments = (coming, file, buffers[number % 2], *spans[number])
         threading.Thread(target=_finish, args=arguments, name="penstock-verify", daemon=True).start()
         return coming
 
-    def next(self, span: tuple[int, int], path: Path) -> _Bytes:
-        """The next stretch. Its memory is used again for the one after the next."""
-        assert self._coming is not None
-        try:
-            error = self._coming.result(READ_TIMEOUT_S)
-        except WaitedTooLong:
-            self._coming = None
-            raise SampleError(
-                f"waited {READ_TIMEOUT_S:.0f} s for {path}, bytes {span[0]} to {span[1]}. Look at its disk"
-            ) from None
-        address = self._buffers[0].address
-        self._coming = self._begin()
-        return _Bytes(*span, address, error)
-
-    def close(self) -> None:
-        if self._coming is not None:
+    coming: Future[str | None] | None = read(0)
+    try:
+        for number, (begin, end) in enumerate(spans):
+            assert coming is not None
+            try:
+                error = coming.result(READ_TIMEOUT_S)
+            except WaitedTooLong:
+                coming = None
+                raise SampleError(
+                    f"waited {READ_TIMEOUT_S:.0f} s for {path}, bytes {begin} to {end}. Look at its disk"
+                ) from None
+            coming = read(number + 1) if number + 1 < len(spans) else None
+            yield _Bytes(begin, end, buffers[number % 2].address, error)
+    finally:
+        if coming is not None:
             with contextlib.suppress(WaitedTooLong):
-                self._coming.exception(READ_TIMEOUT_S)
+                coming.exception(READ_TIMEOUT_S)
 
 
 def _finish(coming: Future[str | None], *arguments: Any) -> None:

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from penstock.errors import InvalidFile
 from penstock.samples.format import layout
-from penstock.samples.format.files import AGAIN, open_regular
-from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.format.manifest import StoreManifest, open_regular
 from penstock.samples.reader.directory import Directory
 from penstock.storage.checksum import crc32c
 
@@ -26,47 +25,16 @@ ENTRIES_AT_ONCE = 1 << 18
 class Extents(NamedTuple):
     """Where samples lie, once the directory is known to agree with itself.
 
-    directory   [samples, 2]
-    large       [large samples, 2]: index and length
     firsts      [chunks + 1]: the first sample of each chunk, then the number of samples
     """
 
-    directory: Words
-    large: Words
+    directory: Directory
     firsts: Numbers
 
     def of(self, begin: int, end: int) -> tuple[Numbers, Numbers]:
         """Offsets and true lengths of samples ``begin`` to ``end``, which lie in one node."""
-        entries = layout.unpack_entries(self.directory[begin:end])
-        return entries.offset.astype(np.int64), true_lengths(entries, self.large, begin)
-
-
-def true_lengths(entries: layout.Entries, large: Words, begin: int) -> Numbers:
-    """Lengths of the samples from index ``begin`` on, those of large ones from ``large``, [n, 2] by index.
-
-    Raises InvalidFile where ``large`` does not have them.
-    """
-    return _with_large(entries.length, large, np.arange(begin, begin + len(entries.length)))
-
-
-def lengths_of(entries: Words, large: Words, indices: Numbers) -> Numbers:
-    """True lengths of any samples of one store. entries: [samples, 2], large: [large samples, 2]
-
-    Raises InvalidFile where ``large`` does not have them.
-    """
-    return _with_large(layout.unpack_entries(entries[indices]).length, large, indices)
-
-
-def _with_large(short: Words, large: Words, indices: Numbers) -> Numbers:
-    lengths = short.astype(np.int64)
-    long = np.flatnonzero(short == layout.LARGE_LENGTH)
-    if len(long):
-        wanted = indices[long].astype(np.uint64)
-        places = np.searchsorted(large[:, 0], wanted)
-        if int(places.max()) >= len(large) or not np.array_equal(large[places, 0], wanted):
-            raise InvalidFile(f"{layout.LARGE} does not list all large samples. {AGAIN}")
-        lengths[long] = large[places, 1].astype(np.int64)
-    return lengths
+        entries, lengths = self.directory.located(slice(begin, end))
+        return entries.offset.astype(np.int64), lengths
 
 
 def check_files(directory: Directory) -> dict[str, str]:
@@ -118,16 +86,15 @@ def check_entries(directory: Directory) -> tuple[Extents | None, list[str]]:
     manifest, large = directory.manifest, directory.large
     if problem := _large_problem(large, manifest.samples):
         return None, [problem]
-    walk = _Walk(manifest)
+    walk = _Walk(directory)
     for begin in range(0, manifest.samples, ENTRIES_AT_ONCE):
-        entries = layout.unpack_entries(directory.entries[begin : begin + ENTRIES_AT_ONCE])
-        wrong = walk.take(begin, entries, large)
+        wrong = walk.take(begin)
         if wrong is not None:
             return None, [f"{layout.DIRECTORY}: the entry of sample {wrong} does not follow the one before"]
     found = list(zip(walk.counts.tolist(), walk.ends.tolist(), strict=True))
     if found != [(node.samples, node.size_bytes) for node in manifest.nodes]:
         return None, [f"{layout.DIRECTORY} does not fill the data files as {layout.MANIFEST} says"]
-    extents = Extents(directory.entries, large, walk.firsts)
+    extents = Extents(directory, walk.firsts)
     return extents, _chunk_problems(directory, walk.firsts)
 
 
@@ -138,7 +105,8 @@ class _Walk:
     firsts         [chunks + 1], as in Extents
     """
 
-    def __init__(self, manifest: StoreManifest) -> None:
+    def __init__(self, directory: Directory) -> None:
+        self._directory, manifest = directory, directory.manifest
         self._chunk_bytes = manifest.chunk_bytes
         self._chunks = np.array([node.chunks for node in manifest.nodes], np.int64)
         self._chunks_before = np.cumsum(self._chunks) - self._chunks
@@ -147,13 +115,17 @@ class _Walk:
         self.ends = np.zeros(len(manifest.nodes), np.int64)
         self.firsts = np.full(manifest.chunks + 1, manifest.samples, np.int64)
 
-    def take(self, begin: int, entries: layout.Entries, large: Words) -> int | None:
-        """The entries from index ``begin`` on. The first one that is wrong, if any is."""
-        nodes, offsets = entries.node.astype(np.int64), entries.offset.astype(np.int64)
-        wrong = np.flatnonzero(_listed(large, begin, len(nodes)) != (entries.length == layout.LARGE_LENGTH))
+    def take(self, begin: int) -> int | None:
+        """A block of entries from index ``begin`` on. The first one that is wrong, if any is."""
+        block = slice(begin, begin + ENTRIES_AT_ONCE)
+        short = layout.unpack_entries(self._directory.entries[block]).length
+        listed = _listed(self._directory.large, begin, len(short))
+        wrong = np.flatnonzero(listed != (short == layout.LARGE_LENGTH))
         if len(wrong):
             return begin + int(wrong[0])
-        ends = offsets + true_lengths(entries, large, begin)
+        entries, lengths = self._directory.located(block)
+        nodes, offsets = entries.node.astype(np.int64), entries.offset.astype(np.int64)
+        ends = offsets + lengths
         before = np.concatenate(([self._node], nodes[:-1]))
         expected = np.where(nodes == before, np.concatenate(([self._end], ends[:-1])), 0)
         right = (nodes >= before) & (nodes < len(self._chunks)) & (offsets == expected)

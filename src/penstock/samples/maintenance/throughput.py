@@ -14,10 +14,9 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.samples.format import layout
-from penstock.samples.maintenance.structure import Numbers, lengths_of
+from penstock.samples.maintenance.structure import Numbers
 from penstock.samples.mixing import expected_mixing
 from penstock.samples.order import ORDERS
-from penstock.samples.reader.directory import Directory, members
 from penstock.samples.reader.failures import cannot_open
 from penstock.samples.reader.store import Store, mount
 
@@ -96,17 +95,11 @@ def bench(
     """
     if not 0 < seconds < float("inf") or batch < 1:
         raise InvalidArgument(f"{seconds=} and {batch=} have to be more than 0")
-    directories = [Directory.load(folder, verify=False) for folder in members(path)]
-    samples = sum(directory.manifest.samples for directory in directories)
-    if not samples:
-        raise InvalidArgument(f"{os.fspath(path)} has no samples: there is nothing to measure")
     each_s = seconds / (2 + len(ORDERS))
     rows: list[Throughput] = []
-    with (
-        _data_files(directories) as files,
-        _data_files(directories) as probes,
-        mount(path, "full", io=io) as store,
-    ):
+    with mount(path, "full", io=io) as store, _data_files(store) as files, _data_files(store) as probes:
+        if not len(store):
+            raise InvalidArgument(f"{os.fspath(path)} has no samples: there is nothing to measure")
 
         def measure(way: str, begin: Callable[[], Read], mixing: float | None = None) -> None:
             if cold:
@@ -114,12 +107,12 @@ def bench(
             cached = _cached(probes, SEED + 1 + len(rows))
             rows.append(replace(_timed(way, begin(), each_s), cached=cached, mixing=mixing))
 
-        measure("single reads", lambda: _single_reads(directories, files))
+        measure("single reads", lambda: _single_reads(store, files))
         measure("read", lambda: _reads(store))
         for order in ORDERS:
             with mount(path, order, cache_bytes, io=io) as ordered:
                 measure(f"bread, {order}", partial(_breads, ordered, batch), _mixing(ordered, batch))
-        return Bench(path=os.fspath(path), samples=samples, io=store.io, cold=cold, rows=tuple(rows))
+        return Bench(path=os.fspath(path), samples=len(store), io=store.io, cold=cold, rows=tuple(rows))
 
 
 def _mixing(store: Store, batch: int) -> float:
@@ -142,36 +135,23 @@ def _timed(way: str, read: Read, seconds: float) -> Throughput:
     return Throughput(way=way, samples=samples, size_bytes=size_bytes, time_s=time_s, first_s=first_s)
 
 
-def _single_reads(directories: list[Directory], files: list[int]) -> Read:
+def _single_reads(store: Store, files: list[int]) -> Read:
     """What a program does that keeps the files open and knows where everything lies: the baseline."""
-    ends = np.cumsum([directory.manifest.samples for directory in directories])
-    nodes = [len(directory.manifest.nodes) for directory in directories]
+    nodes = [len(manifest.nodes) for manifest in store.manifests]
     firsts = (np.cumsum(nodes) - nodes).tolist()
     random = np.random.default_rng(SEED)
 
     def read(samples: int) -> tuple[int, int]:
         size_bytes = 0
-        for member, at in enumerate(_divided(random.integers(0, ends[-1], samples), ends)):
-            for node, offset, length in _extents(directories[member], at):
-                size_bytes += len(os.pread(files[firsts[member] + node], length, offset))
+        indices = random.integers(0, len(store), samples)
+        for first, (directory, _, mine) in zip(firsts, store.by_directory(indices), strict=True):
+            entries, lengths = directory.located(mine)
+            places = zip(entries.node.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
+            for node, offset, length in places:
+                size_bytes += len(os.pread(files[first + node], length, offset))
         return samples, size_bytes
 
     return read
-
-
-def _divided(indices: Numbers, ends: Numbers) -> Iterator[Numbers]:
-    """The indices in each member, as it counts itself. ends: [members]"""
-    owners = np.searchsorted(ends, indices, side="right")
-    for member, end in enumerate(ends.tolist()):
-        begin = int(ends[member - 1]) if member else 0
-        yield indices[owners == member] - begin if end > begin else np.empty(0, np.int64)
-
-
-def _extents(directory: Directory, indices: Numbers) -> Iterator[tuple[int, int, int]]:
-    """Node, offset and length of samples."""
-    entries = layout.unpack_entries(directory.entries[indices])
-    lengths = lengths_of(directory.entries, directory.large, indices)
-    return zip(entries.node.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
 
 
 def _reads(store: Store) -> Read:
@@ -202,11 +182,11 @@ def _breads(store: Store, batch: int) -> Read:
 
 
 @contextlib.contextmanager
-def _data_files(directories: list[Directory]) -> Iterator[list[int]]:
+def _data_files(store: Store) -> Iterator[list[int]]:
     """Descriptors of all data files."""
     descriptors: list[int] = []
     try:
-        for directory in directories:
+        for directory in store.directories:
             for number in range(len(directory.manifest.nodes)):
                 path = directory.folder / layout.data_file(number)
                 try:

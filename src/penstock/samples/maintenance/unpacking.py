@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format.files import AGAIN
-from penstock.samples.format.layout import DIRECTORY
+from penstock.samples.format.layout import DIRECTORY, bytes_of, text_of
+from penstock.samples.format.manifest import AGAIN
 from penstock.samples.reader.store import Store, mount
 
 Progress = Callable[[int, int], None]
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
-ENCODING = "utf-8", "surrogateescape"  # of names
 BATCH_BYTES = 32 << 20
 BATCH_SAMPLES = 4096
 LARGEST_PART_BYTES = 255  # of a path, on Linux file systems
@@ -69,7 +68,7 @@ def unpack(
         written = size_bytes = 0
         try:
             for batch in _batches(store, indices):
-                for at, data in _samples(store, batch):
+                for at, data in zip(batch.tolist(), store.read_many(batch), strict=True):
                     place = _place(store.name(at), flat)
                     if fields:
                         writer.write_fields(place, store.decoder.sample(data))
@@ -99,15 +98,9 @@ def _batches(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterator[np
         yield from np.split(block, np.flatnonzero(np.diff(cuts)) + 1)
 
 
-def _samples(store: Store, indices: npt.NDArray[np.int64]) -> Iterator[tuple[int, memoryview]]:
-    batch = store.read_many(indices)
-    for position, index in enumerate(indices.tolist()):
-        yield index, batch[position]
-
-
 def _place(name: str, flat: bool) -> tuple[bytes, ...]:
     """The parts of the path of a sample, in the folder that it is written to."""
-    encoded = name.encode(*ENCODING)
+    encoded = bytes_of(name)
     if not flat:
         return tuple(encoded.split(b"/"))
     quoted = quote_from_bytes(encoded, safe=_PLAIN).encode()
@@ -189,9 +182,9 @@ class _Writer:
             self.write((*place, b"fields.json"), msgspec.json.encode(others, enc_hook=_plain))
 
     def _write_field(self, place: tuple[bytes, ...], field: str, data: Bytes) -> None:
-        name = field.encode(*ENCODING)
+        name = bytes_of(field)
         if b"/" in name or name == b"fields.json" or _refusal((name,)):
-            sample = b"/".join(place).decode(*ENCODING)
+            sample = text_of(b"/".join(place))
             raise SampleError(
                 f"field {field!r} of sample {sample!r} cannot be a file name. Read the store with "
                 "penstock.samples.mount instead"

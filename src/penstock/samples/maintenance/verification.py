@@ -13,12 +13,9 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument
 from penstock.samples.format import layout
-from penstock.samples.format import manifest as manifests
 from penstock.samples.maintenance.scanning import DataFile, scan
 from penstock.samples.maintenance.structure import Extents, Words, check_entries, check_files, check_labels
 from penstock.samples.reader.directory import Directory, members
-from penstock.samples.reader.failures import cannot_open
-from penstock.samples.reader.mapping import MappedFiles
 
 Progress = Callable[[int, int], None]
 
@@ -109,7 +106,7 @@ class _Findings:
 
 
 def _verify_member(folder: Path, prefix: str, findings: _Findings) -> None:
-    directory = _directory(folder)
+    directory = Directory.open(folder, verify=False)
     manifest = directory.manifest
     begin = findings.samples
     findings.samples += manifest.samples
@@ -131,17 +128,8 @@ def _verify_member(folder: Path, prefix: str, findings: _Findings) -> None:
         findings.complete = False
         return
     for index in sorted(_damaged(directory, extents, prefix, findings)):
-        name = None if names is None else names.name(index).decode("utf-8", "surrogateescape")
+        name = None if names is None else layout.text_of(names.name(index))
         findings.damaged.append(DamagedSample(begin + index, name))
-
-
-def _directory(folder: Path) -> Directory:
-    """The store's directory, of which nothing is mapped yet: a file may be missing."""
-    try:
-        manifest = manifests.read(folder)
-    except OSError as error:
-        raise cannot_open(folder / layout.MANIFEST, error) from error
-    return Directory(folder, manifest, MappedFiles(folder, manifest, verify=False))
 
 
 def _damaged(directory: Directory, extents: Extents, prefix: str, findings: _Findings) -> Iterator[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from penstock.errors import InvalidArgument
 from penstock.samples.format.encoding import Decoder
 from penstock.samples.format.manifest import Field, StoreManifest
-from penstock.samples.maintenance.structure import lengths_of
 from penstock.samples.reader.batch import Labels
 from penstock.samples.reader.directory import Directory
 from penstock.samples.reader.names import Indices, Names
@@ -31,13 +30,13 @@ class Catalog:
     encoding     of samples: "raw", "record" or "msgpack"
     fields       of "record"
     decoder      for that encoding
-    manifests    of its members
+    directories  of its members, and their manifests
     identity     32 hexadecimal digits: the same for the same samples, names and order
     """
 
     def __init__(self, directories: Sequence[Directory]) -> None:
         """Raises InvalidArgument where the members do not go together."""
-        self._directories = tuple(directories)
+        self.directories = tuple(directories)
         self.manifests: tuple[StoreManifest, ...] = tuple(each.manifest for each in directories)
         self.classes: tuple[str, ...] = self._same("classes")
         self.encoding: str = self._same("encoding")
@@ -45,7 +44,7 @@ class Catalog:
         self.decoder = Decoder(self.encoding, self.fields)
         self.chunk_bytes = max(manifest.chunk_bytes for manifest in self.manifests)
         self.identity = identity_of(self.manifests)
-        self._names = Names(self._directories)
+        self._names = Names(self.directories)
         self._samples = len(self._names)
 
     def __len__(self) -> int:
@@ -104,7 +103,7 @@ class Catalog:
     @cached_property
     def labels(self) -> Labels | None:
         """[samples] int32: the class of each, -1 for none. None where the store has no labels."""
-        labels = [directory.labels for directory in self._directories]
+        labels = [directory.labels for directory in self.directories]
         if len(labels) == 1:
             return labels[0]
         if all(each is None for each in labels):
@@ -117,7 +116,7 @@ class Catalog:
     def firsts(self) -> npt.NDArray[np.uint64]:
         """[chunks + 1]: the first sample of each chunk, over all members, then how many samples there are."""
         firsts, begin = [], 0
-        for directory in self._directories:
+        for directory in self.directories:
             firsts.append(directory.firsts[:-1] + np.uint64(begin))
             begin += directory.manifest.samples
         return np.append(np.concatenate(firsts), np.uint64(begin))
@@ -130,13 +129,19 @@ class Catalog:
     def sizes(self, keys: Keys) -> Indices:
         """[n] int64: how many bytes each of the samples has."""
         indices = self.indices(keys)
-        sizes, begin = np.zeros(len(indices), np.int64), 0
-        for directory in self._directories:
+        sizes = np.zeros(len(indices), np.int64)
+        for directory, here, mine in self.by_directory(indices):
+            sizes[here] = directory.located(mine)[1]
+        return sizes
+
+    def by_directory(self, indices: Indices) -> Iterator[tuple[Directory, npt.NDArray[np.bool_], Indices]]:
+        """Each member's directory, which of the samples [n] it has, and their indices in it."""
+        begin = 0
+        for directory in self.directories:
             end = begin + directory.manifest.samples
             here = (begin <= indices) & (indices < end)
-            sizes[here] = lengths_of(directory.entries, directory.large, indices[here] - begin)
+            yield directory, here, indices[here] - begin
             begin = end
-        return sizes
 
     def labels_of(self, indices: Indices) -> Labels | None:
         """[n] int32: the class of each; None where the store has no labels."""
@@ -162,10 +167,10 @@ class Catalog:
     def _same(self, field: str) -> Any:
         """What all members say of themselves. Raises InvalidArgument where they differ."""
         values = [getattr(manifest, field) for manifest in self.manifests]
-        for directory, value in zip(self._directories, values, strict=True):
+        for directory, value in zip(self.directories, values, strict=True):
             if value != values[0]:
                 raise InvalidArgument(
-                    f"{self._directories[0].folder} and {directory.folder} cannot be mounted together: their "
+                    f"{self.directories[0].folder} and {directory.folder} cannot be mounted together: their "
                     f"{field} differ. Mount them one by one, or pack them alike"
                 )
         return values[0]

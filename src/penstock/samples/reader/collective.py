@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -45,18 +45,10 @@ class Said(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Gathered(NamedTuple):
-    """directories: of every store that any process of the group holds, each once; the same in all of them."""
-
-    directories: list[Directory]
-    rank: int
-    world: int
-
-
 def gather(
     path: PathLike | Sequence[PathLike], group: Any, *, verify: bool = True, timeout_s: float = 60.0
-) -> Gathered:
-    """What all processes of a group hold, in the order of their ranks.
+) -> tuple[list[Directory], int, int]:
+    """The directories of all stores that the processes hold, in the order of ranks; this rank, and world.
 
     path   what this process holds: a store, a folder of parts, or a list of such; every process can give the
            same, or each its own parts
@@ -83,7 +75,7 @@ def gather(
                 own[held.manifest.identity] = _opened(owner, held, verify)
 
     meeting.exchange("open what the others hold", Said(error=_error_of(open_)))
-    return Gathered([own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world)
+    return [own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world
 
 
 def _error_of(act: Callable[[], None]) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,6 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.format import manifest as manifests
-from penstock.samples.format.files import AGAIN
 from penstock.samples.format.layout import (
     ANCHOR_NAMES,
     ANCHORS,
@@ -30,25 +28,28 @@ from penstock.samples.format.layout import (
     DIRECTORY,
     LABELS,
     LARGE,
+    LARGE_LENGTH,
     LARGEST_CHUNK_BYTES,
     LOOKUP,
     MANIFEST,
     NAMES,
     NODE_BYTES,
     NODES,
+    PART,
     SMALLEST_CHUNK_BYTES,
     SUMS,
+    Entries,
     chunks_of,
     lookup_bits,
     lookup_start_dtype,
+    part_name,
+    unpack_entries,
 )
-from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.format.manifest import AGAIN, StoreManifest
 from penstock.samples.reader.failures import cannot_open
-from penstock.samples.reader.mapping import Bytes, MappedFiles
+from penstock.samples.reader.mapping import MappedFiles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
-
-PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 
 _FILES = {DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS}
 _NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked for
@@ -60,12 +61,12 @@ class Directory:
 
     folder    where its data files are
     manifest  as read
-    files     the bytes of each file that the manifest names; mapped at first use, or in memory
+    files     the bytes of each file that the manifest names; mapped at first use
     """
 
     folder: Path
     manifest: StoreManifest
-    files: Mapping[str, Bytes]
+    files: MappedFiles
 
     def __post_init__(self) -> None:
         _check_manifest(self.manifest, self.folder / MANIFEST)
@@ -80,12 +81,16 @@ class Directory:
         Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
         damaged.
         """
+        directory = cls.open(folder, verify)
+        directory.files.load([name for name in directory.files if name not in _NAME_FILES])
+        return directory
+
+    @classmethod
+    def open(cls, folder: PathLike, verify: bool) -> Directory:
+        """The same, of which nothing is mapped yet: a file may be missing."""
         folder = Path(os.path.abspath(folder))  # also after a change of the working directory
         manifest = _read_manifest(folder)
-        mapped = MappedFiles(folder, manifest, verify, together=_NAME_FILES)
-        directory = cls(folder, manifest, mapped)
-        mapped.load([name for name in manifest.files if name not in _NAME_FILES])
-        return directory
+        return cls(folder, manifest, MappedFiles(folder, manifest, verify, together=_NAME_FILES))
 
     @cached_property
     def entries(self) -> npt.NDArray[np.uint64]:
@@ -106,6 +111,24 @@ class Directory:
     def large(self) -> npt.NDArray[np.uint64]:
         """[large samples, 2]: index and length."""
         return self.files.get(LARGE, np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
+
+    def located(self, where: slice | npt.NDArray[np.int64]) -> tuple[Entries, npt.NDArray[np.int64]]:
+        """The entries of samples, and their true lengths [n] int64.
+
+        where   their indices in this store, or from which one to which
+
+        Raises InvalidFile where large.bin does not have the length of a large sample.
+        """
+        entries = unpack_entries(self.entries[where])
+        lengths = entries.length.astype(np.int64)
+        long = np.flatnonzero(entries.length == LARGE_LENGTH)
+        if len(long):
+            wanted = (long + where.start if isinstance(where, slice) else where[long]).astype(np.uint64)
+            places = np.searchsorted(self.large[:, 0], wanted)
+            if int(places.max()) >= len(self.large) or not np.array_equal(self.large[places, 0], wanted):
+                raise InvalidFile(f"{LARGE} does not list all large samples. {AGAIN}")
+            lengths[long] = self.large[places, 1].astype(np.int64)
+        return entries, lengths
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int32] | None:
@@ -184,11 +207,6 @@ def _members_of(folder: Path, whole: bool) -> list[Path]:
             "these ranks, or mount a list of the parts that are there"
         )
     return folders
-
-
-def part_name(part: int, parts: int) -> str:
-    """The folder of one of several parts."""
-    return f"part-{part:05d}-of-{parts:05d}"
 
 
 def _read_manifest(folder: Path) -> StoreManifest:

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import SampleError
-from penstock.samples.format.files import AGAIN
+from penstock.errors import InvalidFile, SampleError
 from penstock.samples.format.layout import DIRECTORY
+from penstock.samples.format.manifest import AGAIN, open_regular
 
 _NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
 _DISK = "Look at the disk's health (dmesg), or use another copy"
@@ -51,6 +51,25 @@ def cannot_open(path: Path, error: OSError) -> SampleError:
     return _numbered(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
 
 
+def open_sized(path: Path, wanted_bytes: int, missing: str) -> int:
+    """A descriptor of a store's file that must have so many bytes. ``missing``: what a missing one means.
+
+    Raises SampleError where it cannot be opened, InvalidFile where it is not there, or not of this size.
+    """
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError as error:
+        raise InvalidFile(f"{path} is missing{missing}. {AGAIN}") from error
+    except OSError as error:
+        raise cannot_open(path, error) from error
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes == wanted_bytes:
+        return descriptor
+    os.close(descriptor)
+    what = "was cut short" if size_bytes < wanted_bytes else "is too long"
+    raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
+
+
 def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, timeout_s: float) -> SampleError:
     """Samples could not be read.
 
@@ -72,7 +91,8 @@ def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, time
         text = f"{path.parent / DIRECTORY} gives {whose} a place that cannot be. {AGAIN}"
     else:
         reason = os.strerror(failure.error_number) if failure.error_number else "the file ends there"
-        text = f"{whose} cannot be read at {where}: {reason}. {_DISK}; {_LEAVE_OUT}"
+        remedy = _REMEDIES.get(failure.error_number, _DISK)
+        text = f"{whose} cannot be read at {where}: {reason}. {remedy}; {_LEAVE_OUT}"
     return _numbered(text, failure.error_number or None)
 
 

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidFile
-from penstock.samples.format.files import AGAIN, open_regular
 from penstock.samples.format.layout import MANIFEST
-from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.failures import cannot_open
+from penstock.samples.format.manifest import AGAIN, StoreManifest
+from penstock.samples.reader.failures import cannot_open, open_sized
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.threads import in_parallel
 
@@ -64,20 +63,13 @@ class MappedFiles(Mapping[str, Bytes]):
 
     def _map(self, name: str) -> Bytes:
         path, wanted_bytes = self._folder / name, self._manifest.files[name].size_bytes
+        descriptor = open_sized(path, wanted_bytes, f", which {MANIFEST} names")
         try:
-            descriptor = open_regular(path)
-            try:
-                size_bytes = os.fstat(descriptor).st_size
-                if size_bytes == wanted_bytes:
-                    return _map(descriptor, size_bytes, ahead=self._verify)
-            finally:
-                os.close(descriptor)
-        except FileNotFoundError as error:
-            raise InvalidFile(f"{path} is missing, which {MANIFEST} names. {AGAIN}") from error
+            return _map(descriptor, wanted_bytes, ahead=self._verify)
         except OSError as error:
             raise cannot_open(path, error) from error
-        what = "was cut short" if size_bytes < wanted_bytes else "is too long"
-        raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
+        finally:
+            os.close(descriptor)
 
 
 def check_sums(folder: Path, manifest: StoreManifest, files: Mapping[str, Bytes]) -> None:

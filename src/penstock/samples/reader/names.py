@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import NoReturn, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.samples.format.files import AGAIN
-from penstock.samples.format.layout import LARGEST_NAME_BYTES, NAMES
+from penstock.samples.format.layout import LARGEST_NAME_BYTES, NAMES, bytes_of, text_of
+from penstock.samples.format.manifest import AGAIN
 from penstock.samples.reader.directory import Directory
 
 Indices = npt.NDArray[np.int64]
@@ -47,11 +49,9 @@ class Names(Sequence[str]):
         for directory in self._directories:
             samples = directory.manifest.samples
             for begin in range(0, samples, _BLOCK_NAMES):
-                try:
-                    block = directory.names.names(begin, min(begin + _BLOCK_NAMES, samples))
-                except ValueError as error:
-                    _damaged(directory, error)
-                yield from map(_text, block)
+                with _checked(directory) as names:
+                    block = names.names(begin, min(begin + _BLOCK_NAMES, samples))
+                yield from map(text_of, block)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.find(name) >= 0
@@ -69,17 +69,13 @@ class Names(Sequence[str]):
     def find(self, name: str) -> int:
         """The index of the sample of that name, -1 where there is none."""
         try:
-            key = name.encode()
-        except UnicodeEncodeError:
-            if _is_torn(name):
-                return -1
-            key = name.encode("utf-8", "surrogateescape")
+            key = bytes_of(name)
+        except UnicodeEncodeError:  # half of a surrogate pair: neither text nor a file's name
+            return -1
         begin = 0
         for directory in self._directories:
-            try:
-                found = directory.names.find(key)
-            except ValueError as error:
-                _damaged(directory, error)
+            with _checked(directory) as names:
+                found = names.find(key)
             if found >= 0:
                 return begin + found
             begin += directory.manifest.samples
@@ -91,10 +87,8 @@ class Names(Sequence[str]):
         found = np.full(len(ends), -1, np.int64)
         begin = 0
         for directory, end in zip(self._directories, self._ends, strict=True):
-            try:
-                here = directory.names.find_many(joined, ends)
-            except ValueError as error:
-                _damaged(directory, error)
+            with _checked(directory) as table:
+                here = table.find_many(joined, ends)
             if len(self._directories) == 1:
                 return here
             fresh = (found < 0) & (here >= 0)
@@ -106,27 +100,13 @@ class Names(Sequence[str]):
         """The names of these samples."""
         if len(self._directories) > 1:
             return [self._name(index) for index in indices.tolist()]
-        directory = self._directories[0]
-        try:
-            name = directory.names.name
-            return [_text(name(index)) for index in indices.tolist()]
-        except ValueError as error:
-            _damaged(directory, error)
+        with _checked(self._directories[0]) as names:
+            return [text_of(names.name(index)) for index in indices.tolist()]
 
     def _name(self, index: int) -> str:
         member = bisect_right(self._ends, index)
-        directory = self._directories[member]
-        try:
-            return _text(directory.names.name(index - (self._ends[member - 1] if member else 0)))
-        except ValueError as error:
-            _damaged(directory, error)
-
-
-def _text(name: bytes) -> str:
-    try:
-        return name.decode()
-    except UnicodeDecodeError:  # a file name that is no UTF-8
-        return name.decode("utf-8", "surrogateescape")
+        with _checked(self._directories[member]) as names:
+            return text_of(names.name(index - (self._ends[member - 1] if member else 0)))
 
 
 def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
@@ -135,21 +115,24 @@ def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
     if text.isascii():
         data, lengths = text.encode(), map(len, names)
     else:
-        each = [_NO_NAME if _is_torn(name) else name.encode("utf-8", "surrogateescape") for name in names]
+        each = [_bytes(name) for name in names]
         data, lengths = b"".join(each), map(len, each)
     return np.frombuffer(data, np.uint8), np.cumsum(np.fromiter(lengths, np.int64, len(names)))
 
 
-def _is_torn(name: str) -> bool:
-    """It has half of a surrogate pair: it is neither text nor a file's name."""
+def _bytes(name: str) -> bytes:
     try:
-        name.encode("utf-8", "surrogateescape")
+        return bytes_of(name)
     except UnicodeEncodeError:
-        return True
-    return False
+        return _NO_NAME
 
 
-def _damaged(directory: Directory, error: ValueError) -> NoReturn:
-    if isinstance(error, InvalidFile):
-        raise error
-    raise InvalidFile(f"{directory.folder / NAMES} is damaged: {error}. {AGAIN}") from error
+@contextmanager
+def _checked(directory: Directory) -> Iterator[_native.SampleNames]:
+    """The names of a store; InvalidFile where they turn out to be damaged."""
+    try:
+        yield directory.names
+    except InvalidFile:
+        raise
+    except ValueError as error:
+        raise InvalidFile(f"{directory.folder / NAMES} is damaged: {error}. {AGAIN}") from error

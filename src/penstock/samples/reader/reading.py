@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
-from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format.files import AGAIN, open_regular
+from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format.layout import data_file
+from penstock.samples.order import ORDERS
 from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import cannot_open, closed
+from penstock.samples.reader.failures import closed, open_sized
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.units import format_bytes
 
@@ -29,6 +29,39 @@ _CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
 
 _warned_without_io_uring = False
 _inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a store is mounted; see `penstock.samples.mount`."""
+
+    order: str
+    cache_bytes: int
+    rank: int
+    world: int
+    io: str
+    verify: bool
+    on_damage: str
+    prefetch_bytes: int
+    timeout_s: float
+    copy_threads: int | None
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("order", ORDERS),
+            ("io", ("auto", "buffered", "direct")),
+            ("on_damage", ("raise", "skip")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise InvalidArgument(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
+        if not 0 <= self.rank < self.world:
+            raise InvalidArgument(
+                f"rank={self.rank} is not among world={self.world} processes: give 0 to world - 1"
+            )
+        if not self.timeout_s > 0:
+            raise InvalidArgument(f"timeout_s={self.timeout_s} must be more than 0")
+        if self.copy_threads is not None and self.copy_threads < 0:
+            raise InvalidArgument(f"copy_threads={self.copy_threads} must be 0 or more")
 
 
 class IoPath(NamedTuple):
@@ -58,20 +91,6 @@ def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bo
     return IoPath("direct", f"the page cache would not hold them: {sizes}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReaderOptions:
-    """Limits of a reader.
-
-    buffers       number of chunks that it keeps in memory
-    verify        compare checksums of what is read
-    copy_threads  that copy samples into batches, besides the one that assembles them; None: as many as pay
-    """
-
-    buffers: int
-    verify: bool
-    copy_threads: int | None
-
-
 class Reader:
     """Owns the open data files, the reader of this process, and the epoch in progress.
 
@@ -80,11 +99,14 @@ class Reader:
     epoch_is_in_parent   this process was forked during an epoch, and has begun none since
     """
 
-    def __init__(self, directories: Sequence[Directory], io: str, options: ReaderOptions) -> None:
-        """Raises SampleError where a data file cannot be opened, InvalidFile for one of another size."""
+    def __init__(self, directories: Sequence[Directory], options: Options, buffers: int) -> None:
+        """``buffers``: number of chunks that it keeps in memory.
+
+        Raises SampleError where a data file cannot be opened, InvalidFile for one of another size.
+        """
         if not hasattr(_native, "SampleReader"):
             raise SampleError("sample stores are read with means that only Linux has: mount this one there")
-        self._directories, self._options = directories, options
+        self._directories, self._options, self._buffers = directories, options, buffers
         self._files: list[list[OpenFile]] = []
         self._lock = threading.Lock()
         self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
@@ -103,7 +125,7 @@ class Reader:
             raise
         can_direct = all(opened.file.direct >= 0 for opened in self._opened())
         size_bytes = sum(directory.manifest.size_bytes for directory in directories)
-        self.io_path = choose_io(io, size_bytes, _available_bytes(), can_direct)
+        self.io_path = choose_io(options.io, size_bytes, _available_bytes(), can_direct)
 
     def reader(self) -> _native.SampleReader:
         """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""
@@ -113,7 +135,7 @@ class Reader:
             if self.current is None:
                 self.current = _native.SampleReader(
                     [self._member(number) for number in range(len(self._directories))],
-                    buffers=self._options.buffers,
+                    buffers=self._buffers,
                     direct=self.io_path.io == "direct",
                     verify=self._options.verify,
                     copy_threads=_copy_threads(self._options.copy_threads),
@@ -121,13 +143,15 @@ class Reader:
                 )
             return self.current
 
-    def begin(self, order: _native.SampleOrder, ahead: int, prefetch_bytes: int, skip_damaged: bool) -> None:
+    def begin(self, order: _native.SampleOrder, ahead: int) -> None:
         """Begin an epoch; the one before ends. Raises SampleError or SampleFailure once closed."""
         reader, size = self.reader(), order.size
         feed, self._feed = self._feed, None
         if feed is not None:
             feed.close()
-        self._feed = reader.feed(order, ahead, prefetch_bytes, skip_damaged)
+        self._feed = reader.feed(
+            order, ahead, self._options.prefetch_bytes, self._options.on_damage == "skip"
+        )
         self.epoch_size, self.epoch_is_in_parent = size, False
         self.epochs += 1
 
@@ -201,18 +225,7 @@ def _copy_threads(wanted: int | None) -> int:
 def _open_data(directory: Directory, node: int) -> OpenFile:
     path = directory.folder / data_file(node)
     wanted_bytes = directory.manifest.nodes[node].chunks * directory.manifest.chunk_bytes
-    try:
-        opened = from_descriptor(open_regular(path), str(path))
-    except FileNotFoundError as error:
-        raise InvalidFile(f"{path} is missing: samples are in it. {AGAIN}") from error
-    except OSError as error:
-        raise cannot_open(path, error) from error
-    size_bytes = os.fstat(opened.file.buffered).st_size
-    if size_bytes != wanted_bytes:
-        opened.close()
-        what = "was cut short" if size_bytes < wanted_bytes else "is too long"
-        raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
-    return opened
+    return from_descriptor(open_sized(path, wanted_bytes, ": samples are in it"), str(path))
 
 
 def _available_bytes() -> int:

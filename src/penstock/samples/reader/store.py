@@ -23,8 +23,7 @@ from penstock.samples.reader.batch import Batch
 from penstock.samples.reader.catalog import Catalog, Key, Keys, identity_of
 from penstock.samples.reader.directory import Directory, PathLike, members
 from penstock.samples.reader.failures import Failure, cannot_read, closed
-from penstock.samples.reader.options import Options
-from penstock.samples.reader.reading import Reader, ReaderOptions
+from penstock.samples.reader.reading import Options, Reader
 from penstock.units import parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -69,8 +68,7 @@ def mount(
     if group is not None:
         from penstock.samples.reader.collective import gather
 
-        gathered = gather(path, group, verify=verify, timeout_s=timeout_s)
-        directories, rank, world = gathered.directories, gathered.rank, gathered.world
+        directories, rank, world = gather(path, group, verify=verify, timeout_s=timeout_s)
     options = Options(
         order=order,
         cache_bytes=parse_bytes(cache_bytes),
@@ -113,10 +111,7 @@ class Store(Catalog):
             buffers = self.shape.slots + self.shape.ahead
         self._damaged: set[int] = set()
         self._turn = threading.RLock()  # of sequence and bread
-        reader_options = ReaderOptions(
-            buffers=buffers, verify=options.verify, copy_threads=options.copy_threads
-        )
-        self._reading = Reader(self._directories, options.io, reader_options)
+        self._reading = Reader(self.directories, options, buffers)
         self.io, self.io_reason = self._reading.io_path
         self._finalizer = weakref.finalize(self, self._reading.close)
         _mounted.add(self)
@@ -147,10 +142,9 @@ class Store(Catalog):
         """
         indices = self.indices(keys)
         try:
-            data, offsets = self._reader().gather(indices, self._options.timeout_s)
+            return Batch(*self._reader().gather(indices, self._options.timeout_s), self)
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
-        return Batch(indices, data, offsets, self)
 
     def open(self, key: Key) -> BinaryIO:
         """The sample as a binary file object, in memory: its checksum is that of all its bytes."""
@@ -207,12 +201,9 @@ class Store(Catalog):
         except (ValueError, TypeError, OverflowError) as error:
             asked = f"{seed=}, {epoch=}, {stream=} of {streams=}, {skip=}"
             raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
-        options = self._options
         with self._turn:
             try:
-                self._reading.begin(
-                    order, self.shape.ahead, options.prefetch_bytes, options.on_damage == "skip"
-                )
+                self._reading.begin(order, self.shape.ahead)
             except _native.SampleFailure as failure:  # closed meanwhile, or no thread
                 raise self._error(failure) from None
 
@@ -265,12 +256,12 @@ class Store(Catalog):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        folders = [directory.folder for directory in self._directories]
+        folders = [directory.folder for directory in self.directories]
         return _remount, (folders, self.identity, self._options)
 
     def __repr__(self) -> str:
-        folder = self._directories[0].folder
-        more = f" and {len(self._directories) - 1} more" if len(self._directories) > 1 else ""
+        folder = self.directories[0].folder
+        more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
         return f"Store({str(folder)!r}{more}: {self._samples} samples, order={self.order!r})"
 
     def _reader(self) -> _native.SampleReader:
@@ -301,7 +292,7 @@ class Store(Catalog):
         what = Failure(*failure.args)
         if self._reading.is_closed:  # which cancels reads
             what = what._replace(kind="closed")
-        directory = self._directories[what.member]
+        directory = self.directories[what.member]
         whose = "a chunk's samples"
         if what.sample >= 0:
             whose = f"sample {what.sample}"
@@ -315,7 +306,7 @@ class Store(Catalog):
             logger.warning(
                 "%s: sample %d is damaged and was left out, as will be others. Store.damaged lists them; "
                 "`penstock samples verify` looks for all.",
-                self._directories[0].folder,
+                self.directories[0].folder,
                 skipped[0],
             )
         self._damaged.update(skipped)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,32 @@ import numpy.typing as npt
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format.encoding import array_of, stored_dtype
 from penstock.samples.format.manifest import Field
-from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Block, Part, numbers, printable
+from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Block, Numbered, numbers, printable
 
-Arrays = Mapping[str, Any]
+_UNREADABLE = (
+    ValueError,
+    TypeError,  # numpy's, of an .npz that is none
+    EOFError,
+    KeyError,
+    MemoryError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Arrays [samples, ...], in blocks. A share is without gaps, and rows keep their numbers as names."""
+class Rows(Numbered):
+    """Arrays [samples, ...], in blocks. In a share, too, rows keep their numbers as names."""
 
     arrays: dict[str, npt.NDArray[Any]]
     description: str
     label_field: str | None
     classes: tuple[str, ...]
-    part: Part = field(default_factory=Part)
     encoding: str = "record"
+
+    def count(self) -> int:
+        return len(next(iter(self.arrays.values())))
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -38,23 +50,15 @@ class Rows:
         )
 
     @property
-    def samples(self) -> int:
-        return len(self._mine)
-
-    @property
     def size_bytes(self) -> int:
         return self.samples * record_bytes(self.fields)
 
-    def __iter__(self) -> Iterator[Block]:
-        return self.after(0)
-
     def names(self) -> Iterator[str]:
         """All names, without a look at the arrays."""
-        return map(str, self._mine)
+        return map(str, self.mine)
 
     def after(self, samples: int) -> Iterator[Block]:
-        """The samples behind the first so many."""
-        mine = self._mine[samples:]
+        mine = self.mine[samples:]
         step = max(1, BLOCK_BYTES // max(record_bytes(self.fields), 1))
         step = min(step, BLOCK_BYTES // 16)  # names take memory, too
         for begin in range(mine.start, mine.stop, step):
@@ -62,13 +66,6 @@ class Rows:
             rows = {name: array[begin:end] for name, array in self.arrays.items()}
             labels = None if self.label_field is None else rows[self.label_field].astype(np.int32)
             yield record_block(rows, begin, labels)
-
-    def share(self, rank: int, world: int) -> Rows:
-        return replace(self, part=self.part.divide(rank, world))
-
-    @property
-    def _mine(self) -> range:
-        return self.part.range(len(next(iter(self.arrays.values()))))
 
 
 def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequence[str] | None = None) -> Rows:
@@ -156,41 +153,20 @@ def _rows(name: str, array: Any) -> npt.NDArray[Any]:
 
 
 def _load(path: str) -> Any:
-    readers: dict[bool, Callable[[str], Any]] = {True: _load_npz, False: _load_npy}
     try:
-        return readers[path.endswith(".npz")](path)
+        if not path.endswith(".npz"):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        with np.load(path, allow_pickle=False) as file:
+            packed = os.path.getsize(path)
+            for info in file.zip.infolist():
+                if info.file_size > 1032 * packed + 1024:  # more than deflate can
+                    raise ValueError(f"{info.filename} cannot have {info.file_size} bytes")
+            arrays = dict(file)
+            for name, array in arrays.items():
+                if not isinstance(array, np.ndarray):  # numpy gives the bytes of other files as they are
+                    raise ValueError(f"{name} is not an array")
+            return arrays
     except OSError as error:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, MemoryError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise SampleError(f"{path} has no arrays that can be read: {error}") from error
-
-
-def _load_npy(path: str) -> Any:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-def _load_npz(path: str) -> Any:
-    with zipfile.ZipFile(path) as file:
-        packed = os.path.getsize(path)
-        for info in file.infolist():
-            if info.file_size > 1032 * packed + 1024:  # more than deflate can
-                raise ValueError(f"{info.filename} cannot have {info.file_size} bytes")
-        arrays = {}
-        for info in file.infolist():
-            with file.open(info) as member:
-                arrays[info.filename.removesuffix(".npy")] = _read_npy(member, info)
-        return arrays
-
-
-def _read_npy(member: Any, info: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """One array. The size that its header says is not believed before it is there."""
-    version = np.lib.format.read_magic(member)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"{info.filename} is of version {version}, which is unknown")
-    shape, fortran, dtype = readers[version](member)
-    if dtype.hasobject:
-        raise ValueError(f"{info.filename} has Python objects, which are never unpickled")
-    data = member.read()
-    flat = np.frombuffer(data, dtype)
-    return flat.reshape(shape, order="F" if fortran else "C")

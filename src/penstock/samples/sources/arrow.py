@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,12 +19,12 @@ from penstock.samples.sources.arrays import label_classes, record_block
 from penstock.samples.sources.arrowcolumns import class_names, fixed_values, record_field, rows, text_values
 from penstock.samples.sources.arrowfiles import DatasetRows, Rows, open_rows
 from penstock.samples.sources.paths import shards_of
-from penstock.samples.sources.source import Block, Part, RawSample, check_label, printable
+from penstock.samples.sources.source import Block, Numbered, RawSample, check_label, printable
 
 
 @dataclass(frozen=True)
-class Tables:
-    """The rows of several files, one after the other. A share is without gaps."""
+class Tables(Numbered):
+    """The rows of several files, one after the other."""
 
     tables: tuple[Rows, ...]
     description: str
@@ -33,35 +33,28 @@ class Tables:
     label_column: str | None
     label_text: bool
     classes: tuple[str, ...]
-    part: Part = field(default_factory=Part)
+
+    def count(self) -> int:
+        return sum(table.rows for table in self.tables)
 
     @property
     def encoding(self) -> str:
         return "record" if self.fields else "msgpack"
 
     @property
-    def samples(self) -> int:
-        return len(self._mine)
-
-    @property
     def size_bytes(self) -> int:
-        whole = sum(table.rows for table in self.tables)
-        return sum(table.size_bytes for table in self.tables) * self.samples // max(whole, 1)
-
-    def __iter__(self) -> Iterator[RawSample | Block]:
-        return self.after(0)
+        return sum(table.size_bytes for table in self.tables) * self.samples // max(self.count(), 1)
 
     def names(self) -> Iterator[str]:
         """All names; of the data at most one column is read."""
         if self.name_column is None:
-            yield from map(str, self._mine)
+            yield from map(str, self.mine)
             return
-        for number, batch in self._read(self._mine, [self.name_column]):
+        for number, batch in self._read(self.mine, [self.name_column]):
             yield from _names(batch.column(0), number)
 
     def after(self, samples: int) -> Iterator[RawSample | Block]:
-        """The samples behind the first so many."""
-        for number, batch in self._read(self._mine[samples:], self.tables[0].schema.names):
+        for number, batch in self._read(self.mine[samples:], self.tables[0].schema.names):
             labels = self._labels(batch)
             if self.fields:
                 yield self._block(batch, number, labels)
@@ -75,13 +68,6 @@ class Tables:
                     yield RawSample(name, encode(row), -1 if labels is None else int(labels[i]))
                 except InvalidArgument as error:
                     raise InvalidArgument(f"row {number + i} of {self.description}: {error}") from None
-
-    def share(self, rank: int, world: int) -> Tables:
-        return replace(self, part=self.part.divide(rank, world))
-
-    @property
-    def _mine(self) -> range:
-        return self.part.range(sum(table.rows for table in self.tables))
 
     def _read(self, wanted: range, columns: list[str]) -> Iterator[tuple[int, Any]]:
         """Batches of these rows, each with the number of its first row."""

@@ -35,13 +35,17 @@ class Rows:
         """pyarrow.RecordBatches of the rows from ``begin`` up to ``end``, of a few MiB each."""
         step = max(1, min(_MOST_ROWS, BLOCK_BYTES * self.rows // max(self.size_bytes, 1)))
         with failing(self.path):
-            for batch in self.batches(begin, end, columns, step):
+            for first, batch in self.batches(begin, end, columns, step):
                 batch.validate(full=True)  # what is mapped was not parsed: offsets could lead anywhere
-                for start in range(0, batch.num_rows, step):
-                    yield batch.slice(start, step)
+                stop = min(end - first, batch.num_rows)
+                for start in range(max(begin - first, 0), stop, step):
+                    yield batch.slice(start, min(step, stop - start))
 
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[Any]:
-        """The same, of any size; about ``step`` rows are wanted."""
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        """Batches of any size with these rows, and perhaps others; each with the number of its first row.
+
+        step   about how many rows are wanted
+        """
         raise NotImplementedError
 
 
@@ -58,7 +62,7 @@ class ParquetRows(Rows):
             missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
             return cls(path, _checked(file.schema_arrow), found.num_rows, size_bytes, missing)
 
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[Any]:
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path) as file:
@@ -68,7 +72,7 @@ class ParquetRows(Rows):
                 if first < end and begin < first + group_rows:
                     at = first
                     for batch in file.iter_batches(step, [number], columns):
-                        yield _cut(batch, at, begin, end)
+                        yield at, batch
                         at += batch.num_rows
                 first += group_rows
 
@@ -85,14 +89,14 @@ class IpcRows(Rows):
                 missing = missing or any(map(has_missing, batch.columns))
             return cls(path, _checked(schema), rows, os.path.getsize(path), missing)
 
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[Any]:
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
         first = 0
         with _opened(self.path) as (_, batches):
             for batch in batches:
                 if first >= end:
                     return
                 if begin < first + batch.num_rows:
-                    yield _cut(batch.select(columns), first, begin, end)
+                    yield first, batch.select(columns)
                 first += batch.num_rows
 
 
@@ -110,10 +114,12 @@ class DatasetRows(Rows):
         missing = any(has_missing(chunk) for column in table.columns for chunk in column.chunks)
         return cls("a dataset", table.schema, rows, size_bytes, missing, dataset.with_format("arrow"))
 
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[Any]:
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
         for start in range(begin, end, step):
             table = self.dataset[start : min(start + step, end)].select(columns)
-            yield from table.combine_chunks().to_batches()  # a selection has a chunk for each run
+            for batch in table.combine_chunks().to_batches():  # a selection has a chunk for each run
+                yield start, batch
+                start += batch.num_rows
 
 
 def open_rows(path: str) -> Rows:
@@ -158,9 +164,3 @@ def _opened(path: str) -> Iterator[tuple[Any, Iterator[Any]]]:
             file.seek(0)
             with pa.ipc.open_stream(file) as reader:
                 yield reader.schema, iter(reader)
-
-
-def _cut(batch: Any, at: int, begin: int, end: int) -> Any:
-    """What of a batch, which starts at row ``at``, lies between two rows."""
-    start = max(begin - at, 0)
-    return batch.slice(start, max(min(end - at, batch.num_rows) - start, 0))

@@ -7,28 +7,31 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from penstock.errors import SampleError
+from penstock.samples.format.layout import text_of
 from penstock.samples.format.manifest import Field
-from penstock.samples.sources.source import Part, RawSample, printable, text_of
+from penstock.samples.sources.source import Numbered, RawSample, printable
 
 _log = logging.getLogger("penstock")
 _LARGEST_READ_BYTES = 1 << 30  # a single read gives at most 2 GiB
 
 
 @dataclass(frozen=True)
-class Files:
-    """The regular files below a folder, in the order of their names' bytes. A share is without gaps."""
+class Files(Numbered):
+    """The regular files below a folder, in the order of their names' bytes."""
 
     root: bytes
     follow_links: bool
     tops: tuple[str, ...]
     whole: int
-    part: Part = field(default_factory=Part)
     encoding: str = "raw"
     fields: tuple[Field, ...] = ()
     size_bytes: int | None = None
+
+    def count(self) -> int:
+        return self.whole
 
     @property
     def description(self) -> str:
@@ -38,19 +41,11 @@ class Files:
     def classes(self) -> tuple[str, ...]:
         return tuple(map(printable, self.tops))
 
-    @property
-    def samples(self) -> int:
-        return len(self.part.range(self.whole))
-
-    def __iter__(self) -> Iterator[RawSample]:
-        return self.after(0)
-
     def names(self) -> Iterator[str]:
         """All names, without a look at what the files hold."""
         return (text_of(name) for name in self._mine(0))
 
     def after(self, samples: int) -> Iterator[RawSample]:
-        """The samples behind the first so many."""
         labels = {name: label for label, name in enumerate(self.tops)}
         for name in self._mine(samples):
             text = text_of(name)
@@ -58,7 +53,7 @@ class Files:
             yield RawSample(text, _read(os.path.join(self.root, name), self.follow_links), label)
 
     def _mine(self, skip: int) -> Iterator[bytes]:
-        mine, found = self.part.range(self.whole)[skip:], 0
+        mine, found = self.mine[skip:], 0
         for name in _walk(self.root, self.follow_links, []):
             if mine.start <= found < mine.stop:
                 yield name
@@ -68,9 +63,6 @@ class Files:
                 f"{text_of(self.root)} had {self.whole} files, and has {found} now: leave it as it "
                 "is while it is packed, and pack it again"
             )
-
-    def share(self, rank: int, world: int) -> Files:
-        return replace(self, part=self.part.divide(rank, world))
 
 
 def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> Files:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidArgument
 from penstock.samples.format.encoding import encode
+from penstock.samples.format.layout import bytes_of
 from penstock.samples.format.manifest import Field
-from penstock.samples.sources.source import Block, Part, RawSample, check_label
+from penstock.samples.sources.source import RawSample, Shareable, check_label
 
 _ACCEPTED = "give (name, bytes), (name, fields), (name, bytes or fields, label), bytes or fields"
 
 
 @dataclass(frozen=True)
-class Items:
+class Items(Shareable):
     """What an iterable gives, encoded. Several processes take turns, an item each."""
 
     again: Callable[[], Iterator[Any]]
@@ -24,7 +25,6 @@ class Items:
     encoding: str
     classes: tuple[str, ...]
     whole: int | None
-    part: Part = field(default_factory=Part)
     fields: tuple[Field, ...] = ()
     size_bytes: int | None = None
 
@@ -32,17 +32,12 @@ class Items:
     def samples(self) -> int | None:
         return None if self.whole is None else len(range(self.part.rank, self.whole, self.part.world))
 
-    def __iter__(self) -> Iterator[RawSample | Block]:
+    def __iter__(self) -> Iterator[RawSample]:
         mine = itertools.islice(enumerate(self.again()), self.part.rank, None, self.part.world)
         for position, item in mine:
             yield self._encoded(item, position)
 
-    def share(self, rank: int, world: int) -> Items:
-        return replace(self, part=self.part.divide(rank, world))
-
-    def _encoded(self, item: Any, position: int) -> RawSample | Block:
-        if isinstance(item, Block):
-            return item
+    def _encoded(self, item: Any, position: int) -> RawSample:
         name, value, label = _split(item, position)
         encoding = _encoding_of(value, name)
         if encoding != self.encoding:
@@ -57,9 +52,7 @@ class Items:
                 return RawSample(name, encode(value), label)
             except InvalidArgument as error:
                 raise InvalidArgument(f"sample {name!r}: {error}") from None
-        return RawSample(
-            name, value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value, label
-        )
+        return RawSample(name, bytes_of(value) if isinstance(value, str) else value, label)
 
 
 _WORDS = {"raw": "bytes", "msgpack": "fields"}
@@ -84,10 +77,10 @@ def open_iterable(
     if items is source:  # it goes on behind the first
         again = _once(items if first is None else itertools.chain([first], items))
     encoding = "raw"
-    if first is not None and not isinstance(first, Block):
+    if first is not None:
         name, value, _ = _split(first, 0)
         encoding = _encoding_of(value, name)
-    whole = len(source) if isinstance(source, Sized) and not isinstance(first, Block) else None
+    whole = len(source) if isinstance(source, Sized) else None
     return Items(again, f"{type(source).__name__} in Python", encoding, tuple(classes), whole)
 
 
@@ -98,11 +91,7 @@ def _again(source: Any) -> Callable[[], Iterator[Any]]:
         raise InvalidArgument(
             f"an object of type {type(source).__name__} gives no samples: give an iterable, or a path"
         )
-
-    def call() -> Iterator[Any]:
-        return iter(source())
-
-    return call
+    return lambda: iter(source())
 
 
 def _once(items: Iterator[Any]) -> Callable[[], Iterator[Any]]:

@@ -16,16 +16,17 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format.encoding import encode
+from penstock.samples.format.layout import text_of
 from penstock.samples.format.manifest import Field
 from penstock.samples.sources.mdsvalues import Decode, decoder
-from penstock.samples.sources.source import Labels, Part, RawSample, Readable, printable, read_up_to
+from penstock.samples.sources.source import Labels, Numbered, RawSample, Readable, printable, read_up_to
 
 _log = logging.getLogger("penstock")
 _LARGEST_INDEX_BYTES = 1 << 30
@@ -53,37 +54,30 @@ class _Shard:
 
 
 @dataclass(frozen=True)
-class Mds:
-    """The samples of all shards, one after the other. A share is without gaps."""
+class Mds(Numbered):
+    """The samples of all shards, one after the other."""
 
     shards: tuple[_Shard, ...]
     description: str
     name_column: str | None
     label_column: str | None
     labels: Labels
-    part: Part = field(default_factory=Part)
     encoding: str = "msgpack"
     fields: tuple[Field, ...] = ()
+
+    def count(self) -> int:
+        return sum(shard.samples for shard in self.shards)
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.labels.classes
 
     @property
-    def samples(self) -> int:
-        return len(self._mine)
-
-    @property
     def size_bytes(self) -> int:
-        whole = sum(shard.samples for shard in self.shards)
-        return sum(shard.raw.size_bytes for shard in self.shards) * self.samples // max(whole, 1)
-
-    def __iter__(self) -> Iterator[RawSample]:
-        return self.after(0)
+        return sum(shard.raw.size_bytes for shard in self.shards) * self.samples // max(self.count(), 1)
 
     def after(self, samples: int) -> Iterator[RawSample]:
-        """The samples behind the first so many."""
-        wanted, first = self._mine[samples:], 0
+        wanted, first = self.mine[samples:], 0
         for shard in self.shards:
             begin, end = max(wanted.start - first, 0), min(wanted.stop - first, shard.samples)
             for number, fields in _read(shard, begin, end) if begin < end else ():
@@ -93,15 +87,8 @@ class Mds:
     def names(self) -> Iterator[str]:
         """All names. Only a name column has to be read."""
         if self.name_column is None:
-            return map(str, self._mine)
+            return map(str, self.mine)
         return (sample.name for sample in self.after(0))
-
-    def share(self, rank: int, world: int) -> Mds:
-        return replace(self, part=self.part.divide(rank, world))
-
-    @property
-    def _mine(self) -> range:
-        return self.part.range(sum(shard.samples for shard in self.shards))
 
     def _sample(self, shard: _Shard, number: int, position: int, fields: dict[str, Any]) -> RawSample:
         try:
@@ -297,4 +284,4 @@ def _opened(file: Any, compression: str, path: str) -> Readable:
 
 
 def _name(value: Any) -> str:
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+    return text_of(value) if isinstance(value, bytes) else str(value)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, SampleError
+from penstock.samples.format.layout import text_of
 from penstock.samples.format.manifest import Field
 
 Item = TypeVar("Item")
+One = TypeVar("One", bound="Shareable")
 _READ_BYTES = 4 << 20
 BLOCK_BYTES = 4 << 20  # of data in a Block, about
 MOST_CLASSES = 1 << 16  # that are numbered without names
@@ -106,6 +113,83 @@ class Part(NamedTuple):
         return shards[mine.start : mine.stop], Part()
 
 
+@dataclass(frozen=True)
+class Shareable:
+    """A source that knows which share of it this is."""
+
+    part: Part = field(default=Part(), kw_only=True)
+
+    def share(self: One, rank: int, world: int) -> One:
+        return replace(self, part=self.part.divide(rank, world))
+
+
+@dataclass(frozen=True)
+class Numbered(Shareable):
+    """Samples that can be read from any number on. A share is without gaps."""
+
+    def count(self) -> int:
+        """Samples of the whole source."""
+        raise NotImplementedError
+
+    def after(self, samples: int) -> Iterator[Any]:
+        """The samples behind the first so many."""
+        raise NotImplementedError
+
+    @property
+    def mine(self) -> range:
+        """The numbers of this share's samples."""
+        return self.part.range(self.count())
+
+    @property
+    def samples(self) -> int:
+        return len(self.mine)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.after(0)
+
+
+@dataclass(frozen=True)
+class Sharded(Shareable):
+    """The samples of several files. A share has whole files, or every so many-th sample if they are few.
+
+    shards   path and short name of each file
+    """
+
+    shards: tuple[tuple[str, str], ...]
+    largest_bytes: int
+    fields: tuple[Field, ...] = field(default=(), kw_only=True)
+    samples: int | None = field(default=None, kw_only=True)
+
+    def read(self, path: str) -> Iterator[Any]:
+        """What a file holds, for `sample`."""
+        raise NotImplementedError
+
+    def sample(self, path: str, shard: str, number: int, item: Any) -> RawSample:
+        """The sample of what `read` gave as ``number`` of a file."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> str:
+        more = f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else ""
+        return printable(self.shards[0][1]) + more
+
+    @property
+    def size_bytes(self) -> int | None:
+        shards, part = self.part.deal(self.shards)
+        if any(path.endswith("gz") for path, _ in shards):
+            return None
+        return sum(os.path.getsize(path) for path, _ in shards) // part.world
+
+    def __iter__(self) -> Iterator[RawSample]:
+        shards, part = self.part.deal(self.shards)
+        position = 0
+        for path, shard in shards:
+            for number, item in enumerate(self.read(path)):
+                if part.has(position):
+                    yield self.sample(path, shard, number, item)
+                position += 1
+
+
 def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Names in decimal, from ``begin`` on, as a Block has them: names, name_ends."""
     text = "".join(map(str, range(begin, end))).encode()
@@ -124,6 +208,26 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
+@contextlib.contextmanager
+def unpacked(path: str) -> Iterator[tuple[Readable, int | None]]:
+    """The file and its size; of one that gzip packed what it holds, and None. Raises SampleError."""
+    try:
+        with open(path, "rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            if packed:
+                with gzip.open(raw) as file:
+                    yield file, None
+            else:
+                yield raw, os.fstat(raw.fileno()).st_size
+    except SampleError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SampleError(f"{path} is damaged or cut off: {error}") from error
+    except OSError as error:
+        raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def read_up_to(file: Readable, size_bytes: int) -> bytes:
     """So many bytes, or fewer at the end. Memory grows with what is there, not with what is asked for."""
     data = file.read(min(size_bytes, _READ_BYTES))
@@ -134,11 +238,6 @@ def read_up_to(file: Readable, size_bytes: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
-
-
-def text_of(path: bytes) -> str:
-    """A file name as text; bytes that are no UTF-8 become lone surrogates."""
-    return path.decode("utf-8", "surrogateescape")
 
 
 def printable(text: str) -> str:
@@ -181,7 +280,7 @@ class Labels:
 
 
 def _label_text(value: Any) -> str:
-    text = value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+    text = text_of(value) if isinstance(value, bytes) else str(value)
     return printable(text).strip()
 
 

@@ -6,15 +6,14 @@ Format". Nothing is ever written to disk.
 
 from __future__ import annotations
 
-import gzip
 import logging
-import os
-import zlib
+import tarfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.errors import SampleError
-from penstock.samples.sources.source import Readable, read_up_to
+from penstock.samples.format.layout import text_of
+from penstock.samples.sources.source import Readable, read_up_to, unpacked
 from penstock.units import format_bytes
 
 _log = logging.getLogger("penstock")
@@ -54,21 +53,8 @@ def members(path: str, largest_bytes: int) -> Iterator[Member]:
     Raises SampleError, with the archive and the member, for an archive that is damaged or cut off, and for
     what no honest one has: absolute paths, "..", links, devices, sizes larger than the file.
     """
-    try:
-        with open(path, "rb") as raw:
-            if raw.read(2) == b"\x1f\x8b":
-                raw.seek(0)
-                with gzip.open(raw) as unpacked:
-                    yield from _Archive(path, unpacked, None, largest_bytes).members()
-            else:
-                raw.seek(0)
-                yield from _Archive(path, raw, os.fstat(raw.fileno()).st_size, largest_bytes).members()
-    except SampleError:
-        raise
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SampleError(f"{path} is damaged or cut off: {error}") from error
-    except OSError as error:
-        raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
+    with unpacked(path) as (file, size_bytes):
+        yield from _Archive(path, file, size_bytes, largest_bytes).members()
 
 
 class _Archive:
@@ -112,18 +98,22 @@ class _Archive:
             raise self._wrong(f"it {where}: it was cut off" if self._at else "it is empty")
         if not any(block):
             return None
-        stored = _number(block[148:156])
-        if not any(stored == total for total in _sums(block)):
-            if self._at == _BLOCK:
-                raise self._wrong("it is not a tar archive")
-            raise self._wrong(f"the header at byte {self._at - _BLOCK} is damaged: its checksum is wrong")
-        path, prefix = (block[a:b].partition(b"\0")[0] for a, b in ((0, 100), (345, 500)))
+        path = block[:100].partition(b"\0")[0]
+        try:
+            found = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            changed = "checksum" in str(error)
+            if self._at == _BLOCK and (changed or block[257:262] != b"ustar"):
+                raise self._wrong("it is not a tar archive") from None
+            if changed:
+                raise self._wrong(f"the header at byte {self._at - _BLOCK} is damaged: {error}") from None
+            raise self._wrong(f"{_shown(path)} has no valid size, owner or time") from None
+        prefix = block[345:500].partition(b"\0")[0]
         if block[257:263] == b"ustar\0" and prefix:
             path = prefix + b"/" + path
-        size_bytes = _number(block[124:136])
-        if size_bytes is None or size_bytes < 0:
+        if found.size < 0:
             raise self._wrong(f"{_shown(path)} has no valid size")
-        return _Header(path, size_bytes, block[156:157])
+        return _Header(path, found.size, block[156:157])
 
     def _finish(self) -> None:
         """Read what is behind the end mark: zeros, and then gzip verifies its checksum."""
@@ -152,7 +142,7 @@ class _Archive:
             raise self._wrong(f"{_shown(header.path)} leads out of the archive: no sample can have this path")
         if not parts and header.kind != b"5":
             raise self._wrong(f"the member at byte {self._at - _BLOCK} has no name")
-        return b"/".join(parts).decode("utf-8", "surrogateescape")
+        return text_of(b"/".join(parts))
 
     def _data(self, header: _Header, most_bytes: int, name: str) -> bytes:
         size_bytes = header.size_bytes
@@ -194,25 +184,6 @@ class _Archive:
 
     def _wrong(self, what: str) -> SampleError:
         return SampleError(f"archive {self._path}: {what}")
-
-
-def _sums(block: bytes) -> Iterator[int]:
-    """What a header's checksum may be: of its bytes without a sign, or, by some old programs, with one."""
-    plain = block[:148] + b" " * 8 + block[156:]
-    total = sum(plain)
-    yield total
-    yield total - 256 * sum(byte > 127 for byte in plain)
-
-
-def _number(field: bytes) -> int | None:
-    """A number in octal digits, or in binary where the highest bit is set (GNU)."""
-    if field[0] & 0x80:
-        negative = field[0] == 0xFF
-        return int.from_bytes(field[1:], "big") - (1 << 8 * (len(field) - 1) if negative else 0)
-    digits = field.strip(b" \0")
-    if not digits:
-        return 0
-    return None if digits.translate(None, b"01234567") else int(digits, 8)
 
 
 def _shown(path: bytes) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format.encoding import encode
-from penstock.samples.format.manifest import Field
 from penstock.samples.sources.paths import Paths, shards_of
-from penstock.samples.sources.source import Labels, Part, RawSample, printable
+from penstock.samples.sources.source import Labels, RawSample, Sharded
 from penstock.samples.sources.tar import members
 from penstock.units import parse_bytes
 
@@ -19,47 +17,29 @@ _log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
-class Shards:
-    """The samples of several archives. A share has whole archives, or takes turns if they are few."""
+class Shards(Sharded):
+    """The samples of several archives."""
 
-    shards: tuple[tuple[str, str], ...]
-    description: str
     prefix: str | None
-    largest_bytes: int
     label_column: str | None
     labels: Labels
-    part: Part = field(default_factory=Part)
     encoding: str = "msgpack"
-    fields: tuple[Field, ...] = ()
-    samples: int | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.labels.classes
 
-    @property
-    def size_bytes(self) -> int | None:
-        shards, part = self.part.deal(self.shards)
-        if any(path.endswith("gz") for path, _ in shards):
-            return None
-        return sum(os.path.getsize(path) for path, _ in shards) // part.world
+    def read(self, path: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+        return _samples(path, self.largest_bytes)
 
-    def __iter__(self) -> Iterator[RawSample]:
-        shards, part = self.part.deal(self.shards)
-        position = 0
-        for path, shard in shards:
-            before = f"{shard}/" if self.prefix else ""
-            for key, files in _samples(path, self.largest_bytes):
-                if part.has(position):
-                    value = files.get(self.label_column) if self.label_column else None
-                    try:
-                        yield RawSample(before + key, encode(files), self.labels.label(value, key))
-                    except InvalidArgument as error:
-                        raise SampleError(f"archive {path}, sample {key}: {error}") from None
-                position += 1
-
-    def share(self, rank: int, world: int) -> Shards:
-        return replace(self, part=self.part.divide(rank, world))
+    def sample(self, path: str, shard: str, number: int, item: tuple[str, dict[str, bytes]]) -> RawSample:
+        key, files = item
+        value = files.get(self.label_column) if self.label_column else None
+        try:
+            name = f"{shard}/{key}" if self.prefix else key
+            return RawSample(name, encode(files), self.labels.label(value, key))
+        except InvalidArgument as error:
+            raise SampleError(f"archive {path}, sample {key}: {error}") from None
 
 
 def open_webdataset(
@@ -87,9 +67,8 @@ def open_webdataset(
     if prefix not in (None, "shard"):
         raise InvalidArgument(f"prefix={prefix!r} is unknown: give 'shard', or leave it out")
     shards = tuple(shards_of(source, "webdataset"))
-    name = printable(shards[0][1]) + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
     largest_bytes = parse_bytes(max_sample_bytes)
-    opened = Shards(shards, name, prefix, largest_bytes, label_column, Labels(classes or ()))
+    opened = Shards(shards, largest_bytes, prefix, label_column, Labels(classes or ()))
     if label_column is None or classes is not None:
         return opened
     values = (files.get(label_column) for path, _ in shards for _, files in _samples(path, largest_bytes))

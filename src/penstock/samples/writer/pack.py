@@ -22,14 +22,14 @@ from penstock.samples.format.manifest import NodeFile, StoreManifest
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
-from penstock.samples.writer.packed import Packed, encoded
+from penstock.samples.writer.packed import Packed
 from penstock.samples.writer.progress import Recipe, claim
 from penstock.samples.writer.writer import Mark, StoreWriter
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
 
-_PART = re.compile(r"\.?part-(\d{5})-of-(\d{5})(\.packing)?")
+_PART = re.compile(rf"\.?{layout.PART.pattern}(\.packing)?")
 _PROGRESS_S = 0.1
 
 Progress = Callable[[int, int], None]
@@ -100,7 +100,7 @@ def pack(
     if world > 1:
         _check_parts(folder, world)
         opened = opened.share(rank, world)
-        folder = folder / f"part-{rank:05d}-of-{world:05d}"
+        folder = folder / layout.part_name(rank, world)
     recipe = Recipe(
         chunk_bytes=sizes[0],
         node_bytes=sizes[1],
@@ -179,7 +179,7 @@ class _Packer:
                 self._size_bytes += item.data.nbytes
             else:
                 name, data, label = item
-                self._builder.add(encoded(name), data, label)
+                self._builder.add(layout.bytes_of(name), data, label)
                 self._size_bytes += len(data)
         except (ValueError, TypeError) as error:
             what = "a block of samples" if isinstance(item, Block) else f"the sample {item[0]!r}"
@@ -214,7 +214,7 @@ class _Packer:
             self._report(self._builder.samples, self._size_bytes)
 
     def _check_labels(self, pieces: _native.SamplePieces) -> None:
-        labels = np.frombuffer(pieces.labels, "<i4")
+        labels = np.frombuffer(pieces[1][layout.LABELS], "<i4")
         classes = len(self._recipe.classes)
         if labels.size and not -1 <= labels.min() <= labels.max() < classes:
             raise InvalidArgument(
@@ -249,41 +249,35 @@ class _Packer:
 
     def _compared(self, packed: Packed, samples: int) -> Iterator[RawSample | Block]:
         """Build the first samples anew, compare what comes out, and give the others."""
-        items, rest = iter(self._source), list[Block]()
-        while self._builder.samples < samples and (item := next(items, None)) is not None:
-            if isinstance(item, Block):
-                item, rest = _split(item, samples - self._builder.samples)
+        items = iter(self._source)
+        while (left := samples - self._builder.samples) > 0 and (item := next(items, None)) is not None:
+            if isinstance(item, Block) and left < len(item.data_ends):
+                item, rest = _split(item, left)
+                items = chain([rest], items)
             self._add(item)
             if self._builder.pending_bytes >= self._rhythm.flush_bytes:
                 packed.compare(self._writer.kept(self._builder.take()))
                 self._tell()
         packed.check_count(self._builder.samples)
         packed.compare(self._writer.kept(self._builder.take()))
-        return chain(rest, items)
+        return items
 
 
-def _split(block: Block, samples: int) -> tuple[Block, list[Block]]:
-    """The first samples of a block, and a block of the others where there are some."""
-    if samples >= len(block.data_ends):
-        return block, []
-    name_end = int(block.name_ends[samples - 1])
-    data_end = int(block.data_ends[samples - 1])
-    labels = block.labels
-    first = Block(
-        block.names[:name_end],
-        block.name_ends[:samples],
-        block.data[:data_end],
-        block.data_ends[:samples],
-        None if labels is None else labels[:samples],
+def _split(block: Block, samples: int) -> tuple[Block, Block]:
+    """The first samples of a block, and the others."""
+    names, name_ends, data, data_ends, labels = block
+    name_end, data_end = int(name_ends[samples - 1]), int(data_ends[samples - 1])
+    one, other = (None, None) if labels is None else (labels[:samples], labels[samples:])
+    return (
+        Block(names[:name_end], name_ends[:samples], data[:data_end], data_ends[:samples], one),
+        Block(
+            names[name_end:],
+            name_ends[samples:] - name_end,
+            data[data_end:],
+            data_ends[samples:] - data_end,
+            other,
+        ),
     )
-    second = Block(
-        block.names[name_end:],
-        block.name_ends[samples:] - name_end,
-        block.data[data_end:],
-        block.data_ends[samples:] - data_end,
-        None if labels is None else labels[samples:],
-    )
-    return first, [second]
 
 
 def _look_for_room(writer: StoreWriter) -> None:

@@ -22,11 +22,6 @@ _SAMPLE_BYTES = {
 }  # in files that have so many for each
 
 
-def encoded(name: str) -> bytes:
-    """A sample's name as its file has it. UnicodeEncodeError, a ValueError, where it is no text."""
-    return name.encode("utf-8", "surrogateescape")
-
-
 class Packed:
     """The files of an interrupted packing, read from the start. A context manager.
 
@@ -53,7 +48,7 @@ class Packed:
         """All names of the source, of which those that are packed are looked at."""
         packed = islice(names, self._done.samples)
         count = 0
-        while part := [encoded(name) for name in islice(packed, _NAMES_AT_ONCE)]:
+        while part := [layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)]:
             made = b"".join([struct.pack("<H", len(name) & 0xFFFF) + name for name in part])
             if self._read(layout.NAMES, len(made)) != made:
                 raise self._changed(

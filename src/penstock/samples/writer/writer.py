@@ -6,6 +6,7 @@ durable, and `packing.json` says how far that goes: a killed process loses what 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -61,7 +62,7 @@ class StoreWriter:
     def kept(self, pieces: _native.SamplePieces) -> Iterator[tuple[str, bytes]]:
         """What of the pieces belongs into which file, data files excepted."""
         for name in self._kept:
-            yield name, getattr(pieces, name.partition(".")[0])
+            yield name, pieces[1][name]
 
     def finish(self, nodes: tuple[NodeFile, ...], **described: Any) -> StoreManifest:
         """After the last pieces: the lookup, and the manifest, which makes the folder a store.
@@ -87,8 +88,8 @@ class StoreWriter:
     # From here on: in the thread.
 
     def _write(self, pieces: _native.SamplePieces, mark: Mark | None) -> None:
-        with _Explained(self.folder, self.done):
-            for node, data in pieces.data:
+        with _explained(self.folder, self.done):
+            for node, data in pieces[0]:
                 self._files.append_data(node, data)
             for name, part in self.kept(pieces):
                 self._files.append(name, part)
@@ -100,7 +101,7 @@ class StoreWriter:
             self.done = done
 
     def _finish(self, nodes: tuple[NodeFile, ...], described: dict[str, Any]) -> StoreManifest:
-        with _Explained(self.folder, self.done):
+        with _explained(self.folder, self.done):
             self._files.append(layout.LOOKUP, _lookup(self.folder).data)
             self._files.sync()
             sums, recipe = self._files.sums(), self.done.recipe
@@ -198,32 +199,26 @@ def mapped(path: Path, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
-class _Explained:
+@contextlib.contextmanager
+def _explained(folder: Path, done: Packing) -> Iterator[None]:
     """Makes a SampleError of an OSError in its block, that says what to do."""
-
-    def __init__(self, folder: Path, done: Packing) -> None:
-        self._folder, self._done = folder, done
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError) or isinstance(error, SampleError):
-            return
-        path = error.filename or self._folder
-        text = f"cannot write {path}: {error.strerror}. "
+    try:
+        yield
+    except SampleError:
+        raise
+    except OSError as error:
+        text = f"cannot write {error.filename or folder}: {error.strerror}. "
         if error.errno in _FULL:
-            free_bytes = shutil.disk_usage(self._folder).free
-            text += f"{format_bytes(free_bytes)} are free there"
-            size_bytes = self._done.recipe.size_bytes
-            if size_bytes is not None and size_bytes > self._done.size_bytes:
-                left = format_bytes_up(size_bytes - self._done.size_bytes)
+            text += f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
+            size_bytes = done.recipe.size_bytes
+            if size_bytes is not None and size_bytes > done.size_bytes:
+                left = format_bytes_up(size_bytes - done.size_bytes)
                 text += f", and {left} of the source are not yet safe on the disk"
             text += ". Make room there (see also quotas and limits of file sizes), and "
         else:
             text += "See to the disk, and "
         explained = SampleError(
-            f"{text}pack again with the same arguments: it goes on after {self._done.samples} samples"
+            f"{text}pack again with the same arguments: it goes on after {done.samples} samples"
         )
         explained.errno = error.errno
         raise explained from error
