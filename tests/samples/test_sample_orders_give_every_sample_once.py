@@ -91,12 +91,12 @@ def test_one_number_of_samples_holds_for_all_streams(kind):
 
 
 REFUSED = [
-    ({"streams": 0}, "at least one stream"),
-    ({"streams": 2, "stream": 2}, "there is no stream 2 of 2"),
-    ({"after": [Segment(0, 1, (1,))]}, "at least one stream"),
-    ({"after": [Segment(3, 1, (1, 1))]}, "a segment of 3 streams says of 2 streams"),
-    ({"after": [Segment(2, 1, (6, 5))]}, "stream 0 of 2 cannot have given 6 samples: its share was 5"),
-    ({"after": [Segment(1, 1, (9,)), Segment(2, 1, (1, 1))]}, "stream 1 of 2 .* share was 0"),
+    ({"streams": 0}, "at least one worker shard"),
+    ({"streams": 2, "stream": 2}, "there is no worker shard 2 of 2"),
+    ({"after": [Segment(0, 1, (1,))]}, "at least one worker shard"),
+    ({"after": [Segment(3, 1, (1, 1))]}, "a segment of 3 worker shards says of 2"),
+    ({"after": [Segment(2, 1, (6, 5))]}, "worker shard 0 of 2 cannot have given 6 samples: its share was 5"),
+    ({"after": [Segment(1, 1, (9,)), Segment(2, 1, (1, 1))]}, "worker shard 1 of 2 .* share was 0"),
 ]
 
 

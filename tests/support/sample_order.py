@@ -48,7 +48,7 @@ def draw_order(
     bounds = np.asarray(firsts, np.int64)
     _check(kind, seed, epoch, [Segment(streams, slots, (0,)), *after])
     if not 0 <= stream < streams:
-        raise InvalidArgument(f"there is no stream {stream} of {streams}")
+        raise InvalidArgument(f"there is no worker shard {stream} of {streams}")
     if kind == "full":
         return _draw_full(int(bounds[-1]), seed, epoch, streams, stream, after)
     pool = [
@@ -76,12 +76,12 @@ def _check(kind: str, seed: int, epoch: int, segments: Sequence[Segment]) -> Non
             raise InvalidArgument(f"{name}={value} is not in [0, 2^64)")
     for streams, slots, taken in segments:
         if streams < 1:
-            raise InvalidArgument("an epoch is divided into at least one stream")
+            raise InvalidArgument("an epoch is divided into at least one worker shard")
         if kind == "chunk" and slots < 1:
             raise InvalidArgument("chunk order needs at least one slot")
         if len(taken) not in (1, streams):
             raise InvalidArgument(
-                f"a segment of {streams} streams says of {len(taken)} streams how many samples they gave"
+                f"a segment of {streams} worker shards says of {len(taken)} how many samples they gave"
             )
 
 
@@ -92,7 +92,8 @@ def _taken_of(segment: Segment, stream: int, size: int) -> int:
     taken = segment.taken[stream]
     if not 0 <= taken <= size:
         raise InvalidArgument(
-            f"stream {stream} of {segment.streams} cannot have given {taken} samples: its share was {size}"
+            f"worker shard {stream} of {segment.streams} cannot have given {taken} samples: its share was "
+            f"{size}"
         )
     return taken
 
