@@ -3,7 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
-#include "runtime/clock.hpp"
+#include "runtime/dispatch.hpp"
 #include "runtime/storages.hpp"
 
 namespace penstock {

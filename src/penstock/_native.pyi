@@ -386,8 +386,8 @@ class DeviceMemory:
     def in_use_bytes(self) -> int: ...  # in the arena, and beside it
 
 class KernelClock:
-    """What the clock of kernels does for every operator: see csrc/runtime/clock.hpp. Called as the
-    __torch_dispatch__ of a penstock.runtime.clock.Clock, which it asks for what takes more."""
+    """What the clock of kernels does for every operator: see csrc/runtime/dispatch.hpp. Called as the
+    __torch_dispatch__ of a penstock.runtime.dispatch.Clock, which it asks for what takes more."""
 
     entered: bool  # operators are looked at
     in_step: bool

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.copies import CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from tests.support.families import FAMILIES
 from tests.support.runs import (
     EVERYTHING,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.needs import Needs
+from penstock.runtime.output_bytes import Needs
 
 aten = torch.ops.aten
 X = torch.randn(8, 8)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.capture.recorder import make_trace
-from penstock.runtime.clock import Recording
+from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Action, Evict, Prefetch, Release, Schedule, unplanned
 from penstock.storage.spill import SpillOptions, SpillSpace
 from tests.support.checked import checked_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.copies import DEMAND, CopyEngine
+from penstock.runtime.copy_engine import DEMAND, CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY, LEAVING
 from penstock.storage.spill import SpillOptions, SpillSpace

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError
-from penstock.runtime.copies import CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage, Storages
 from tests.support.scripted import ScriptedDevice, content, fill
 

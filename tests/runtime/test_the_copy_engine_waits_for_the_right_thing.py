@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import SpillError
-from penstock.runtime.copies import CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from tests.support.scripted import ScriptedDevice
 

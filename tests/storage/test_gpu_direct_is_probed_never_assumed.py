@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from penstock.errors import InvalidArgument, SpillError
-from penstock.runtime.copies import Moved
+from penstock.runtime.copy_engine import Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage

@@ -29,9 +29,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.operators import describe, tensors_in, written_tensors
-from penstock.runtime.clock import Clock
-from penstock.runtime.copies import CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.runtime.dispatch import Clock
 from penstock.storage.spill import SpillSpace
 
 Times = dict[str, int]  # a vector clock: by stream, how many of its operations have happened

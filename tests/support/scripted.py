@@ -17,7 +17,7 @@ import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.copies import CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import CopyEngine, Done, Moved
 from penstock.runtime.storages import ManagedStorage
 
 MOST_QUESTIONS = 100_000
@@ -31,7 +31,7 @@ class Pending:
 
 
 class ScriptedDevice:
-    """See penstock.runtime.copies.Device.
+    """See penstock.runtime.copy_engine.Device.
 
     random    decides which copy is over next, and which are over before their call returns
     trouble   probability that a call fails: no space, no memory now, an error at once

@@ -35,14 +35,14 @@ from penstock.errors import (
 )
 from penstock.planners import require_policy
 from penstock.runtime import arena, resident, timeline
-from penstock.runtime.clock import Clock, Recording
-from penstock.runtime.copies import CopyEngine, Moved
+from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
+from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.kinds import StepKinds
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule
+from penstock.runtime.step_kinds import StepKinds
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
 from penstock.storage.autotune.rounds import ChoiceReport

@@ -1,6 +1,6 @@
 """Every storage of the program: how large it is, where its bytes are, and who uses it now.
 
-A `ManagedStorage` goes through these states. All transitions are made by `penstock.runtime.copies`.
+A `ManagedStorage` goes through these states. All transitions are made by `penstock.runtime.copy_engine`.
 
 ::
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from penstock.core.columns import KINDS
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
-from penstock.runtime.clock import Recording
-from penstock.runtime.copies import Moved, Wait
+from penstock.runtime.copy_engine import Moved, Wait
+from penstock.runtime.dispatch import Recording
 
 
 def rates(moved: Sequence[Moved]) -> dict[str, float]:

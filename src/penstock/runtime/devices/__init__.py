@@ -1,4 +1,4 @@
-"""Devices whose memory is a budget. One file each; `penstock.runtime.copies.Device` is what they share."""
+"""Devices whose memory is a budget, one file each; they share `penstock.runtime.copy_engine.Device`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 
-from penstock.runtime import copies
+from penstock.runtime import copy_engine
 from penstock.runtime.storages import ManagedStorage, Storages
 
 
-class Device(copies.Device, Protocol):
+class Device(copy_engine.Device, Protocol):
     """A device tier as a run needs it: it copies for the engine, and measures its memory.
 
     storages         that the clock has met
@@ -25,7 +25,7 @@ class Device(copies.Device, Protocol):
     empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
     """
 
-    engine: copies.CopyEngine | None
+    engine: copy_engine.CopyEngine | None
     storages: Storages | None
     first_serial: int
     tier: str

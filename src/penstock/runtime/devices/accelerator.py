@@ -35,7 +35,7 @@ import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.runtime.copies import DEMAND, EVICT, CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome

@@ -22,7 +22,7 @@ import torch
 from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
-from penstock.runtime.copies import CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import CopyEngine, Done, Moved
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer

@@ -4,13 +4,13 @@ Before a kernel: the actions that are due, the residency of every storage that i
 makes. After it: what it wrote is dirty, what it made is managed. Autograd's saved tensors are storages like
 any other, and autograd's own checks stay on.
 
-What is done for every operator is C++: csrc/runtime/clock.cpp. It asks this class where something has to
+What is done for every operator is C++: csrc/runtime/dispatch.cpp. It asks this class where something has to
 move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -27,12 +27,13 @@ from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
 from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
-from penstock.runtime.copies import CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
+from penstock.runtime.eviction_order import eviction_order
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.needs import Needs
+from penstock.runtime.output_bytes import Needs
 from penstock.runtime.schedule import Evict, Prefetch, Schedule
-from penstock.runtime.storages import LEAVING, NEVER, ManagedStorage, Storages
+from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
@@ -378,23 +379,14 @@ class Clock(TorchDispatchMode):
         agrees = (other for other in self._alternatives if other.names[: len(seen)] == seen)
         self._kernels.follow(next(agrees, None))
 
-    def _victims(self) -> Iterator[ManagedStorage]:
-        """What should leave first: what is used furthest in the future where that is known, else what was
-        used least recently."""
+    def _victims(self) -> Sequence[ManagedStorage]:
         self.storages.bury()  # a copy that is over may have been the last to hold one
-        schedule: Schedule | None = self._kernels.schedule
-        by_use = self.storages.by_use()
-        if schedule is None:
-            yield from by_use
-            return
-        kernel, step = self._kernels.kernels, self._kernels.step
+        kernels = self._kernels
+        return eviction_order(self.storages.by_use(), kernels.schedule, kernels.kernels, self._is_numbered)
 
-        def next_use(managed: ManagedStorage) -> int:
-            if managed.step == step or self._carried.get(managed.index) is managed:
-                return schedule.next_use(managed.index, kernel)
-            return NEVER
-
-        yield from sorted(by_use, key=next_use, reverse=True)
+    def _is_numbered(self, managed: ManagedStorage) -> bool:
+        """Whether the storage is the trace's tensor of its number."""
+        return managed.step == self._kernels.step or self._carried.get(managed.index) is managed
 
     # -- recording -----------------------------------------------------------------------------
 

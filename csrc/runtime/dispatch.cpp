@@ -1,4 +1,4 @@
-#include "runtime/clock.hpp"
+#include "runtime/dispatch.hpp"
 
 #include <algorithm>
 #include <chrono>

@@ -16,7 +16,7 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
 from penstock.planners import plan as make_plan
 from penstock.runtime import resident
-from penstock.runtime.clock import Recording
+from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 
 # Planning takes no longer than so many steps of the trace, within these limits.
