@@ -143,6 +143,9 @@ class Tracer(TorchDispatchMode):
         made = self._results(result, inputs, phase == FORWARD and told.is_repeatable)
         for index in written:
             self._tensors[index].producer = -1
+        for index in inputs:  # what the kernel itself ends, as a compiled region does, was there while it ran
+            if self._tensors[index].death == len(self._kernels):
+                self._tensors[index].death = len(self._kernels) + 1
         if self._estimate is not None:
             kernel_s = self._estimate(operator, args, kwargs, result)
         else:
