@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from penstock.checkpoint.state.tree import MAX_DEPTH, flatten, unflatten
 from penstock.errors import InvalidArgument
-from tests.support.pure_states import (
+from tests.support.drawn_states import (
     FILE,
     TYPES,
     Pool,

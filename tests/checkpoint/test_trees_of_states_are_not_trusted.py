@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.state.tree import unflatten
 from penstock.errors import InvalidFile
-from tests.support.pure_states import FILE, reach_of, tensors_of
+from tests.support.drawn_states import FILE, reach_of, tensors_of
 
 ENTRIES: dict[str, Callable[[], torch.Tensor]] = {
     "f": lambda: torch.arange(6.0).view(2, 3),
