@@ -12,11 +12,11 @@ namespace {
 
 constexpr std::size_t kWord = 64;
 
-// Where the parts of a packed tensor are. They need not be aligned.
-struct Parts {
-  Parts(std::size_t packed, std::size_t elements)
-      : rows((elements + kRowElements - 1) / kRowElements), masks(packed + (rows + 1) * 4) {}
-  std::size_t rows, masks;
+// Where the parts of the head are, which need not be aligned.
+struct Head {
+  explicit Head(std::size_t elements)
+      : total(bitmask_rows(elements) * 4), masks(total + 4) {}
+  std::size_t total, masks;
 };
 
 template <class T>
@@ -48,13 +48,12 @@ unsigned char* compact(const unsigned char* data, std::size_t count, unsigned ch
 
 // The reverse: one more than are kept may be read.
 template <class T>
-const unsigned char* spread(const unsigned char* kept, std::uint64_t mask, unsigned char* data, std::size_t count) {
+void spread(const unsigned char* kept, std::uint64_t mask, unsigned char* data, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const auto bit = mask >> i & 1;
     store(data + i * sizeof(T), static_cast<T>(load<T>(kept) & static_cast<T>(-static_cast<T>(bit))));
     kept += bit * sizeof(T);
   }
-  return kept;
 }
 
 std::size_t mask_bytes(std::size_t count) { return (count + 7) / 8; }
@@ -64,7 +63,7 @@ std::optional<std::size_t> encode(const unsigned char* data, std::size_t element
                                   std::size_t capacity_bytes) {
   const auto head_bytes = bitmask_head_bytes(elements);
   if (capacity_bytes < head_bytes) return std::nullopt;
-  const Parts parts(0, elements);
+  const Head parts(elements);
   auto* out = packed + head_bytes;
   const auto* const end = packed + capacity_bytes;
   std::uint32_t kept = 0;
@@ -85,14 +84,14 @@ std::optional<std::size_t> encode(const unsigned char* data, std::size_t element
     kept += static_cast<std::uint32_t>(taken_bytes / sizeof(T));
     std::memcpy(packed + parts.masks + begin / 8, &mask, mask_bytes(count));
   }
-  store(packed + parts.rows * 4, kept);
+  store(packed + parts.total, kept);
   return static_cast<std::size_t>(out - packed);
 }
 
 template <class T>
 bool decode(const unsigned char* head, const unsigned char* values, std::size_t values_bytes, unsigned char* data,
             std::size_t elements) {
-  const Parts parts(0, elements);
+  const Head parts(elements);
   const auto* from = values;
   const auto* const end = values + values_bytes;
   unsigned char word[(kWord + 1) * sizeof(T)] = {};
@@ -115,7 +114,7 @@ bool decode(const unsigned char* head, const unsigned char* values, std::size_t 
     }
     from += kept_bytes;
   }
-  return from == end && load<std::uint32_t>(head + parts.rows * 4) == values_bytes / sizeof(T);
+  return from == end && load<std::uint32_t>(head + parts.total) == values_bytes / sizeof(T);
 }
 
 template <class T>

@@ -14,9 +14,11 @@ namespace penstock {
 
 constexpr std::size_t kRowElements = 128;
 
+constexpr std::size_t bitmask_rows(std::size_t elements) { return (elements + kRowElements - 1) / kRowElements; }
+
 // What comes before the kept elements.
 constexpr std::size_t bitmask_head_bytes(std::size_t elements) {
-  return ((elements + kRowElements - 1) / kRowElements + 1) * 4 + (elements + 7) / 8;
+  return (bitmask_rows(elements) + 1) * 4 + (elements + 7) / 8;
 }
 
 // Bytes written to `packed`; none where more than `capacity_bytes` would be. Elements of 1, 2, 4 or 8 bytes, fewer

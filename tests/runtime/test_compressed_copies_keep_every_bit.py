@@ -15,7 +15,6 @@ from torch import nn
 
 import penstock
 from penstock.runtime.copy_engine import CopyEngine
-from tests.support.families import FAMILIES
 from tests.support.runs import (
     EVERYTHING,
     HARDWARE,
@@ -23,6 +22,7 @@ from tests.support.runs import (
     Step,
     bits,
     differences,
+    family_training,
     in_memory,
     offloaded,
     state_bits,
@@ -71,25 +71,6 @@ def sparse_training(step: Step) -> Bits:
     return found + bits(model.parameters()) + state_bits(optimizer)
 
 
-def family_training(name: str) -> Callable[[Step], Bits]:
-    family = FAMILIES[name]
-
-    def program(step: Step) -> Bits:
-        model = family.make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found: Bits = []
-        for number in range(4):
-            with step():
-                loss = family.loss(model, number)
-                family.backward(loss)
-                found += bits([loss, *(p.grad for p in model.parameters())])
-                optimizer.step()
-                optimizer.zero_grad()
-        return found + bits(model.parameters()) + bits(model.buffers()) + state_bits(optimizer)
-
-    return program
-
-
 def test_plans_compress_what_is_worth_it(tmp_path: Path) -> None:
     expected = in_memory(sparse_training)
     _, generous = offloaded(sparse_training, "1GiB", tmp_path, hardware=SLOW)
@@ -127,7 +108,7 @@ def test_everything_compressed(
         packed += managed.slot is not None and managed.slot.packing[0] > 0
 
     monkeypatch.setattr(CopyEngine, "evict", evict)
-    program = family_training(name)
+    program = family_training(name, 4)
     expected = in_memory(program)
     _, generous = offloaded(program, "1GiB", tmp_path)
     for share in (0.05, 0.5):

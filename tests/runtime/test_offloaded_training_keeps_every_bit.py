@@ -10,37 +10,19 @@ import torch
 import penstock
 from tests.support.families import FAMILIES
 from tests.support.runs import (
-    Bits,
     Program,
-    Step,
-    bits,
     budgets,
     differences,
+    family_training,
     in_memory,
     offloaded,
-    state_bits,
 )
 
 STEPS = 6  # one that makes the optimizer's state, one traced, three recorded, one at full speed
 
 
 def training(name: str) -> Program:
-    family = FAMILIES[name]
-
-    def program(step: Step) -> Bits:
-        model = family.make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found: Bits = []
-        for number in range(STEPS):
-            with step():
-                loss = family.loss(model, number)
-                family.backward(loss)
-                found += bits([loss, *(p.grad for p in model.parameters())])
-                optimizer.step()
-                optimizer.zero_grad()
-        return found + bits(model.parameters()) + bits(model.buffers()) + state_bits(optimizer)
-
-    return program
+    return family_training(name, STEPS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

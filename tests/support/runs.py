@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import penstock
+from tests.support.families import FAMILIES
 
 HARDWARE = penstock.Hardware(
     device_bytes=1 << 40,
@@ -65,6 +66,26 @@ def state_bits(optimizer: torch.optim.Optimizer) -> Bits:
 
     collect(optimizer.state_dict()["state"])
     return found
+
+
+def family_training(name: str, steps: int) -> Program:
+    """Some steps of a model of `tests.support.families`, with AdamW."""
+    family = FAMILIES[name]
+
+    def program(step: Step) -> Bits:
+        model = family.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: Bits = []
+        for number in range(steps):
+            with step():
+                loss = family.loss(model, number)
+                family.backward(loss)
+                found += bits([loss, *(p.grad for p in model.parameters())])
+                optimizer.step()
+                optimizer.zero_grad()
+        return found + bits(model.parameters()) + bits(model.buffers()) + state_bits(optimizer)
+
+    return program
 
 
 def in_memory(program: Program) -> Bits:

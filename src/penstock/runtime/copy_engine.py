@@ -427,10 +427,11 @@ class CopyEngine:
 
     def wait_for_room(self, size_bytes: int) -> None:
         """Wait until so many bytes fit beside what is there, as far as what is leaving makes room."""
-        began_s = time.perf_counter()
+        began_s, completions = time.perf_counter(), self._completions
         while self._freeing_bytes and self._device.in_memory_bytes() + size_bytes > self.budget_bytes:
             self._wait()
-        self.waits.append(Wait("memory", began_s, time.perf_counter()))
+        if self._completions > completions:
+            self.waits.append(Wait("memory", began_s, time.perf_counter()))
 
     def free(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""

@@ -105,36 +105,37 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
-    rows = sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin))
-    for evict in rows:
+    needed = resident_bytes(trace, plan.evictions)
+    evictions = list(_with_room(trace, plan, plan.device_budget_bytes - needed))
+    for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
         if evict.codec == "csr":
             itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
             action = action._replace(packs=itemsize, packed_bytes=trace.compressed_bytes(evict.tensor))
         before[start % count].append(action)
-    for evict in sorted(plan.evictions, key=lambda evict: evict.begin):
+    for evict in sorted(evictions, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
     begins: dict[int, list[int]] = {}
-    for evict in plan.evictions:
+    for evict in evictions:
         begins.setdefault(evict.tensor, []).append(evict.begin)
-    for tensor, kernel in _left_over(trace, plan):
+    for tensor, kernel in _left_over(trace, plan.device_budget_bytes, needed):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
         begins.setdefault(tensor, []).append(kernel)
-    for evict in sorted(_with_room(trace, plan), key=lambda evict: (evict.prefetch_at, evict.end)):
+    for evict in sorted(evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     made = unplanned(trace, before, away)
     return replace(made, is_still=not made.away_at_start and not any(made.before))
 
 
-def _with_room(trace: Trace, plan: Plan) -> Iterator[core.Evict]:
-    """The evictions; what comes back compressed not before there is room for all of it. A plan counts its
-    compressed bytes until it is used, and the run reads them to the place where it expands them."""
+def _with_room(trace: Trace, plan: Plan, free: IntArray) -> Iterator[core.Evict]:
+    """The evictions; what comes back compressed not before there is room for all of it, which is taken from
+    ``free`` [K], in bytes. A plan counts its compressed bytes until it is used, and the run reads them to the
+    place where it expands them."""
     count = trace.kernels
-    free = plan.device_budget_bytes - resident_bytes(trace, plan.evictions)
     for evict in plan.evictions:
         if evict.codec != "csr":
             yield evict
@@ -162,17 +163,16 @@ def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[i
     )
 
 
-def _left_over(trace: Trace, plan: Plan) -> Iterator[tuple[int, int]]:
+def _left_over(trace: Trace, budget_bytes: int, needed: IntArray) -> Iterator[tuple[int, int]]:
     """Tensors that no kernel uses again while the program keeps them, where the budget has no room for them:
     each with the kernel before which it leaves. Plans count them as gone (see
-    `penstock.core.trace.released_after_last_use`)."""
-    count, budget_bytes = trace.kernels, plan.device_budget_bytes
+    `penstock.core.trace.released_after_last_use`). They are taken from ``needed`` [K], in bytes."""
+    count = trace.kernels
     uses = trace.uses
     last = np.full(trace.tensors, -1, dtype=np.int64)
     used = np.flatnonzero(np.diff(uses.starts) > 0)
     last[used] = uses.values[uses.starts[used + 1] - 1]
     kept = (trace.tensor_death > last + 1) & ~trace.tensor_persistent & trace.movable
-    needed = resident_bytes(trace, plan.evictions)
     for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(last[tensor])):
         begin, end = (
             max(int(last[tensor]) + 1, int(trace.tensor_birth[tensor])),

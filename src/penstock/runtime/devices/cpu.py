@@ -177,10 +177,11 @@ class CpuDevice:
         slot: Slot = managed.slot
         address, size_bytes, keep = managed.address, _page_bytes(managed.size_bytes), storage
         slot.packing = (0, 0, 0)
-        room_bytes = self.memory.budget_bytes - max(self.in_memory_bytes(), self.memory.reserved_bytes)
-        if managed.packs and (packed := _packed(managed, room_bytes)) is not None:
-            keep, slot.packing = packed
-            address, size_bytes = keep.data_ptr(), keep.nbytes()
+        if managed.packs:
+            room_bytes = self.memory.budget_bytes - max(self.in_memory_bytes(), self.memory.reserved_bytes)
+            if (packed := _packed(managed, room_bytes)) is not None:
+                keep, slot.packing = packed
+                address, size_bytes = keep.data_ptr(), keep.nbytes()
         report = _report("disk_write", managed, size_bytes if slot.packing[0] else managed.size_bytes, done)
         self._spill.write(
             slot.extent,

@@ -2,7 +2,7 @@
 
 Fastensor (section 4) tries each path once for each tensor size, keeps the costs in dictionaries, and
 from then on uses the fastest, of writes and reads together (its WRDic). Its users say how often the
-dictionaries are made anew, trading speed for overhead. The rule here goes beyond it:
+dictionaries are rebuilt, trading speed for overhead. The rule here goes beyond it:
 
 - A size class holds the sizes ``[2**k, 2**(k + 1))``; within it, costs are compared per byte.
 - The first transfers of a class try every path `EXPLORATIONS` times, in turn, and then those near the best
