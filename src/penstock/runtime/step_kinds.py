@@ -62,6 +62,7 @@ class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
     compresses      plans may use bitmask-CSR
+    recomputes      plans may recompute tensors
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
     recorded        steps that were recorded
@@ -69,10 +70,11 @@ class StepKinds:
     minimum_bytes   smallest device budget in which the recorded steps could have run
     """
 
-    def __init__(self, policy: str, hardware: Hardware, compresses: bool) -> None:
+    def __init__(self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool) -> None:
         self._policy = policy
         self._hardware = hardware
         self._compresses = compresses
+        self._recomputes = recomputes
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -191,6 +193,7 @@ class StepKinds:
                 trace,
                 self._hardware,
                 self._policy,
+                recompute=self._recomputes,
                 compress=len(trace.tensor_density) > 0,
                 time_limit_s=_planning_s(trace),
             )
