@@ -13,8 +13,19 @@ import pytest
 import torch
 
 from penstock.capture.recorder import make_trace
+from penstock.core.trace import Trace
 from penstock.runtime.dispatch import Recording
-from penstock.runtime.schedule import Action, Evict, Prefetch, Release, Schedule, unplanned
+from penstock.runtime.schedule import (
+    Action,
+    Drop,
+    Evict,
+    Note,
+    Prefetch,
+    Recompute,
+    Release,
+    Schedule,
+    unplanned,
+)
 from penstock.storage.spill import SpillOptions, SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
@@ -34,8 +45,9 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
     return [tensor.contiguous().clone().numpy().tobytes() for tensor in tensors]
 
 
-def random_schedule(schedule: Schedule, rng: random.Random) -> Schedule:
+def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
     """Any actions at any kernel: a plan is advice, and this one is bad."""
+    schedule = unplanned(trace)
     before: list[list[Action]] = [[] for _ in range(schedule.kernels)]
     tensors = len(schedule.uses)
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
@@ -43,6 +55,16 @@ def random_schedule(schedule: Schedule, rng: random.Random) -> Schedule:
         prefetch = Prefetch(tensor, rng.random() < 0.5)
         action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
+    producers = {
+        tensor: kernel for tensor, kernel in enumerate(trace.tensor_recompute.tolist()) if kernel >= 0
+    }
+    for tensor in rng.sample(sorted(producers), rng.randint(0, len(producers))):
+        producer = producers[tensor]
+        if rng.random() < 0.9:
+            before[producer].append(Note())
+        for kernel in sorted(rng.sample(range(schedule.kernels), min(2, schedule.kernels))):
+            if kernel > producer:
+                before[kernel].append(rng.choice([Drop(tensor), Recompute(tensor)]))
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
     return Schedule(
         schedule.names,
@@ -85,7 +107,7 @@ def run_inside(
             run.clock.end_step()
             if recording is not None and recording.kernels:
                 trace = make_trace(recording.kernels, recording.tensors, measured=True)
-                known[kind] = random_schedule(unplanned(trace), rng)
+                known[kind] = random_schedule(trace, rng)
             found += bits(results)
             del results
         found += bits([values[number].detach() for number in sorted(values)])

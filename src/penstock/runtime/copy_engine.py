@@ -64,11 +64,13 @@ class Device(Protocol):
     """What a device must do to a storage. Called with the engine's lock held, unless it says otherwise.
 
     memory            what is reserved of it
+    copies_results    `fill` needs memory beside the result's own
     admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
     place_text        where copies go, for messages
     """
 
     memory: DeviceMemory
+    copies_results: bool
     admits_anywhere: bool
     place_text: str
 
@@ -119,7 +121,7 @@ class Device(Protocol):
     def fill(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
     ) -> bool:
-        """What was dropped gets the bytes of ``made``, which nobody uses again. False: the system refuses."""
+        """What was dropped gets the bytes of ``made``, which nobody uses again. False: no memory now."""
         ...
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
@@ -363,7 +365,7 @@ class CopyEngine:
                 self.raise_error()
                 for managed in away:
                     if not self._bring(managed, DEMAND):
-                        self._make_some_room(managed.size_bytes)
+                        self.make_some_room(managed.size_bytes)
             elif any(managed.state == COMING for managed in wanted):
                 self._wait()
             else:
@@ -468,7 +470,7 @@ class CopyEngine:
             self._wait()
         return True
 
-    def _make_some_room(self, size_bytes: int) -> None:
+    def make_some_room(self, size_bytes: int) -> None:
         """The device has no memory for what is demanded, though the budget has: wait, or free more."""
         if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
             before = self._device.in_memory_bytes()

@@ -293,13 +293,12 @@ class Clock(TorchDispatchMode):
         waits = len(engine.waits)
         recompute_s = self.recomputation.recompute_s
         with self._interrupts:
+            if self._recompute_before(used, written):
+                away = any(managed.state > LEAVING for managed in used)
+                self._device.use(used)  # others were in use meanwhile
             if away:
                 engine.demand(used)
-                if self.recomputation.recompute_s > recompute_s:
-                    self._device.use(used)  # others were in use meanwhile
             for managed in written:
-                if managed.recipes:
-                    self.recomputation.will_write(managed)
                 if managed.clean or managed.guarded or managed.state:
                     engine.will_write(managed)
             if need_bytes or away:
@@ -309,6 +308,25 @@ class Clock(TorchDispatchMode):
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
+    def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
+        """Make what the kernel uses and was dropped, and what can be made no more once it has run. What else
+        it uses may leave meanwhile. False: there was nothing to make."""
+        dropped = [managed for managed in used if managed.state == DROPPED]
+        ending = [managed for managed in written if managed.recipes]
+        if not dropped and not ending:
+            return False
+        for managed in used:
+            managed.pins -= 1
+        try:
+            for managed in dropped:
+                self.recomputation.recompute(managed)
+            for managed in ending:
+                self.recomputation.will_write(managed)
+        finally:
+            for managed in used:
+                managed.pins += 1
+        return True
+
     @staticmethod
     def _state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         return Recomputation.state_before(facts, args, kwargs)
@@ -317,7 +335,9 @@ class Clock(TorchDispatchMode):
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any, before: Any
     ) -> None:
         with self._interrupts:
-            self.recomputation.note(operator, args, kwargs, result, before, self.storages.meet)
+            schedule: Schedule | None = self._kernels.schedule
+            need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
+            self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
 
     def _begin_measuring(self) -> None:
         self._device.begin_measuring()

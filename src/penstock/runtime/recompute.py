@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -25,10 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock import _native
 from penstock.capture.operators import Operator, tensors_in
-from penstock.errors import PenstockError, SpillError
+from penstock.errors import PenstockError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
-from penstock.runtime.storages import DROPPED, LEAVING, RESIDENT, ManagedStorage
+from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -148,9 +149,15 @@ class Recomputation:
         kwargs: dict[str, Any] | None,
         result: Any,
         before: Any,
+        need_bytes: int,
         find: Callable[[torch.UntypedStorage], ManagedStorage],
     ) -> None:
-        """The kernel has run, and what it made is to be dropped later."""
+        """The kernel has run, and what it made is to be dropped later.
+
+        before       as `state_before` told
+        need_bytes   that it took beyond what was there
+        find         the storage's record
+        """
         reads: dict[ManagedStorage, None] = {}
 
         def described(value: Any) -> Any:
@@ -181,7 +188,10 @@ class Recomputation:
             managed = find(tensor.untyped_storage())
             if managed not in reads:
                 makes.setdefault(managed, position)
-        need_bytes = sum(managed.size_bytes for managed in makes)
+        most_bytes = self._engine.budget_bytes // 2 if self._device.copies_results else NEVER
+        if any(managed.size_bytes > most_bytes for managed in makes):
+            return
+        need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
         recipe = _Recipe(
             operator, kept_args, kept_kwargs, before, _Switches.now(), list(reads), makes, need_bytes
         )
@@ -254,7 +264,7 @@ class Recomputation:
         engine = self._engine
         while managed in self._running:
             engine.wait_for_change()
-        if managed.state != DROPPED:
+        if managed.state != DROPPED or managed.storage() is None:
             return
         recipe = self._recipes[managed]
         used = [managed, *recipe.reads]
@@ -264,38 +274,36 @@ class Recomputation:
         try:
             if any(read.state > LEAVING for read in recipe.reads):
                 engine.demand(recipe.reads)
-            engine.make_room(recipe.need_bytes, expected=True)
+            engine.make_room(recipe.need_bytes, expected=self._device.keeps_budget)
             self._device.use(recipe.reads)
-            lock = engine.lock
             began_s = time.perf_counter()
-            lock.release()
+            engine.lock.release()
             try:
-                made = list(tensors_in(_run(recipe)))
+                result = _storage_at(tensors_in(_run(recipe)), recipe.makes[managed])
             finally:
-                lock.acquire()
-            result = _storage_at(made, recipe.makes[managed])
+                engine.lock.acquire()
+            self.recompute_s += time.perf_counter() - began_s
             if result is None or result.nbytes() != managed.size_bytes:
                 raise PenstockError(
                     f"{recipe.operator} gives other results when it runs again: train with recompute=False"
                 )
-            target = managed.storage()
-            if target is not None and managed.state == DROPPED:
-                if not self._device.fill(managed, target, result):
-                    raise SpillError(
-                        f"{format_bytes(managed.size_bytes)} were recomputed, and cannot be put in place: "
-                        "the operating system refuses to move memory. Raise its limits (ulimit -v, "
-                        "vm.max_map_count), or train with recompute=False."
-                    )
-                managed.state = RESIDENT
-                managed.clean = False
-                self.recomputed_bytes += managed.size_bytes
-            self.recompute_s += time.perf_counter() - began_s
-            self._settle(recipe)
         finally:
             for storage in used:
                 storage.pins -= 1
             self._running.discard(managed)
             engine.notify_change()
+        target = managed.storage()
+        if target is None or managed.state != DROPPED:
+            return
+        if self._device.copies_results:
+            self._device.use(())
+            engine.make_room(managed.size_bytes)
+        while not self._device.fill(managed, target, result):
+            engine.make_some_room(managed.size_bytes)
+        managed.state = RESIDENT
+        managed.clean = False
+        self.recomputed_bytes += managed.size_bytes
+        self._settle(recipe)
 
     def will_write(self, managed: ManagedStorage) -> None:
         """The storage is about to be written: make what depends on it first, and forget how."""
@@ -372,8 +380,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _storage_at(tensors: list[torch.Tensor], position: int) -> torch.UntypedStorage | None:
-    return tensors[position].untyped_storage() if position < len(tensors) else None
+def _storage_at(tensors: Iterator[torch.Tensor], position: int) -> torch.UntypedStorage | None:
+    tensor = next(itertools.islice(tensors, position, None), None)
+    return None if tensor is None else tensor.untyped_storage()
 
 
 def _default_generator(device: Any) -> torch.Generator:

@@ -40,7 +40,7 @@ from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
-from penstock.runtime.storages import AWAY, ManagedStorage, Storages
+from penstock.runtime.storages import AWAY, DROPPED, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_bytes_up
@@ -142,6 +142,7 @@ class AcceleratorDevice:
 
     evict_link = "device_to_host"
     prefetch_link = "host_to_device"
+    copies_results = True
     admits_anywhere = False  # memory must come from the stream of the kernels
     compresses = False
     empties_storages = True
@@ -217,7 +218,7 @@ class AcceleratorDevice:
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
             return
-        if managed.state != AWAY:
+        if managed.state not in (AWAY, DROPPED):
             self._known_bytes -= managed.size_bytes
         self._forget_copy(managed)
 
@@ -296,7 +297,7 @@ class AcceleratorDevice:
         pass  # writes that no kernel makes are none
 
     def use(self, storages: Sequence[ManagedStorage]) -> None:
-        pass  # pins keep them
+        self._asked = 0  # what a kernel makes that runs again is not known yet
 
     def notice(self) -> None:
         pass

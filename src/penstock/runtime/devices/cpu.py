@@ -53,6 +53,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    copies_results = False  # the memory itself moves
     compresses = True
     empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
@@ -308,7 +309,17 @@ class CpuDevice:
         if self._is_elsewhere(managed, storage):  # it was touched, and made, on the way there
             return True
         managed.guarded = managed.recipes > 0
-        return _native.arena_take(managed.address, made.data_ptr())
+        try:
+            taken = _native.arena_take(managed.address, made.data_ptr())
+        except OSError as error:
+            raise SpillError(
+                f"{format_bytes_up(managed.size_bytes)} were recomputed, and cannot be put in place: the "
+                f"operating system refuses to move memory ({error.strerror}). Raise its limits (ulimit -d or "
+                "-v, or vm.max_map_count), or train with recompute=False."
+            ) from error
+        if not taken:
+            raise SpillError(f"{format_bytes_up(managed.size_bytes)} were recomputed outside of the arena")
+        return True
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
         if managed.address and storage.data_ptr() == managed.address:
