@@ -30,6 +30,8 @@ class Report:
     clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
     trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them
+    micro_batch             samples in each part of a batch, 0 where batches are not divided
+    micro_batches           parts of the latest batch
     moved_bytes_by_io_path  of the whole run, between memory and disk
     unavailable_transports  why I/O paths are missing, by transport
     """
@@ -56,6 +58,8 @@ class Report:
     steps: int
     profiled_steps: int
     trace_mismatches: int
+    micro_batch: int = 0
+    micro_batches: int = 0
     unplanned_accesses: int = 0
     clock_s: float = 0.0
     operators: int = 0
@@ -134,6 +138,10 @@ class Report:
             by_share = sorted(self.moved_bytes_by_io_path.items(), key=lambda item: -item[1])
             shares = ", ".join(f"{path} ({size_bytes / total_bytes:.0%})" for path, size_bytes in by_share)
             lines.append(f"  I/O paths: {shares}")
+        if self.micro_batch:
+            lines.append(
+                f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last batch"
+            )
         if not self.direct_io:
             lines.append("  the disk's file system refuses direct I/O: files pass through the page cache too")
         for transport, why in self.unavailable_transports.items():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
+from penstock.capture.roofline import measure_cpu
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -40,6 +42,7 @@ from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.micro_batches import NOTE, Splitter, Wanted, choose, data_sheet
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
@@ -95,6 +98,7 @@ def offload(
     smallest_bytes: int | str = SMALLEST_BYTES,
     endurance: int | str | None = None,
     compress: bool = True,
+    micro_batch: Wanted = None,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -136,6 +140,10 @@ def offload(
     smallest_bytes  smaller tensors stay on the device
     compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
+    micro_batch     samples in each part into which `Offload.micro_batches` divides a batch, or "auto": the
+                    size that is predicted to be fastest, found for the first batch. Results then differ in
+                    the last bits from those of whole batches. None: they are not divided, but where the
+                    plan is for a step that divides them
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
     """
@@ -159,6 +167,7 @@ def offload(
             smallest_bytes=parse_bytes(smallest_bytes),
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
             compress=compress,
+            micro_batch=micro_batch,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -227,8 +236,12 @@ class Offload:
         smallest_bytes: int,
         endurance_bytes: int | None,
         compress: bool,
+        micro_batch: Wanted,
     ) -> None:
         require_policy(policy)
+        if micro_batch is None and plan is not None and plan.trace is not None:
+            micro_batch = int(plan.trace.notes.get(NOTE, 0)) or None
+        self._splitter = Splitter(micro_batch)
         _require_torch()
         if _open:
             raise InvalidArgument(
@@ -241,9 +254,12 @@ class Offload:
             )
         _lingering[:] = [run for run in _lingering if not run._settle()]
         self._budget_bytes = device_budget_bytes
+        self._policy = policy
         self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
+        if on_cpu and micro_batch == "auto":
+            measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
         self._resident_before_bytes = resident.resident_bytes() - (
             _bytes_of(model, optimizer) if on_cpu else 0
@@ -332,6 +348,7 @@ class Offload:
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True
+        inspection = self._splitter.begin_step()
         try:
             with self._interrupts:
                 self._swapped_before_bytes = self._swapped_bytes()
@@ -343,12 +360,56 @@ class Offload:
         except BudgetTooSmall as error:
             raise error from None  # it says all that the allocator's own error does
         finally:
+            inspection.close()
             with self._interrupts:
                 step_s = time.perf_counter() - begun_s
                 followed = self._clock.followed
                 self._clock.end_step()
                 self._in_step = False
         self._finish_step(kind, followed, recording, begun_s, step_s)
+
+    def micro_batches(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[Any]:
+        """The parts of a batch, to accumulate gradients over. Inside a step::
+
+            for part in run.micro_batches(batch, loss):
+                (loss(part) * part.weight).backward()
+            optimizer.step()
+
+        A part is of the batch's own type, and ``part.weight`` its share of the samples: gradients add up to
+        those of the mean over the batch. Where `offload` was given no micro_batch, there is one part. What
+        makes the results differ by more than the last bits, such as batch normalization, is logged once.
+
+        batch   a tensor, or a tuple, list, mapping or dataclass of tensors, nested if need be, whose first
+                dimension counts the samples
+        loss    needed for micro_batch="auto": it is traced, without running it, for parts of several sizes
+
+        Raises InvalidArgument where the batch cannot be divided so, and BudgetTooSmall where not even one
+        sample fits.
+        """
+
+        def chosen_size(batch: Any, samples: int) -> int:
+            if loss is None:
+                raise InvalidArgument(
+                    'micro_batch="auto" traces the loss of several sizes before it decides: give it, as in '
+                    "run.micro_batches(batch, loss), or give micro_batch as a number"
+                )
+            chosen = choose(
+                loss,
+                batch,
+                self.hardware,
+                self._budget_bytes,
+                self._policy,
+                device=data_sheet(self._device_name),
+            )
+            logger.info(
+                "batches of %d samples are divided into micro-batches of %d; moDNN's equation 8 says %d",
+                samples,
+                chosen.size,
+                chosen.working_set_size,
+            )
+            return chosen.size
+
+        return self._splitter.parts(batch, chosen_size)
 
     def _finish_step(
         self,
@@ -377,7 +438,7 @@ class Offload:
             return
         if not recording.kernels:
             return
-        notes = {"device": str(self._device_name), "torch": str(torch.__version__)}
+        notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
         if entry is not None and not entry.has_grown(int(trace.tensor_bytes.sum())):
             self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
@@ -409,6 +470,11 @@ class Offload:
     @property
     def plan(self) -> Plan | None:
         return self._kinds.plan
+
+    @property
+    def micro_batch(self) -> Wanted:
+        """Samples in each part of a batch; "auto" until that is chosen; None where batches stay whole."""
+        return self._splitter.size or self._splitter.wanted
 
     @property
     def io_paths(self) -> tuple[str, ...]:
@@ -468,6 +534,8 @@ class Offload:
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._kinds.recorded,
+            micro_batch=self._splitter.size,
+            micro_batches=self._splitter.count,
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
         )
