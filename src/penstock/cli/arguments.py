@@ -171,6 +171,11 @@ def parser() -> argparse.ArgumentParser:
     )
     _policy(run)
     _micro_batch(run)
+    run.add_argument(
+        "--variants",
+        action="store_true",
+        help="allow other algorithms of PyTorch for kernels, which give other bits; they are measured first",
+    )
     _written(run, "penstock-run", "FOLDER")
 
     _report(names)

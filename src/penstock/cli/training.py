@@ -54,6 +54,7 @@ def run(options: Namespace) -> Answer:
                 verify_spill=options.verify_spill,
                 endurance=options.endurance,
                 micro_batch=options.micro_batch,
+                variants=options.variants,
             )
         )
         training = build()  # inside: it may be larger than the budget

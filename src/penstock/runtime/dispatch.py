@@ -27,6 +27,7 @@ from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
 from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
+from penstock.core.trace import Variant
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.eviction_order import eviction_order
@@ -34,6 +35,8 @@ from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.output_bytes import Needs
 from penstock.runtime.schedule import Evict, Prefetch, Schedule
 from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
+from penstock.runtime.variants import AS_TRACED, Cost, Costs, alternatives, as_traced, has_alternatives, named
+from penstock.runtime.variants import run as run_variant
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
@@ -71,8 +74,11 @@ class Clock(TorchDispatchMode):
         engine: CopyEngine,
         smallest_bytes: int,
         interrupts: Interrupts | None = None,
+        variants: bool = False,
     ) -> None:
         super().__init__()
+        self._costs = Costs(self._make_some_room, self._measured) if variants else None
+        self._variants: tuple[str, dict[str, Cost]] = AS_TRACED, {}  # of the kernel that ran, and of all
         self._interrupts = interrupts or Interrupts()
         engine.check_interrupt = self._interrupts.check
         self._device = device
@@ -304,6 +310,40 @@ class Clock(TorchDispatchMode):
     def _end_measuring(self) -> None:
         self._device.end_measuring()
 
+    # -- other algorithms ----------------------------------------------------------------------
+
+    def _run_variant(
+        self, name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """The kernel as the plan chose; as it is where the program gave it other arguments since."""
+        given = named(operator, args, kwargs)
+        if name not in alternatives(operator, given):
+            return operator(*args, **(kwargs or {}))
+        return run_variant(name, operator, given)
+
+    def _try_variants(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+    ) -> None:
+        """Measure what the kernel that has just run could have run as instead. Nothing made is kept."""
+        self._variants = AS_TRACED, {}
+        self._workspace_bytes = self._device.workspace_bytes()
+        if self._costs is None or not has_alternatives(operator):
+            return
+        schedule: Schedule | None = self._kernels.schedule
+        chosen = schedule.variants[self.kernels] if schedule is not None and schedule.variants else AS_TRACED
+        costs = self._costs.of(operator, named(operator, args, kwargs), result)
+        self._variants = chosen if chosen in costs else AS_TRACED, costs
+
+    def _make_some_room(self, size_bytes: int) -> None:
+        with self._interrupts, self._lock:
+            self._engine.make_room(size_bytes, expected=True)
+
+    def _measured(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        self._device.begin_measuring()
+        result = call()
+        self._device.end_measuring()
+        return result, self._device.workspace_bytes()
+
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
         """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
         missing_bytes = self._device.missing_bytes(error, need_bytes)
@@ -454,17 +494,23 @@ class Clock(TorchDispatchMode):
         repeats = phase == 0 and facts.is_repeatable
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
-        workspace_bytes = self._device.workspace_bytes()
+        workspace_bytes = self._workspace_bytes
+        time_s = ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0)
+        chosen, costs = self._variants
+        times_s = as_traced(costs, chosen, time_s) if costs else {AS_TRACED: time_s}
         recording.kernels.append(
             KernelRecord(
                 facts.name,
-                ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0),
+                times_s.pop(AS_TRACED),
                 inputs,
                 outputs,
-                workspace_bytes,
+                workspace_bytes if chosen == AS_TRACED else costs[AS_TRACED].workspace_bytes,
                 phase,
                 begun_s,
                 ended_s,
+                variants=tuple(
+                    Variant(name, time_s, costs[name].workspace_bytes) for name, time_s in times_s.items()
+                ),
             )
         )
         recording.in_memory_bytes.append(self._device.in_memory_bytes())

@@ -32,6 +32,7 @@ class Report:
     profiled_steps          steps that were recorded, to plan them
     micro_batch             samples in each part of a batch, 0 where batches are not divided
     micro_batches           parts of the latest batch
+    variants                kernels of a step that run as another algorithm, by its name
     moved_bytes_by_io_path  of the whole run, between memory and disk
     unavailable_transports  why I/O paths are missing, by transport
     """
@@ -65,6 +66,7 @@ class Report:
     operators: int = 0
     disk_written_bytes: int = 0
     endurance_bytes: int | None = None
+    variants: Mapping[str, int] = field(default_factory=dict)
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
@@ -138,6 +140,9 @@ class Report:
             by_share = sorted(self.moved_bytes_by_io_path.items(), key=lambda item: -item[1])
             shares = ", ".join(f"{path} ({size_bytes / total_bytes:.0%})" for path, size_bytes in by_share)
             lines.append(f"  I/O paths: {shares}")
+        if self.variants:
+            shown = ", ".join(f"{count} {name}" for name, count in self.variants.items())
+            lines.append(f"  kernels that run as another algorithm: {shown}")
         if self.micro_batch:
             lines.append(
                 f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last batch"

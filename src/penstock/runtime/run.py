@@ -99,6 +99,7 @@ def offload(
     endurance: int | str | None = None,
     compress: bool = True,
     micro_batch: Wanted = None,
+    variants: bool = False,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -144,6 +145,8 @@ def offload(
                     size that is predicted to be fastest, found for the first batch. Results then differ in
                     the last bits from those of whole batches. None: they are not divided, but where the
                     plan is for a step that divides them
+    variants        the first steps measure other algorithms of PyTorch for convolutions, attention and
+                    products, and plans may choose them: the report names them. They give other bits
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
     """
@@ -168,6 +171,7 @@ def offload(
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
             compress=compress,
             micro_batch=micro_batch,
+            variants=variants,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -237,6 +241,7 @@ class Offload:
         endurance_bytes: int | None,
         compress: bool,
         micro_batch: Wanted,
+        variants: bool,
     ) -> None:
         require_policy(policy)
         if micro_batch is None and plan is not None and plan.trace is not None:
@@ -298,7 +303,7 @@ class Offload:
             self._engine.tier = self._device.tier
             self._device.engine = self._engine
             self._interrupts = Interrupts()
-            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
+            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
             self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses)
             self.timeline: Timeline | None = None
             self._in_step = False
@@ -534,6 +539,7 @@ class Offload:
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._kinds.recorded,
+            variants=plan.variant_names(trace) if plan is not None else {},
             micro_batch=self._splitter.size,
             micro_batches=self._splitter.count,
             trace_mismatches=self._kinds.mismatches,
