@@ -299,19 +299,20 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       bool again = false;
       try {
         again = facts.is_repeatable && nb::cast<bool>(clock.attr("_frees_enough")(error.value(), need_bytes));
+        if (!again) result = clock.attr("_run_otherwise")(facts.torch_operator, args, kwargs, error.value());
       } catch (...) {
         const Section section(*this);
         over();
         throw;
       }
-      if (!again) {
-        {
-          const Section section(*this);
-          over();
-        }
-        clock.attr("_kernel_failed")(error.value(), need_bytes);
-        throw;
+      if (again) continue;
+      if (!result.is_none()) break;
+      {
+        const Section section(*this);
+        over();
       }
+      clock.attr("_kernel_failed")(error.value(), need_bytes);
+      throw;
     }
   }
   if (watches) clock.attr("_end_measuring")();

@@ -86,6 +86,18 @@ def test_few_sizes_are_traced_and_each_once() -> None:
     assert len(asked) == len(set(asked)) <= 24
 
 
+def test_sizes_that_cannot_be_traced_are_left_out() -> None:
+    def trace_of(size: int) -> Trace:
+        if size < 4:
+            raise InvalidArgument(f"{size} samples have no variance")
+        return step(size)
+
+    chosen = choose_micro_batch(trace_of, machine(), 16, step(4).peak_bytes, "keep")
+    assert (chosen.size, [row.size for row in chosen.table if not row.reason]) == (4, [4])
+    with pytest.raises(InvalidArgument, match="have no variance"):
+        choose_micro_batch(trace_of, machine(), 2, 60 * PAGE)
+
+
 def test_a_policy_that_moves_nothing_gets_smaller_parts() -> None:
     whole = step(1000)
     chosen = choose_micro_batch(step, machine(), 4096, whole.peak_bytes // 2, "keep")

@@ -168,6 +168,8 @@ def test_a_step_that_cannot_run_whole_is_divided(opened: Callable[..., penstock.
     with opened("8MiB", plan=plan) as again:  # the plan is for divided steps
         wide(again.micro_batches)(again.step)
         assert again.micro_batch == report.micro_batch and again.report().trace_mismatches == 0
+    with pytest.raises(penstock.InvalidArgument, match="leave one of them out"):
+        opened("8MiB", plan=plan, micro_batch=report.micro_batch + 1)
 
 
 def test_not_even_one_sample_fits(opened: Callable[..., penstock.Offload]) -> None:
@@ -328,6 +330,17 @@ def test_auto_needs_the_loss(opened: Callable[..., penstock.Offload]) -> None:
     weight = torch.zeros(2, requires_grad=True)
     with pytest.raises(penstock.InvalidArgument, match="or give micro_batch as a number"):
         run.micro_batches(torch.zeros(8, 2), lambda part: (part @ weight).mean() * part.sum().item())
+
+
+def test_auto_leaves_out_sizes_with_which_the_loss_fails(opened: Callable[..., penstock.Offload]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.BatchNorm1d(4096))  # not of one sample
+    run = opened("4MiB", micro_batch="auto")
+
+    def loss(part: Any) -> torch.Tensor:
+        return model(part).square().mean()
+
+    parts = list(run.micro_batches(torch.randn(512, 64), loss))
+    assert 2 <= len(parts[0]) == run.micro_batch < 512
 
 
 def test_a_field_called_weight_is_refused(opened: Callable[..., penstock.Offload]) -> None:

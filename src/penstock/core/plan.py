@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,11 +97,6 @@ class Plan:
     def gap(self) -> float | None:
         """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
         return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
-
-    def variant_names(self, trace: Trace) -> dict[str, int]:
-        """How many kernels of the trace run as each variant, by its name."""
-        chosen = ((kernel, variant) for kernel, variant in enumerate(self.variants) if variant >= 0)
-        return dict(Counter(trace.kernel_variants[kernel][variant].name for kernel, variant in chosen))
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 
@@ -78,28 +77,48 @@ def choose_micro_batch(
     """The size of the micro-batch with the least predicted time.
 
     trace_of       forward and backward of one part of so many samples, adding to gradients that are there
-                   already where it is not all of the batch. It is asked for few sizes, each once
+                   already where it is not all of the batch. It is asked for few sizes. Sizes for which
+                   it raises InvalidArgument are left out
     batch          samples
     budget_bytes   of the device
     policy         name in penstock.planners.POLICIES
     time_limit_s   for planning, all sizes together
 
-    Raises InvalidArgument where the batch has no samples, BudgetTooSmall where not even one sample fits, and
-    SpillSpaceFull where no size that fits finds room for what has to leave.
+    Raises InvalidArgument where the batch has no samples or no size can be traced, BudgetTooSmall where not
+    even one sample fits, and SpillSpaceFull where no size that fits finds room for what has to leave.
     """
     if batch < 1:
         raise InvalidArgument(f"the batch has {batch} samples: give 1 or more")
-    traced = cache(trace_of)
+    known: dict[int, Trace | InvalidArgument] = {}
+
+    def traced(size: int) -> Trace | None:
+        if size not in known:
+            try:
+                known[size] = trace_of(size)
+            except InvalidArgument as error:
+                known[size] = error
+        found = known[size]
+        return None if isinstance(found, InvalidArgument) else found
+
+    def first_above(measure: Callable[[Trace], int]) -> int:
+        """Position of the first size for which it is above the budget; what cannot be traced is too small."""
+
+        def is_above(size: int) -> bool:
+            trace = traced(size)
+            return trace is not None and measure(trace) > budget_bytes
+
+        return bisect_left(sizes, True, key=is_above)
+
     sizes = rounded_sizes(batch)
-    runs = bisect_left(sizes, True, key=lambda size: minimum_bytes(traced(size)) > budget_bytes)
+    runs = first_above(minimum_bytes)
     if not runs:
-        needed = minimum_bytes(traced(1))
+        needed = minimum_bytes(trace_of(1))
         raise BudgetTooSmall(
             f"even one sample at a time needs {format_bytes_up(needed)}; the device budget is "
             f"{format_bytes(budget_bytes)}. No plan can help: raise the budget to {format_bytes_up(needed)}",
             needed,
         )
-    fits = bisect_left(sizes, True, key=lambda size: working_set_bytes(traced(size)) > budget_bytes)
+    fits = first_above(working_set_bytes)
     within, largest = sizes[max(fits - 1, 0)], sizes[runs - 1]
     powers = (size for size in sizes[:runs] if size & (size - 1) == 0)
     # Of the sizes that make as many parts, the smallest.
@@ -109,7 +128,8 @@ def choose_micro_batch(
     for size in sorted(wanted, reverse=True):
         if 2 * size < within and any(not row.reason for row in table):
             break
-        trace = traced(size)
+        if (trace := traced(size)) is None:
+            continue
         row = Candidate(
             size=size,
             count=math.ceil(batch / size),
@@ -127,8 +147,8 @@ def choose_micro_batch(
         table.append(replace(row, predicted_s=predicted_s, peak_bytes=made.predicted_peak_bytes))
     planned = [row for row in table if not row.reason]
     if not planned:
-        assert last_error is not None
-        raise last_error
+        errors = (error for error in known.values() if isinstance(error, InvalidArgument))
+        raise last_error or next(errors)
     best = min(planned, key=lambda row: (row.predicted_s, row.count))
     return MicroBatch(
         size=best.size,

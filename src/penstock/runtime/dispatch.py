@@ -10,6 +10,8 @@ move.
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -78,7 +80,9 @@ class Clock(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._costs = Costs(self._make_some_room, self._measured) if variants else None
-        self._variants: tuple[str, dict[str, Cost]] = AS_TRACED, {}  # of the kernel that ran, and of all
+        self._ran = AS_TRACED  # the kernel that ran last, in a step that is recorded
+        self._known_costs: dict[str, Cost] = {}  # of that kernel
+        self.variants: Counter[str] = Counter()  # kernels of this step that ran as another algorithm
         self._interrupts = interrupts or Interrupts()
         engine.check_interrupt = self._interrupts.check
         self._device = device
@@ -161,6 +165,7 @@ class Clock(TorchDispatchMode):
             first = schedules[0] if schedules else None
             self._alternatives = schedules[1:]
             self._recording = recording
+            self.variants = Counter()
             self._kernels.watches = recording is not None
             self.storages.tells_all = recording is not None or not self._device.memory.in_arena
             self._kernels.begin_step(first)
@@ -305,6 +310,7 @@ class Clock(TorchDispatchMode):
         return sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
     def _begin_measuring(self) -> None:
+        self._ran = AS_TRACED
         self._device.begin_measuring()
 
     def _end_measuring(self) -> None:
@@ -319,20 +325,31 @@ class Clock(TorchDispatchMode):
         given = named(operator, args, kwargs)
         if name not in alternatives(operator, given):
             return operator(*args, **(kwargs or {}))
-        return run_variant(name, operator, given)
+        result = run_variant(name, operator, given)
+        self._ran = name
+        self.variants[name] += 1
+        return result
+
+    def _run_otherwise(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, error: BaseException
+    ) -> Any:
+        """The kernel, which failed, as another algorithm, which may need less memory; None: none can run."""
+        if self._costs is None or not isinstance(error, RuntimeError) or not has_alternatives(operator):
+            return None
+        given = named(operator, args, kwargs)
+        for name in alternatives(operator, given):
+            with contextlib.suppress(RuntimeError):  # as torch's errors are, of every kind
+                return self._run_variant(name, operator, args, kwargs)
+        return None
 
     def _try_variants(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
         """Measure what the kernel that has just run could have run as instead. Nothing made is kept."""
-        self._variants = AS_TRACED, {}
+        self._known_costs = {}
         self._workspace_bytes = self._device.workspace_bytes()
-        if self._costs is None or not has_alternatives(operator):
-            return
-        schedule: Schedule | None = self._kernels.schedule
-        chosen = schedule.variants[self.kernels] if schedule is not None and schedule.variants else AS_TRACED
-        costs = self._costs.of(operator, named(operator, args, kwargs), result)
-        self._variants = chosen if chosen in costs else AS_TRACED, costs
+        if self._costs is not None and has_alternatives(operator):
+            self._known_costs = self._costs.of(operator, named(operator, args, kwargs), result)
 
     def _make_some_room(self, size_bytes: int) -> None:
         with self._interrupts, self._lock:
@@ -496,15 +513,15 @@ class Clock(TorchDispatchMode):
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
         workspace_bytes = self._workspace_bytes
         time_s = ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0)
-        chosen, costs = self._variants
-        times_s = as_traced(costs, chosen, time_s) if costs else {AS_TRACED: time_s}
+        costs = self._known_costs
+        times_s = as_traced(costs, self._ran, time_s) if self._ran in costs else {AS_TRACED: time_s}
         recording.kernels.append(
             KernelRecord(
                 facts.name,
                 times_s.pop(AS_TRACED),
                 inputs,
                 outputs,
-                workspace_bytes if chosen == AS_TRACED else costs[AS_TRACED].workspace_bytes,
+                costs[AS_TRACED].workspace_bytes if self._ran in costs else workspace_bytes,
                 phase,
                 begun_s,
                 ended_s,

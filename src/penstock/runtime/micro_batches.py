@@ -224,6 +224,10 @@ def choose(
                 return trace(step, device=device, warmup=warmup, mode=mode)
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or give micro_batch as a number") from error
+        except (ValueError, RuntimeError) as error:  # such as batch normalization of a single value
+            raise InvalidArgument(
+                f"the loss cannot be traced for {size} samples: {error}. Give micro_batch as a number"
+            ) from error
 
     return choose_micro_batch(trace_of, hardware, count, budget_bytes, policy)
 

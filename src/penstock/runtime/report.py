@@ -32,7 +32,7 @@ class Report:
     profiled_steps          steps that were recorded, to plan them
     micro_batch             samples in each part of a batch, 0 where batches are not divided
     micro_batches           parts of the latest batch
-    variants                kernels of a step that run as another algorithm, by its name
+    variants                kernels of the last step that ran as another algorithm, by its name
     moved_bytes_by_io_path  of the whole run, between memory and disk
     unavailable_transports  why I/O paths are missing, by transport
     """
@@ -142,7 +142,7 @@ class Report:
             lines.append(f"  I/O paths: {shares}")
         if self.variants:
             shown = ", ".join(f"{count} {name}" for name, count in self.variants.items())
-            lines.append(f"  kernels that run as another algorithm: {shown}")
+            lines.append(f"  kernels that ran as another algorithm: {shown}")
         if self.micro_batch:
             lines.append(
                 f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last batch"

@@ -244,8 +244,13 @@ class Offload:
         variants: bool,
     ) -> None:
         require_policy(policy)
-        if micro_batch is None and plan is not None and plan.trace is not None:
-            micro_batch = int(plan.trace.notes.get(NOTE, 0)) or None
+        planned = int(plan.trace.notes.get(NOTE, 0)) if plan is not None and plan.trace is not None else 0
+        if planned and micro_batch not in (None, planned):
+            raise InvalidArgument(
+                f"the plan is for micro-batches of {planned} samples, and micro_batch is {micro_batch!r}: "
+                "leave one of them out"
+            )
+        micro_batch = planned or micro_batch
         self._splitter = Splitter(micro_batch)
         _require_torch()
         if _open:
@@ -539,7 +544,7 @@ class Offload:
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._kinds.recorded,
-            variants=plan.variant_names(trace) if plan is not None else {},
+            variants=dict(self._clock.variants),
             micro_batch=self._splitter.size,
             micro_batches=self._splitter.count,
             trace_mismatches=self._kinds.mismatches,
