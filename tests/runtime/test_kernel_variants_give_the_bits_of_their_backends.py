@@ -15,7 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import penstock
 from penstock import cli
+from penstock.capture.recorder import make_trace
 from penstock.planners import plan as make_plan
+from penstock.runtime.dispatch import Recording
+from penstock.runtime.schedule import Schedule, schedule
+from penstock.storage.spill import SpillOptions, SpillSpace
+from tests.support.checked import checked_run
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, state_bits
 
 needs_onednn = pytest.mark.skipif(
@@ -214,6 +219,38 @@ def test_a_kernel_whose_workspace_does_not_fit_runs_otherwise(tmp_path: Path) ->
         found, (_, _, report) = recorded(program, tmp_path, "24MiB", variants=True)
     assert differences(by_hand, found) == []
     assert report.variants == {"with oneDNN": 2} and report.peak_bytes <= 24 << 20
+
+
+@needs_onednn
+def test_an_accelerator_measures_and_runs_them(tmp_path: Path) -> None:
+    x, weight = drawn(2, 8, 24, 24), drawn(8, 8, 3, 3).requires_grad_()
+
+    def convolve() -> list[torch.Tensor]:
+        weight.grad = None
+        output = F.conv2d(x, weight)
+        output.square().mean().backward()
+        return [output.detach().clone(), weight.grad.clone()]
+
+    with without_onednn():
+        by_hand = convolve()
+    with (
+        SpillSpace(tmp_path, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as spill,
+        checked_run(spill, 1 << 20, variants=True) as run,
+    ):
+        known: list[Schedule] = []
+        for name in ("none of them", "without oneDNN", ""):
+            recording = Recording() if name else None
+            run.engine.begin_step()
+            run.device.begin_step()
+            run.clock.begin_step(known, recording)
+            found = convolve()
+            run.clock.end_step()
+            if recording is not None:
+                trace = make_trace(recording.kernels, recording.tensors, measured=True)
+                assert sum(map(bool, trace.kernel_variants)) == 2
+                known = [schedule(trace, forced(trace, "without oneDNN"))]
+        assert run.clock.followed is known[0] and run.clock.variants == {"without oneDNN": 2}
+        assert all(map(torch.equal, by_hand, found))
 
 
 def test_variants_that_nobody_knows_are_refused(tmp_path: Path) -> None:

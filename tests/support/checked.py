@@ -528,6 +528,7 @@ def checked_run(
     refuses: bool = False,
     smallest_bytes: int = 1,
     timeout_s: float = 30.0,
+    variants: bool = False,
     make_device: Callable[..., AcceleratorDevice] = AcceleratorDevice,
     make_driver: Callable[..., CheckedDriver] = CheckedDriver,
 ) -> Iterator[CheckedRun]:
@@ -538,7 +539,7 @@ def checked_run(
     engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=8192)
     engine.tier = device.tier
     device.engine = engine
-    clock = Clock(device, engine, smallest_bytes)
+    clock = Clock(device, engine, smallest_bytes, variants=variants)
     with driver.mode:
         clock.start()
         try:
