@@ -1,4 +1,4 @@
-"""Micro-batches and kernel variants on a CUDA device: the bits of plain PyTorch with the same parts and flags.
+"""Micro-batches and kernel variants on a CUDA device: the bits of plain PyTorch that does the same.
 
 Written without a GPU; `make gpu` runs it on one.
 """

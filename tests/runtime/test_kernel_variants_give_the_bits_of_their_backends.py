@@ -17,6 +17,7 @@ import penstock
 from penstock import cli
 from penstock.capture.recorder import make_trace
 from penstock.planners import plan as make_plan
+from penstock.report.record import Record
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Schedule, schedule
 from penstock.storage.spill import SpillOptions, SpillSpace
@@ -294,7 +295,12 @@ def test_the_command_line_asks_for_variants(
     HARDWARE.save(tmp_path / "given.json")
     arguments = ["run", "model.py:build", "--hardware", "given.json", "--device-budget", "64MiB"]
     assert cli.main([*arguments, "--spill-dir", ".", "--variants"]) == 0
-    assert penstock.Trace.load(tmp_path / "penstock-run" / "trace.json.gz").kernel_variants
+    trace = "penstock-run/trace.json.gz"
+    assert penstock.Trace.load(trace).kernel_variants
+    assert cli.main(["plan", trace, *arguments[2:], "--policy", "modnn"]) == 0
+    assert cli.main([*arguments, "--spill-dir", ".", "--plan", "plan.json", "-o", "planned"]) == 0
+    chosen = sum(variant >= 0 for variant in penstock.Plan.load("plan.json").variants)
+    assert sum(Record.load("planned").report.variants.values()) == chosen
     assert cli.main([*arguments, "--spill-dir", ".", "-o", "plain"]) == 0
     assert not penstock.Trace.load(tmp_path / "plain" / "trace.json.gz").kernel_variants
     capsys.readouterr()
