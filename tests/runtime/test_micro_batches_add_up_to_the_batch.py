@@ -332,6 +332,21 @@ def test_auto_needs_the_loss(opened: Callable[..., penstock.Offload]) -> None:
         run.micro_batches(torch.zeros(8, 2), lambda part: (part @ weight).mean() * part.sum().item())
 
 
+def test_auto_traces_what_a_compiled_model_was_before(opened: Callable[..., penstock.Offload]) -> None:
+    model = torch.nn.Linear(64, 8)
+    compiled = torch.compile(model, backend="eager")
+    run = opened(micro_batch="auto")
+
+    def loss(part: Any) -> torch.Tensor:
+        return F.cross_entropy(compiled(part[0]), part[1])
+
+    for number in range(2):
+        with run.step():
+            for part in run.micro_batches(batch_of(number), loss):
+                (loss(part) * part.weight).backward()
+    assert run.micro_batch == SAMPLES
+
+
 def test_auto_leaves_out_sizes_with_which_the_loss_fails(opened: Callable[..., penstock.Offload]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.BatchNorm1d(4096))  # not of one sample
     run = opened("4MiB", micro_batch="auto")

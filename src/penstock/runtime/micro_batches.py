@@ -220,7 +220,8 @@ def choose(
         # All of the batch makes its gradients; parts, but for the first, add to those of the parts before.
         warmup = int(size < count)
         try:
-            with _disable_current_modes():
+            # Compiled for fake tensors, regions would be compiled again for real ones.
+            with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
                 return trace(step, device=device, warmup=warmup, mode=mode)
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or give micro_batch as a number") from error
