@@ -154,6 +154,7 @@ void KernelClock::follow(nb::object schedule) {
   known_ = schedule_.attr("known");
   before_ = schedule_.attr("before");
   needs_ = schedule_.attr("needs_bytes");
+  variants_ = schedule_.attr("variants");
 }
 
 nb::object KernelClock::tensor(std::int64_t index) const {
@@ -192,6 +193,13 @@ nb::object KernelClock::call(const Operator& facts, nb::handle args, nb::handle 
   PyObject* result = PyObject_Call(facts.callee.ptr(), args.ptr(), named);
   if (result == nullptr) throw nb::python_error();
   return nb::steal(result);
+}
+
+// The name of what the kernel is to run as; None: as it is.
+nb::object KernelClock::planned_variant(std::int64_t kernel) const {
+  if (!in_step || schedule_.is_none() || kernel >= PyTuple_Size(variants_.ptr())) return nb::none();
+  const auto name = nb::borrow(PyTuple_GetItem(variants_.ptr(), static_cast<Py_ssize_t>(kernel)));
+  return is_empty(name) ? nb::none() : nb::object(name);
 }
 
 nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
@@ -284,30 +292,45 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   if (watches) clock.attr("_begin_measuring")();
   const double begun_s = now_s();
   nb::object result;
+  bool varies = false;  // it runs as another algorithm
   while (!result.is_valid()) {
     try {
-      result = call(facts, args, kwargs);
+      const auto variant = planned_variant(kernel);
+      varies = !variant.is_none();
+      result = variant.is_none() ? call(facts, args, kwargs)
+                                 : clock.attr("_run_variant")(variant, facts.torch_operator, args, kwargs);
     } catch (nb::python_error& error) {
       bool again = false;
       try {
         again = facts.is_repeatable && nb::cast<bool>(clock.attr("_frees_enough")(error.value(), need_bytes));
+        if (!again) result = clock.attr("_run_otherwise")(facts.torch_operator, args, kwargs, error.value());
       } catch (...) {
         const Section section(*this);
         over();
         throw;
       }
-      if (!again) {
-        {
-          const Section section(*this);
-          over();
-        }
-        clock.attr("_kernel_failed")(error.value(), need_bytes);
-        throw;
+      if (again) continue;
+      varies = true;
+      if (!result.is_none()) break;
+      {
+        const Section section(*this);
+        over();
       }
+      clock.attr("_kernel_failed")(error.value(), need_bytes);
+      throw;
     }
   }
   if (watches) clock.attr("_end_measuring")();
   const double ended_s = now_s();
+  if (watches) {
+    try {
+      clock.attr("_try_variants")(facts.torch_operator, args, kwargs, result);
+    } catch (...) {
+      const Section section(*this);
+      over();
+      throw;
+    }
+  }
 
   const Section section(*this);
   std::int64_t taken_bytes = 0, workspace_bytes = 0;
@@ -320,7 +343,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       managed->kind = activation;
       taken_bytes += managed->size_bytes;
     }
-    if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before);
+    if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before, varies);
   } catch (...) {
     over();
     throw;

@@ -81,6 +81,7 @@ class KernelClock {
   Operator& know(nb::handle clock, nb::handle torch_operator);
   nb::object run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs);
   nb::object call(const Operator& facts, nb::handle args, nb::handle kwargs) const;
+  nb::object planned_variant(std::int64_t kernel) const;
   void collect(nb::handle clock, nb::handle value, Pins& found, bool made = false);
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
   void number(const Used& touched, bool made);
@@ -97,7 +98,7 @@ class KernelClock {
   std::unordered_map<PyObject*, Operator> operators_;
   std::uint64_t mark_ = 0;
   nb::object schedule_ = nb::none();
-  nb::object names_, known_, before_, needs_;  // the schedule's
+  nb::object names_, known_, before_, needs_, variants_;  // the schedule's
   std::vector<nb::object> numbered_, seen_;
   std::vector<std::uintptr_t> addresses_;  // of the kernel that begins
 };

@@ -193,6 +193,27 @@ def test_a_run_goes_through_its_batches_again(folder: Path, capsys: pytest.Captu
     assert "only 7 of 9 steps: batches is an iterator, and it ended" in capsys.readouterr().out
 
 
+def test_a_batch_is_divided_where_that_is_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planning = ("plan", "model.py:build", "--hardware", "given.json", "--time-limit", "1")
+    plan = ask(capsys, *planning, "--device-budget", "700KiB", "--micro-batch", "auto")
+    assert 1 <= plan["micro_batch"] < 512 and plan["predicted_peak_bytes"] <= 700 << 10
+    assert cli.main([*planning, "--device-budget", "700KiB", "--micro-batch", "auto"]) == 0
+    assert "moDNN's equation 8 alone would choose" in capsys.readouterr().out
+
+    options = ("--hardware", "given.json", "--device-budget", BUDGET)
+    ask(capsys, *planning, "--device-budget", BUDGET, "--micro-batch", "96")
+    running = ("run", "model.py:build", *options, "--spill-dir", ".")
+    planned = ask(capsys, *running, "--plan", "plan.json")
+    assert (planned["report"]["micro_batch"], planned["report"]["micro_batches"]) == (96, 6)
+    assert planned["report"]["trace_mismatches"] <= 1  # the first step makes the optimizer's state
+    given = ask(capsys, *running, "--micro-batch", "96")
+    chosen = ask(capsys, *running, "--micro-batch", "auto")
+    assert 1 <= chosen["report"]["micro_batch"] <= 512
+    whole = ask(capsys, *running)
+    assert given["losses"] == planned["losses"] == pytest.approx(whole["losses"])
+    assert chosen["losses"] == pytest.approx(whole["losses"])
+
+
 def test_how_long_a_disk_lasts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask(capsys, "trace", "model.py:build")
     options = ("--device-budget", BUDGET, "--hardware", "given.json")

@@ -78,6 +78,8 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
         (("trace", "model.py:swapped"), "model is a AdamW, not a torch.nn.Module"),
         (("trace", "model.py:no_scalar"), "let it return a scalar tensor"),
         (("trace", "model.py:nothing_to_do"), "batches is empty"),
+        (("plan", "model.py:build", *PLAN, "--micro-batch", "513"), "larger than the batch, which has 512"),
+        (("plan", "trace.json.gz", *PLAN, "--micro-batch", "8"), "write SCRIPT.py:build"),
         (("trace", "model.py:build", "--real", "--device", "a100"), "leave it out with --real"),
         (("plan", "none.json", "--hardware", "given.json", "--device-budget", "1MiB"), "none.json: No such"),
         (("plan", "given.json", "--hardware", "given.json", "--device-budget", "1MiB"), "file of a Trace"),
@@ -140,6 +142,14 @@ def test_an_endurance_is_one_of_a_data_sheet(endurance: str, capsys: pytest.Capt
         cli.main(["plan", "trace.json.gz", *PLAN, "--endurance", endurance])
     assert refusal.value.code == 1
     assert "600" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "all"])
+def test_a_micro_batch_is_a_number_of_samples(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        cli.main([*RUN, "1GiB", f"--micro-batch={size}"])
+    assert refusal.value.code == 1
+    assert f"'{size}' is not a number of samples: give 1 or more, or auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("budget", ["lots", "8 gigs", "-1"])

@@ -533,6 +533,7 @@ def checked_run(
     refuses: bool = False,
     smallest_bytes: int = 1,
     timeout_s: float = 30.0,
+    variants: bool = False,
     make_device: Callable[..., AcceleratorDevice] = AcceleratorDevice,
     make_driver: Callable[..., CheckedDriver] = CheckedDriver,
 ) -> Iterator[CheckedRun]:
@@ -550,7 +551,7 @@ def checked_run(
         return drop(managed, storage)
 
     device.drop = told_drop  # type: ignore[method-assign]
-    clock = Clock(device, engine, smallest_bytes)
+    clock = Clock(device, engine, smallest_bytes, variants=variants)
     with driver.mode:
         clock.start()
         try:

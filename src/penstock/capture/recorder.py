@@ -10,7 +10,7 @@ import numpy as np
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
 from penstock.core.columns import IntArray, Lists
 from penstock.core.repeat import harmless_producers
-from penstock.core.trace import Trace
+from penstock.core.trace import Trace, Variant
 
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
 
@@ -25,6 +25,7 @@ class KernelRecord:
     phase             index into PHASES
     begun_s, ended_s  by time.perf_counter; 0 where it was not executed
     in_use_bytes      device bytes in use after it, by the allocator; 0 where that is not known
+    variants          what it could have run as instead
     """
 
     name: str
@@ -36,6 +37,7 @@ class KernelRecord:
     begun_s: float = 0.0
     ended_s: float = 0.0
     in_use_bytes: int = 0
+    variants: tuple[Variant, ...] = ()
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ def make_trace(
         tensor_recompute=harmless_producers(producers, inputs, outputs, lasting),
         tensor_itemsize=_integers(record.itemsize for record in records),
         tensor_density=np.array(densities if measured_zeros else [], dtype=np.float64),
+        kernel_variants=tuple(k.variants for k in kernels) if any(k.variants for k in kernels) else (),
         measured=measured,
         notes=dict(notes or {}),
     )

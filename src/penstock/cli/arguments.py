@@ -106,11 +106,17 @@ def parser() -> argparse.ArgumentParser:
     _written(trace, "trace.json.gz")
 
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
-    plan.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
+    plan.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build",
+    )
     _hardware(plan)
     _budget(plan)
     _policy(plan)
     _actions(plan)
+    _micro_batch(plan, "; its steps are traced")
     _endurance(plan)
     plan.add_argument("--compare-policies", action="store_true", help="show the plan of every policy")
     plan.add_argument("--compare-budgets", action="store_true", help="show what other device budgets bring")
@@ -164,6 +170,12 @@ def parser() -> argparse.ArgumentParser:
         help="device that the script trains on; default: %(default)s",
     )
     _policy(run)
+    _micro_batch(run)
+    run.add_argument(
+        "--variants",
+        action="store_true",
+        help="allow other algorithms of PyTorch for kernels, which give other bits; they are measured first",
+    )
     _written(run, "penstock-run", "FOLDER")
 
     _report(names)
@@ -408,6 +420,15 @@ def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: f
         )
 
 
+def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument(
+        "--micro-batch",
+        type=micro_batch,
+        metavar="N",
+        help=f"divide batches into parts of N samples, or of the fastest size: auto{more}; default: do not",
+    )
+
+
 def _endurance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endurance",
@@ -475,6 +496,15 @@ def count(text: str, what: str = "steps") -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: give 1 or more")
     return int(text)
+
+
+def micro_batch(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return samples_count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from error
 
 
 def samples_count(text: str) -> int:

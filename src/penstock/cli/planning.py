@@ -16,6 +16,7 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.planners import Problem
+from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report.policies import Candidate, compare_policies
 from penstock.report.summary import Summary, summarise
 from penstock.report.sweep import Cell, cases, sweep
@@ -25,7 +26,12 @@ BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # from the minimum
 
 
 def plan(options: Namespace) -> Answer:
-    captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
+    hardware = load(Hardware, options.hardware)
+    shown: list[str | Table] = []
+    if options.micro_batch is None:
+        captured = load(Trace, options.trace)
+    else:
+        captured, shown = _divided(options, hardware)
     chosen = penstock.plan(
         captured,
         hardware,
@@ -42,6 +48,7 @@ def plan(options: Namespace) -> Answer:
         "minimum_bytes": chosen.minimum_bytes,
         "in_memory_bytes": captured.peak_bytes,
         "in_memory_s": captured.ideal_s,
+        "micro_batch": int(captured.notes.get("micro_batch", 0)),
         "policy": chosen.policy,
         "reason": chosen.reason,
         "predicted_s": chosen.predicted_s,
@@ -54,7 +61,7 @@ def plan(options: Namespace) -> Answer:
         "disk_lifetime_s": summary.disk_wear.lifetime_s,
         "summary": dataclasses.asdict(summary),
     }
-    shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
+    shown.append(f"policy {chosen.policy}: {chosen.reason}")
     if options.compare_policies:
         problem = Problem(
             trace=captured,
@@ -72,6 +79,53 @@ def plan(options: Namespace) -> Answer:
         values["budgets"] = budgets
         shown.append(table)
     return Answer(values=values, shown=[*shown, summary_table(summary)], written=[options.output])
+
+
+def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | Table]]:
+    """A script's step with its batch divided, traced without running it; and what each size comes to."""
+    from penstock.cli import script  # needs torch
+    from penstock.runtime import micro_batches
+
+    build = script.load(str(options.trace))
+    mode = penstock.fake_mode()
+    with mode:
+        training = build()
+        batch = script.first_batch(training)
+        splitter = micro_batches.Splitter(options.micro_batch)
+        shown: list[str | Table] = []
+
+        def choose(batch: Any, samples: int) -> int:
+            chosen = micro_batches.choose(
+                training.loss_of, batch, hardware, options.device_budget, options.policy, mode=mode
+            )
+            shown.append(_micro_batch_table(chosen))
+            return chosen.size
+
+        parts = list(splitter.parts(batch, choose))
+    captured = penstock.trace(lambda: training.step(batch, parts), mode=mode)
+    return dataclasses.replace(captured, notes={**captured.notes, **splitter.notes}), shown
+
+
+def _micro_batch_table(chosen: MicroBatch) -> Table:
+    """What each size comes to."""
+    return Table(
+        ("micro-batch", "parts", "batch", "peak", "minimum"),
+        [
+            (
+                str(row.size),
+                str(row.count),
+                "cannot" if row.reason else format_seconds(row.predicted_s),
+                "" if row.reason else format_bytes(row.peak_bytes),
+                format_bytes_up(row.least_bytes),
+            )
+            for row in chosen.table
+        ],
+        chosen=[row.size for row in chosen.table].index(chosen.size),
+        notes=[
+            f"with {chosen.working_set_size} samples, any {SHARE:.0%} of the kernels fit at once: what "
+            "moDNN's equation 8 alone would choose"
+        ],
+    )
 
 
 def simulate(options: Namespace) -> Answer:

@@ -23,16 +23,31 @@ class Training(NamedTuple):
     batches: Iterable[Any]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
 
-    def step(self, batch: Any) -> torch.Tensor:
-        """One iteration. Returns the loss, without its graph."""
+    def step(self, batch: Any, parts: Iterable[Any] | None = None) -> torch.Tensor:
+        """One iteration. Returns the loss, without its graph.
+
+        parts   of the batch, as `penstock.Offload.micro_batches` gives them; None: it is not divided
+        """
+        if parts is None:
+            loss = self.loss_of(batch)
+            loss.backward()
+        else:
+            losses = []
+            for part in parts:
+                loss = self.loss_of(part) * part.weight
+                loss.backward()
+                losses.append(loss.detach())
+            loss = torch.stack(losses).sum()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
         loss = self.loss(self.model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise InvalidArgument(f"loss(model, batch) returned {what}: let it return a scalar tensor")
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
 
 def load(script: str) -> Callable[[], Training]:

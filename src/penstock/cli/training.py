@@ -53,6 +53,8 @@ def run(options: Namespace) -> Answer:
                 io_costs=options.io_costs,
                 verify_spill=options.verify_spill,
                 endurance=options.endurance,
+                micro_batch=options.micro_batch,
+                variants=options.variants,
             )
         )
         training = build()  # inside: it may be larger than the budget
@@ -102,7 +104,9 @@ def _train(
         for batch in _batches(training.batches, steps):
             begun_s = time.perf_counter()
             with offload.step():
-                loss = training.step(batch)
+                divided = offload.micro_batch is not None
+                parts = offload.micro_batches(batch, training.loss_of) if divided else None
+                loss = training.step(batch, parts)
             value = loss.item()
             step_s = time.perf_counter() - begun_s
             yield value

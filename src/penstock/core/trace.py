@@ -259,11 +259,16 @@ class Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""
         if not time > 0:
             raise InvalidArgument(f"a trace cannot be scaled by {time}: give a factor above zero")
+        return self.with_times(self.kernel_time_s * time)
+
+    def with_times(self, time_s: FloatArray) -> Trace:
+        """The same iteration with kernels that take so long, [K], and their variants in proportion."""
+        ratios = time_s / np.maximum(self.kernel_time_s, 1e-12)
         variants = tuple(
-            tuple(variant._replace(time_s=variant.time_s * time) for variant in variants)
-            for variants in self.kernel_variants
+            tuple(variant._replace(time_s=variant.time_s * ratio) for variant in variants)
+            for variants, ratio in zip(self.kernel_variants, ratios.tolist(), strict=False)
         )
-        return replace(self, kernel_time_s=self.kernel_time_s * time, kernel_variants=variants)
+        return replace(self, kernel_time_s=time_s, kernel_variants=variants)
 
     def with_density(self, by_kernel: Mapping[str, float]) -> Trace:
         """The same iteration, assuming what fraction of some kernels' results is not zero.

@@ -1,22 +1,21 @@
-"""How large a micro-batch should be (moDNN section 5.1): a batch in equal parts, gradients accumulated.
+"""How large a micro-batch should be (moDNN section 5.1): a batch in parts, gradients accumulated.
 
-Traces of the same step at several sizes are planned one by one, and predictions decide. moDNN decides
-without predictions: the largest size at which a share of consecutive kernels fits at once (equation 8).
-Both answers stand in the table.
+moDNN decides without predictions: the largest size at which a share of consecutive kernels fits at once
+(equation 8). Sizes from half of that up to the largest that can run at all (equation 7) are planned, and the
+prediction decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.core.columns import KINDS, PHASES, IntArray
 from penstock.core.hardware import Hardware
-from penstock.core.memory_profile import kernels_as_run, minimum_bytes
-from penstock.core.plan import Plan
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.planners import plan
@@ -24,6 +23,7 @@ from penstock.planners.variants import algorithms
 from penstock.units import format_bytes, format_bytes_up
 
 SHARE = 0.15  # of all kernels: moDNN's alpha
+GRANULE = 64  # larger micro-batches are multiples of it, smaller ones powers of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class Candidate:
     """One size of the micro-batch, and what it comes to.
 
     size, count           samples of a part, and parts of the batch
-    interpolated          no trace of this size was given: bytes and times are linear between two that were
     least_bytes           the smallest device budget at which this size can run
     working_set_bytes     equation 8
     predicted_s           for all of the batch; 0 where there is no plan
@@ -41,119 +40,134 @@ class Candidate:
 
     size: int
     count: int
-    interpolated: bool
     least_bytes: int
     working_set_bytes: int
     predicted_s: float = 0.0
     peak_bytes: int = 0
     reason: str = ""
 
-    @property
-    def s_per_sample(self) -> float:
-        return self.predicted_s / (self.size * self.count)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The fastest way to divide a batch.
 
-    size, count            samples of a part, and parts of the batch
-    plan                   of one part
-    predicted_s_per_sample   over all of the batch
-    working_set_size       what moDNN's equation 8 would choose: the largest size whose working set is
-                           within the budget, the smallest of all where none is
-    table                  every size that was considered, ascending
-    warnings               what the division changes, in sentences
+    size, count        samples of a part, and parts of the batch; the last one may be smaller
+    predicted_s        for all of the batch, without the optimizer
+    working_set_size   what moDNN's equation 8 alone would choose: the largest size whose working set is
+                       within the budget, 1 where none is
+    table              every size that was considered, ascending
     """
 
     size: int
     count: int
-    plan: Plan
-    predicted_s_per_sample: float
+    predicted_s: float
     working_set_size: int
     table: tuple[Candidate, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def choose_micro_batch(
-    traces: Mapping[int, Trace],
+    trace_of: Callable[[int], Trace],
     hardware: Hardware,
     batch: int,
     budget_bytes: int,
     policy: str = "optimal",
     *,
-    sizes: Sequence[int] | None = None,
+    time_limit_s: float = 10.0,
 ) -> MicroBatch:
-    """The size of the micro-batch with the least predicted time per sample.
+    """The size of the micro-batch with the least predicted time.
 
-    A part runs forward and backward; the optimizer runs once for the batch. Where there is more than one
-    part, gradients stay on the device from part to part (see `accumulating`). Adding them up is not
-    charged: kernels write into the gradient that is there. Parts are equal, so that their gradients'
-    mean is that of the batch: sizes that do not divide the batch are refused.
-
-    traces         one iteration each, by batch size
+    trace_of       forward and backward of one part of so many samples, adding to gradients that are there
+                   already where it is not all of the batch. It is asked for few sizes. Sizes for which
+                   it raises InvalidArgument are left out
+    batch          samples
     budget_bytes   of the device
     policy         name in penstock.planners.POLICIES
-    sizes          the sizes to consider: those of the traces where not given. Sizes in between are
-                   interpolated (see `interpolated`)
+    time_limit_s   for planning, all sizes together
 
-    Raises InvalidArgument where no size can be considered, BudgetTooSmall where none fits, and
-    SpillSpaceFull where none that fits finds room for what has to leave.
+    Raises InvalidArgument where the batch has no samples or no size can be traced, BudgetTooSmall where not
+    even one sample fits, and SpillSpaceFull where no size that fits finds room for what has to leave.
     """
     if batch < 1:
         raise InvalidArgument(f"the batch has {batch} samples: give 1 or more")
-    asked = sorted(set(traces if sizes is None else sizes))
-    usable = [size for size in asked if 0 < size <= batch and batch % size == 0]
-    if not traces or not usable:
-        raise InvalidArgument(
-            f"none of the sizes {', '.join(map(str, asked)) or '(none)'} divides the batch of {batch}: "
-            "give traces of parts into which it can be divided equally"
+    known: dict[int, Trace | InvalidArgument] = {}
+
+    def traced(size: int) -> Trace | None:
+        if size not in known:
+            try:
+                known[size] = trace_of(size)
+            except InvalidArgument as error:
+                known[size] = error
+        found = known[size]
+        return None if isinstance(found, InvalidArgument) else found
+
+    def first_above(measure: Callable[[Trace], int]) -> int:
+        """Position of the first size for which it is above the budget; what cannot be traced is too small."""
+
+        def is_above(size: int) -> bool:
+            trace = traced(size)
+            return trace is not None and measure(trace) > budget_bytes
+
+        return bisect_left(sizes, True, key=is_above)
+
+    sizes = rounded_sizes(batch)
+    runs = first_above(minimum_bytes)
+    if not runs:
+        needed = minimum_bytes(trace_of(1))
+        raise BudgetTooSmall(
+            f"even one sample at a time needs {format_bytes_up(needed)}; the device budget is "
+            f"{format_bytes(budget_bytes)}. No plan can help: raise the budget to {format_bytes_up(needed)}",
+            needed,
         )
+    fits = first_above(working_set_bytes)
+    within, largest = sizes[max(fits - 1, 0)], sizes[runs - 1]
+    powers = (size for size in sizes[:runs] if size & (size - 1) == 0)
+    # Of the sizes that make as many parts, the smallest.
+    wanted = {_evened(sizes, batch, size) for size in (within, largest, *powers)}
     table: list[Candidate] = []
-    plans: dict[int, Plan] = {}
     last_error: Exception | None = None
-    for size in usable:
-        whole = traces[size] if size in traces else interpolated(traces, size)
-        count = batch // size
-        part = accumulating(whole) if count > 1 else whole
+    for size in sorted(wanted, reverse=True):
+        if 2 * size < within and any(not row.reason for row in table):
+            break
+        if (trace := traced(size)) is None:
+            continue
         row = Candidate(
             size=size,
-            count=count,
-            interpolated=size not in traces,
-            least_bytes=minimum_bytes(part),
-            working_set_bytes=working_set_bytes(part),
+            count=math.ceil(batch / size),
+            least_bytes=minimum_bytes(trace),
+            working_set_bytes=working_set_bytes(trace),
         )
+        limit_s = time_limit_s / len(wanted)
         try:
-            made = plan(part, hardware, policy, device_budget_bytes=budget_bytes)
+            made = plan(trace, hardware, policy, time_limit_s=limit_s, device_budget_bytes=budget_bytes)
         except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:
             last_error = error
             table.append(replace(row, reason=str(error)))
             continue
-        predicted_s = count * made.predicted_s - (count - 1) * _optimizer_s(part, made)
+        predicted_s = batch / size * made.predicted_s
         table.append(replace(row, predicted_s=predicted_s, peak_bytes=made.predicted_peak_bytes))
-        plans[size] = made
-    if not plans:
-        assert last_error is not None
-        smallest = table[0]
-        if smallest.least_bytes > budget_bytes:
-            raise BudgetTooSmall(
-                f"even parts of {smallest.size} need {format_bytes_up(smallest.least_bytes)}; the device "
-                f"budget is {format_bytes(budget_bytes)}. Give traces of smaller parts, or raise the budget",
-                smallest.least_bytes,
-            )
-        raise last_error
-
-    best = min((row for row in table if row.size in plans), key=lambda row: (row.s_per_sample, row.count))
-    within = [row.size for row in table if row.working_set_bytes <= budget_bytes]
+    planned = [row for row in table if not row.reason]
+    if not planned:
+        errors = (error for error in known.values() if isinstance(error, InvalidArgument))
+        raise last_error or next(errors)
+    best = min(planned, key=lambda row: (row.predicted_s, row.count))
     return MicroBatch(
         size=best.size,
         count=best.count,
-        plan=plans[best.size],
-        predicted_s_per_sample=best.s_per_sample,
-        working_set_size=max(within, default=usable[0]),
-        table=tuple(table),
-        warnings=tuple(_warnings(traces[min(traces)], best, batch)),
+        predicted_s=best.predicted_s,
+        working_set_size=within,
+        table=tuple(reversed(table)),
     )
+
+
+def _evened(sizes: list[int], batch: int, size: int) -> int:
+    return sizes[bisect_left(sizes, math.ceil(batch / math.ceil(batch / size)))]
+
+
+def rounded_sizes(batch: int) -> list[int]:
+    """The sizes that a part of so many samples may have, ascending: powers of two up to 64, multiples of 64
+    above (section 5.1.2), and all of the batch."""
+    powers = (1 << power for power in range(GRANULE.bit_length()))
+    return sorted({size for size in (*powers, *range(GRANULE, batch, GRANULE)) if size < batch} | {batch})
 
 
 def working_set_bytes(trace: Trace, share: float = SHARE) -> int:
@@ -179,110 +193,3 @@ def working_set_bytes(trace: Trace, share: float = SHARE) -> int:
     workspace = np.array([algorithms(trace, kernel)[0].workspace_bytes for kernel in range(count)])
     largest = np.lib.stride_tricks.sliding_window_view(workspace, width).max(axis=1)
     return trace.persistent_bytes + int((in_window + largest).max())
-
-
-def accumulating(trace: Trace) -> Trace:
-    """The same iteration as one of several parts of a batch: gradients that the optimizer reads, or that
-    are left at the end where there is no optimizer, are there before it and after it."""
-    optimizer = np.flatnonzero(trace.kernel_phase == PHASES.index("optimizer"))
-    read = [trace.inputs[kernel] for kernel in optimizer.tolist()]
-    kept = np.unique(np.concatenate(read)) if read else np.flatnonzero(trace.tensor_death == trace.kernels)
-    kept = kept[(trace.tensor_kind[kept] == KINDS.index("gradient")) & ~trace.tensor_persistent[kept]]
-    if not len(kept):
-        return trace
-    persistent, birth = trace.tensor_persistent.copy(), trace.tensor_birth.copy()
-    death = trace.tensor_death.copy()
-    persistent[kept], birth[kept], death[kept] = True, 0, trace.kernels
-    return replace(trace, tensor_persistent=persistent, tensor_birth=birth, tensor_death=death)
-
-
-def interpolated(traces: Mapping[int, Trace], size: int) -> Trace:
-    """A trace of a size that was not traced: bytes and times are linear between its neighbours'.
-
-    Exact for bytes where tensors grow with the batch. Times are an estimate: kernels have steps, and small
-    ones a fixed cost. Raises InvalidArgument where the size is not between two traces, or where these
-    run different kernels.
-    """
-    below = max((other for other in traces if other <= size), default=None)
-    above = min((other for other in traces if other >= size), default=None)
-    if below is None or above is None:
-        known = ", ".join(map(str, sorted(traces))) or "(none)"
-        raise InvalidArgument(f"a micro-batch of {size} is not between sizes that were traced: {known}")
-    low, high = traces[below], traces[above]
-    if below == above:
-        return low
-    if not _alike(low, high):
-        raise InvalidArgument(
-            f"the traces of {below} and {above} run different kernels: trace the size {size} instead"
-        )
-    weight = (size - below) / (above - below)
-
-    def bytes_between(first: IntArray, second: IntArray) -> IntArray:
-        return np.ceil(first + weight * (second - first)).astype(np.int64)
-
-    variants = tuple(
-        tuple(
-            one._replace(
-                time_s=one.time_s + weight * (other.time_s - one.time_s),
-                workspace_bytes=math.ceil(
-                    one.workspace_bytes + weight * (other.workspace_bytes - one.workspace_bytes)
-                ),
-            )
-            for one, other in zip(first, second, strict=True)
-        )
-        for first, second in zip(low.kernel_variants, high.kernel_variants, strict=True)
-    )
-    return replace(
-        low,
-        kernel_time_s=low.kernel_time_s + weight * (high.kernel_time_s - low.kernel_time_s),
-        kernel_workspace_bytes=bytes_between(low.kernel_workspace_bytes, high.kernel_workspace_bytes),
-        tensor_bytes=bytes_between(low.tensor_bytes, high.tensor_bytes),
-        kernel_variants=variants,
-        measured=False,
-        notes={**low.notes, "interpolated": f"batch {size}, linear between {below} and {above}"},
-    )
-
-
-def _alike(low: Trace, high: Trace) -> bool:
-    """Both run the same kernels on the same tensors."""
-    columns = (
-        "kernel_phase",
-        "tensor_kind",
-        "tensor_persistent",
-        "tensor_birth",
-        "tensor_death",
-        "movable",
-    )
-    variants = [[len(entry) for entry in trace.kernel_variants] for trace in (low, high)]
-    return (
-        low.kernel_name == high.kernel_name
-        and variants[0] == variants[1]
-        and all(np.array_equal(getattr(low, name), getattr(high, name)) for name in columns)
-        and all(
-            np.array_equal(one.starts, other.starts) and np.array_equal(one.values, other.values)
-            for one, other in ((low.inputs, high.inputs), (low.outputs, high.outputs))
-        )
-    )
-
-
-def _optimizer_s(trace: Trace, plan: Plan) -> float:
-    """Seconds of the optimizer's kernels: what all parts but one do without."""
-    time_s, _ = kernels_as_run(trace, plan.variants)
-    return float(time_s[trace.kernel_phase == PHASES.index("optimizer")].sum())
-
-
-def _warnings(trace: Trace, best: Candidate, batch: int) -> list[str]:
-    found = []
-    names = sorted({name for name in trace.kernel_name if "batchnorm" in name.lower().replace("_", "")})
-    if best.count > 1 and names:
-        found.append(
-            f"the step normalizes over the batch (`{names[0]}`): parts of {best.size} have statistics of "
-            f"{best.size} samples, not of {batch}, so that the result differs. Accumulating gradients "
-            "changes nothing else"
-        )
-    if best.interpolated:
-        found.append(
-            f"no trace of {best.size} samples was given: bytes and times are linear between two that were. "
-            f"Trace a micro-batch of {best.size} before you rely on the plan"
-        )
-    return found

@@ -10,7 +10,10 @@ move.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -28,6 +31,7 @@ from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.capture.slices import join, slices
 from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
+from penstock.core.trace import Variant
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.eviction_order import eviction_order
@@ -36,6 +40,8 @@ from penstock.runtime.output_bytes import Needs
 from penstock.runtime.recompute import Recomputation
 from penstock.runtime.schedule import Drop, Evict, Note, Prefetch, Recompute, Schedule
 from penstock.runtime.storages import DROPPED, LEAVING, ManagedStorage, Storages
+from penstock.runtime.variants import AS_TRACED, Cost, Costs, alternatives, as_traced, has_alternatives, named
+from penstock.runtime.variants import run as run_variant
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
@@ -73,8 +79,13 @@ class Clock(TorchDispatchMode):
         engine: CopyEngine,
         smallest_bytes: int,
         interrupts: Interrupts | None = None,
+        variants: bool = False,
     ) -> None:
         super().__init__()
+        self._costs = Costs(self._make_some_room, self._measured) if variants else None
+        self._ran = AS_TRACED  # the kernel that ran last, in a step that is recorded
+        self._known_costs: dict[str, Cost] = {}  # of that kernel
+        self.variants: Counter[str] = Counter()  # kernels of this step that ran as another algorithm
         self._interrupts = interrupts or Interrupts()
         engine.check_interrupt = self._interrupts.check
         self._device = device
@@ -159,6 +170,7 @@ class Clock(TorchDispatchMode):
             first = schedules[0] if schedules else None
             self._alternatives = schedules[1:]
             self._recording = recording
+            self.variants = Counter()
             self._kernels.watches = recording is not None
             self.storages.tells_all = recording is not None or not self._device.memory.in_arena
             self._kernels.begin_step(first)
@@ -332,18 +344,73 @@ class Clock(TorchDispatchMode):
         return Recomputation.state_before(facts, args, kwargs)
 
     def _note(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any, before: Any
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+        before: Any,
+        varies: bool,
     ) -> None:
+        if varies and self._ran != AS_TRACED:
+            operator = functools.partial(_run_as, self._ran, operator)
         with self._interrupts:
             schedule: Schedule | None = self._kernels.schedule
             need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
             self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
 
     def _begin_measuring(self) -> None:
+        self._ran = AS_TRACED
         self._device.begin_measuring()
 
     def _end_measuring(self) -> None:
         self._device.end_measuring()
+
+    # -- other algorithms ----------------------------------------------------------------------
+
+    def _run_variant(
+        self, name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """The kernel as the plan chose; as it is where the program gave it other arguments since."""
+        given = named(operator, args, kwargs)
+        if name not in alternatives(operator, given):
+            self._ran = AS_TRACED
+            return operator(*args, **(kwargs or {}))
+        result = run_variant(name, operator, given)
+        self._ran = name
+        self.variants[name] += 1
+        return result
+
+    def _run_otherwise(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, error: BaseException
+    ) -> Any:
+        """The kernel, which failed, as another algorithm, which may need less memory; None: none can run."""
+        if self._costs is None or not isinstance(error, RuntimeError) or not has_alternatives(operator):
+            return None
+        given = named(operator, args, kwargs)
+        for name in alternatives(operator, given):
+            with contextlib.suppress(RuntimeError):  # as torch's errors are, of every kind
+                return self._run_variant(name, operator, args, kwargs)
+        return None
+
+    def _try_variants(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+    ) -> None:
+        """Measure what the kernel that has just run could have run as instead. Nothing made is kept."""
+        self._known_costs = {}
+        self._workspace_bytes = self._device.workspace_bytes()
+        if self._costs is not None and has_alternatives(operator):
+            self._known_costs = self._costs.of(operator, named(operator, args, kwargs), result)
+
+    def _make_some_room(self, size_bytes: int) -> None:
+        with self._interrupts, self._lock:
+            self._engine.make_room(size_bytes, expected=True)
+
+    def _measured(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        self._device.begin_measuring()
+        result = call()
+        self._device.end_measuring()
+        return result, self._device.workspace_bytes()
 
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
         """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
@@ -512,17 +579,23 @@ class Clock(TorchDispatchMode):
         repeats = phase == 0 and facts.can_run_again
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
-        workspace_bytes = self._device.workspace_bytes()
+        workspace_bytes = self._workspace_bytes
+        time_s = ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0)
+        costs = self._known_costs
+        times_s = as_traced(costs, self._ran, time_s) if self._ran in costs else {AS_TRACED: time_s}
         recording.kernels.append(
             KernelRecord(
                 facts.name,
-                ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0),
+                times_s.pop(AS_TRACED),
                 inputs,
                 outputs,
-                workspace_bytes,
+                costs[AS_TRACED].workspace_bytes if self._ran in costs else workspace_bytes,
                 phase,
                 begun_s,
                 ended_s,
+                variants=tuple(
+                    Variant(name, time_s, costs[name].workspace_bytes) for name, time_s in times_s.items()
+                ),
             )
         )
         recording.in_memory_bytes.append(self._device.in_memory_bytes())
@@ -536,6 +609,10 @@ class Clock(TorchDispatchMode):
 
 
 skip_code(Clock.__torch_dispatch__.__code__)
+
+
+def _run_as(name: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return run_variant(name, operator, named(operator, args, kwargs))
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

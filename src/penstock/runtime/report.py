@@ -34,6 +34,9 @@ class Report:
     clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
     trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them
+    micro_batch             samples in each part of a batch, 0 where batches are not divided
+    micro_batches           parts of the latest batch
+    variants                kernels of the last step that ran as another algorithm, by its name
     moved_bytes_by_io_path  of the whole run, between memory and disk
     unavailable_transports  why I/O paths are missing, by transport
     """
@@ -60,6 +63,8 @@ class Report:
     steps: int
     profiled_steps: int
     trace_mismatches: int
+    micro_batch: int = 0
+    micro_batches: int = 0
     unplanned_accesses: int = 0
     clock_s: float = 0.0
     operators: int = 0
@@ -68,6 +73,7 @@ class Report:
     recompute_s: float = 0.0
     unrecomputed: int = 0
     endurance_bytes: int | None = None
+    variants: Mapping[str, int] = field(default_factory=dict)
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +153,13 @@ class Report:
             by_share = sorted(self.moved_bytes_by_io_path.items(), key=lambda item: -item[1])
             shares = ", ".join(f"{path} ({size_bytes / total_bytes:.0%})" for path, size_bytes in by_share)
             lines.append(f"  I/O paths: {shares}")
+        if self.variants:
+            shown = ", ".join(f"{count} {name}" for name, count in self.variants.items())
+            lines.append(f"  kernels that ran as another algorithm: {shown}")
+        if self.micro_batch:
+            lines.append(
+                f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last batch"
+            )
         if not self.direct_io:
             lines.append("  the disk's file system refuses direct I/O: files pass through the page cache too")
         for transport, why in self.unavailable_transports.items():

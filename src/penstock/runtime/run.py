@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
+from penstock.capture.roofline import measure_cpu
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -40,6 +42,7 @@ from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.micro_batches import NOTE, Splitter, Wanted, choose, data_sheet
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
@@ -102,6 +105,8 @@ def offload(
     endurance: int | str | None = None,
     compress: bool = True,
     recompute: bool = True,
+    micro_batch: Wanted = None,
+    variants: bool = False,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -145,6 +150,12 @@ def offload(
     recompute       plans may drop what a kernel made, and run the kernel again before it is needed, where
                     that is faster than moving it
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
+    micro_batch     samples in each part into which `Offload.micro_batches` divides a batch, or "auto": the
+                    size that is predicted to be fastest, found for the first batch. Results then differ in
+                    the last bits from those of whole batches. None: they are not divided, but where the
+                    plan is for a step that divides them
+    variants        the first steps measure other algorithms of PyTorch for convolutions, attention and
+                    products, and plans may choose them: the report names them. They give other bits
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
     """
@@ -169,6 +180,8 @@ def offload(
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
             compress=compress,
             recompute=recompute,
+            micro_batch=micro_batch,
+            variants=variants,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -238,8 +251,18 @@ class Offload:
         endurance_bytes: int | None,
         compress: bool,
         recompute: bool,
+        micro_batch: Wanted,
+        variants: bool,
     ) -> None:
         require_policy(policy)
+        planned = int(plan.trace.notes.get(NOTE, 0)) if plan is not None and plan.trace is not None else 0
+        if planned and micro_batch not in (None, planned):
+            raise InvalidArgument(
+                f"the plan is for micro-batches of {planned} samples, and micro_batch is {micro_batch!r}: "
+                "leave one of them out"
+            )
+        micro_batch = planned or micro_batch
+        self._splitter = Splitter(micro_batch)
         _require_torch()
         if _open:
             raise InvalidArgument(
@@ -252,9 +275,12 @@ class Offload:
             )
         _lingering[:] = [run for run in _lingering if not run._settle()]
         self._budget_bytes = device_budget_bytes
+        self._policy = policy
         self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
+        if on_cpu and micro_batch == "auto":
+            measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
         self._resident_before_bytes = resident.resident_bytes() - (
             _bytes_of(model, optimizer) if on_cpu else 0
@@ -293,7 +319,7 @@ class Offload:
             self._engine.tier = self._device.tier
             self._device.engine = self._engine
             self._interrupts = Interrupts()
-            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
+            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
             self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses, recompute)
             self.timeline: Timeline | None = None
             self._in_step = False
@@ -344,6 +370,7 @@ class Offload:
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True
+        inspection = self._splitter.begin_step()
         try:
             with self._interrupts:
                 self._swapped_before_bytes = self._swapped_bytes()
@@ -355,12 +382,56 @@ class Offload:
         except BudgetTooSmall as error:
             raise error from None  # it says all that the allocator's own error does
         finally:
+            inspection.close()
             with self._interrupts:
                 step_s = time.perf_counter() - begun_s
                 followed = self._clock.followed
                 self._clock.end_step()
                 self._in_step = False
         self._finish_step(kind, followed, recording, begun_s, step_s)
+
+    def micro_batches(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[Any]:
+        """The parts of a batch, to accumulate gradients over. Inside a step::
+
+            for part in run.micro_batches(batch, loss):
+                (loss(part) * part.weight).backward()
+            optimizer.step()
+
+        A part is of the batch's own type, and ``part.weight`` its share of the samples: gradients add up to
+        those of the mean over the batch. Where `offload` was given no micro_batch, there is one part. What
+        makes the results differ by more than the last bits, such as batch normalization, is logged once.
+
+        batch   a tensor, or a tuple, list, mapping or dataclass of tensors, nested if need be, whose first
+                dimension counts the samples
+        loss    needed for micro_batch="auto": it is traced, without running it, for parts of several sizes
+
+        Raises InvalidArgument where the batch cannot be divided so, and BudgetTooSmall where not even one
+        sample fits.
+        """
+
+        def chosen_size(batch: Any, samples: int) -> int:
+            if loss is None:
+                raise InvalidArgument(
+                    'micro_batch="auto" traces the loss of several sizes before it decides: give it, as in '
+                    "run.micro_batches(batch, loss), or give micro_batch as a number"
+                )
+            chosen = choose(
+                loss,
+                batch,
+                self.hardware,
+                self._budget_bytes,
+                self._policy,
+                device=data_sheet(self._device_name),
+            )
+            logger.info(
+                "batches of %d samples are divided into micro-batches of %d; moDNN's equation 8 says %d",
+                samples,
+                chosen.size,
+                chosen.working_set_size,
+            )
+            return chosen.size
+
+        return self._splitter.parts(batch, chosen_size)
 
     def _finish_step(
         self,
@@ -391,7 +462,7 @@ class Offload:
             return
         if not recording.kernels:
             return
-        notes = {"device": str(self._device_name), "torch": str(torch.__version__)}
+        notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
         if entry is not None and not entry.has_grown(int(trace.tensor_bytes.sum())):
             self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
@@ -423,6 +494,11 @@ class Offload:
     @property
     def plan(self) -> Plan | None:
         return self._kinds.plan
+
+    @property
+    def micro_batch(self) -> Wanted:
+        """Samples in each part of a batch; "auto" until that is chosen; None where batches stay whole."""
+        return self._splitter.size or self._splitter.wanted
 
     @property
     def io_paths(self) -> tuple[str, ...]:
@@ -485,6 +561,9 @@ class Offload:
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._kinds.recorded,
+            variants=dict(self._clock.variants),
+            micro_batch=self._splitter.size,
+            micro_batches=self._splitter.count,
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
         )

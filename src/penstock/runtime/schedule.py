@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.core import plan as core
 from penstock.core.columns import IntArray, Lists
-from penstock.core.memory_profile import resident_bytes
+from penstock.core.memory_profile import kernels_as_run, resident_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -85,6 +85,7 @@ class Schedule:
     persistent      [T] the tensor is there again in the next iteration
     tensor_bytes    [T] sizes in the trace
     is_still        it is planned, and nothing moves
+    variants        [K] names of what kernels run as, "" as traced; empty where all do
     """
 
     names: tuple[str, ...]
@@ -96,6 +97,7 @@ class Schedule:
     persistent: tuple[bool, ...]
     tensor_bytes: tuple[int, ...]
     is_still: bool = False
+    variants: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> int:
@@ -123,7 +125,7 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
-    needed = resident_bytes(trace, plan.evictions, plan.recomputations)
+    needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
     evictions = list(_with_room(trace, plan, plan.device_budget_bytes - needed))
     for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
@@ -151,8 +153,14 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
         before[entry.begin % count].append(Drop(entry.tensor))
     for entry in plan.recomputations:
         before[entry.end % count].append(Recompute(entry.tensor))
-    made = unplanned(trace, before, away)
-    return replace(made, is_still=not made.away_at_start and not any(made.before))
+    _, workspace = kernels_as_run(trace, plan.variants)
+    made = unplanned(replace(trace, kernel_workspace_bytes=workspace), before, away)
+    variants = tuple(
+        trace.kernel_variants[kernel][variant].name if variant >= 0 else ""
+        for kernel, variant in enumerate(plan.variants)
+    )
+    is_still = not made.away_at_start and not any(made.before) and not any(variants)
+    return replace(made, is_still=is_still, variants=variants if any(variants) else ())
 
 
 def _with_room(trace: Trace, plan: Plan, free: IntArray) -> Iterator[core.Evict]:
@@ -247,9 +255,6 @@ def _refuse(plan: Plan, compresses: bool) -> None:
     if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
         what.append(f"compress tensors ({', '.join(codecs)})")
         options.append("--compress")
-    if any(variant >= 0 for variant in plan.variants):
-        what.append("choose kernel variants")
-        options.append("--variants")
     if what:
         raise InvalidArgument(
             f"this plan asks to {' and to '.join(what)}, which a run on this device cannot carry out: "

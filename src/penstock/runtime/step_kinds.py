@@ -18,6 +18,7 @@ from penstock.planners import plan as make_plan
 from penstock.runtime import resident
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Schedule, schedule, unplanned
+from penstock.runtime.variants import RUNNERS
 
 # Planning takes no longer than so many steps of the trace, within these limits.
 PLANNING_STEPS = 5.0
@@ -84,7 +85,13 @@ class StepKinds:
         self.minimum_bytes = 0
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
-        return schedule(trace, plan, self._compresses)
+        made = schedule(trace, plan, self._compresses)
+        if unknown := {name for name in made.variants if name} - RUNNERS.keys():
+            raise InvalidArgument(
+                f"this plan runs kernels as {', '.join(sorted(unknown))}, which no run can choose: it "
+                f"knows {', '.join(RUNNERS)}. Plan for a trace that was recorded by a run with variants=True"
+            )
+        return made
 
     def take(self, plan: Plan) -> None:
         """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan."""
@@ -147,8 +154,9 @@ class StepKinds:
         if kind is None:
             if len(known) < MOST_KINDS:
                 self._wanted.discard(name)
-                # The step that makes the optimizer's state is not seen again.
-                known.insert(0, self._planned(trace, None, wait=not known and _makes_state(recording)))
+                # The step that makes the optimizer's state is not seen again. The user's own plan goes first.
+                made = self._planned(trace, None, wait=not known and _makes_state(recording))
+                known.insert(int(bool(known) and known[0].fixed), made)
                 if self.plan is None:
                     self._follow(known[0])
             return False
@@ -185,7 +193,7 @@ class StepKinds:
             times_s = before.trace.kernel_time_s, trace.kernel_time_s
             fastest_s = np.minimum(*times_s)
             step_s = min(float(kernels_s.sum()) for kernels_s in times_s)
-            trace = replace(trace, kernel_time_s=fastest_s * (step_s / max(float(fastest_s.sum()), 1e-9)))
+            trace = trace.with_times(fastest_s * (step_s / max(float(fastest_s.sum()), 1e-9)))
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS)
         try:

@@ -1,0 +1,284 @@
+"""A batch in parts whose gradients add up to the batch's, and how many samples a part should have."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from penstock.capture.datasheets import DATA_SHEETS
+from penstock.capture.tracer import FakeTensorMode, trace
+from penstock.core.hardware import Hardware
+from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
+from penstock.planners.microbatch import MicroBatch, choose_micro_batch
+
+Wanted = int | Literal["auto"] | None
+Loss = Callable[[Any], torch.Tensor]
+
+NOTE = "micro_batch"  # of a trace: samples in a part
+SLOWEST_GPU = "v100"  # whose times are taken for a GPU without a data sheet
+
+logger = logging.getLogger("penstock")
+
+
+class Splitter:
+    """Divides the batches of a run.
+
+    wanted   samples of a part, "auto" to choose that for the first batch, None not to divide
+
+    size     samples of a part, 0 where that is not known or batches are not divided
+    count    parts of the latest batch
+
+    Raises InvalidArgument where ``wanted`` is something else.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
+        if wanted not in (None, "auto") and not is_number:
+            raise InvalidArgument(
+                f'a micro_batch of {wanted!r} is not one: give 1 or more samples, or "auto"'
+            )
+        self.wanted = wanted
+        self.size = wanted if isinstance(wanted, int) else 0
+        self.count = 0
+        self._most = 0  # samples of a batch so far
+        self._inspects = wanted is not None
+        self._inexact = InexactOperators()
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """For traces of steps."""
+        return {NOTE: str(self.size)} if self.size else {}
+
+    def begin_step(self) -> contextlib.ExitStack:
+        """A step begins: close the result when it ends. The first one that divides a batch is inspected."""
+        stack = contextlib.ExitStack()
+        if self._inspects:
+            self.count = 0
+            stack.callback(self._warn)
+            stack.enter_context(self._inexact)
+        return stack
+
+    def _warn(self) -> None:
+        """Say what makes the sum of gradients inexact."""
+        self._inspects = not self.count
+        if self.count > 1:
+            for what in self._inexact.found:
+                logger.warning("micro-batches of %d samples give other results: %s", self.size, what)
+
+    def parts(self, batch: Any, choose: Callable[[Any, int], int]) -> Iterator[Any]:
+        """The parts of the batch. ``choose`` gives the size, from a batch and the number of its samples."""
+        count = samples(batch)
+        if self.wanted == "auto" and not self.size:
+            self.size = choose(batch, count)
+        self._most = max(self._most, count)
+        if self.size > self._most:
+            raise InvalidArgument(
+                f"a micro-batch of {self.size} samples is larger than the batch, which has {count}: give "
+                f"{count} or fewer"
+            )
+        size = min(self.size or count, count)  # the last batch of an epoch may be smaller
+        self.count = -(-count // size)
+        return parts(batch, size)
+
+
+def samples(batch: Any) -> int:
+    """How many samples a batch has: the first dimension of its tensors. Raises InvalidArgument."""
+    sizes = dict.fromkeys(len(leaf) for leaf in _leaves(batch) if _is_array(leaf))
+    if not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in _leaves(batch)):
+        raise InvalidArgument(
+            f"a batch of type {type(batch).__name__} has no tensor to divide: give a tensor, or a tuple, "
+            "list, mapping or dataclass of tensors whose first dimension counts samples"
+        )
+    if len(sizes) > 1:
+        raise InvalidArgument(
+            f"the tensors of the batch have first dimensions of {' and '.join(map(str, sizes))}: it has to "
+            "be the number of samples in all of them. Give what all samples share to the loss in another way"
+        )
+    (count,) = sizes
+    if not count:
+        raise InvalidArgument("the batch has no samples: leave empty batches out")
+    return count
+
+
+def parts(batch: Any, size: int) -> Iterator[Any]:
+    """Parts of ``size`` samples, of the batch's own type; the last one may be smaller.
+
+    Tensors and arrays are divided by their first dimension, and so are lists of as many other things, such as
+    names. What else is in the batch comes with every part. ``part.weight`` is the part's share of samples.
+    """
+    count = samples(batch)
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
+        yield _part(batch, begin, end, count, weight=(end - begin) / count)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+
+
+def _part(value: Any, begin: int, end: int, count: int, weight: float | None = None) -> Any:
+    """The samples from ``begin`` to ``end``; with a weight, where one is given."""
+
+    def inner(item: Any) -> Any:
+        return _part(item, begin, end, count)
+
+    made: Any
+    kind: Any = type(value) if weight is None else _weighted(type(value))  # type: ignore[arg-type]
+    if _is_array(value):
+        made = value[begin:end]
+    elif isinstance(value, tuple):
+        made = tuple.__new__(kind, map(inner, value))
+    elif isinstance(value, list):
+        whole = len(value) == count and not any(map(_is_array, _leaves(value)))
+        made = kind(value[begin:end] if whole else map(inner, value))
+    elif isinstance(value, dict) and not type(value).__dictoffset__:
+        made = (dict if weight is None else _weighted(dict))((k, inner(item)) for k, item in value.items())
+    elif isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = inner(item)  # type: ignore[index]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = object.__new__(kind)
+        for name, item in getattr(value, "__dict__", {}).items():
+            object.__setattr__(made, name, item)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, inner(getattr(value, field.name)))
+    else:
+        made = value
+    if weight is not None:
+        set_attribute = object.__setattr__ if dataclasses.is_dataclass(made) else setattr
+        set_attribute(made, "weight", weight)
+    return made
+
+
+@cache
+def _weighted(kind: Any) -> Any:
+    """A type like ``kind`` whose instances have room for a weight."""
+    fields = getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ())
+    if "weight" in fields:
+        raise InvalidArgument(
+            f"batches of type {kind.__name__} have a field `weight`, and `part.weight` is the part's share "
+            "of the samples: give the field another name, or batches as a dict"
+        )
+    if not kind.__dictoffset__:
+        return type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    return kind
+
+
+# -- how many samples ------------------------------------------------------------------------------
+
+
+def choose(
+    loss: Loss,
+    batch: Any,
+    hardware: Hardware,
+    budget_bytes: int,
+    policy: str,
+    *,
+    device: str = "cpu",
+    mode: FakeTensorMode | None = None,
+) -> MicroBatch:
+    """How to divide the batch. The loss of parts of several sizes is traced without running it.
+
+    device   as in `penstock.trace`
+    mode     the fake mode that the model was built in, if it was
+
+    Raises what `penstock.trace` and `choose_micro_batch` raise.
+    """
+    count = samples(batch)
+
+    def trace_of(size: int) -> Trace:
+        part = next(parts(batch, size))
+
+        def step() -> None:
+            (loss(part) * part.weight).backward()
+
+        # All of the batch makes its gradients; parts, but for the first, add to those of the parts before.
+        warmup = int(size < count)
+        try:
+            # Compiled for fake tensors, regions would be compiled again for real ones.
+            with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
+                return trace(step, device=device, warmup=warmup, mode=mode)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error}; or give micro_batch as a number") from error
+        except (ValueError, RuntimeError) as error:  # such as batch normalization of a single value
+            raise InvalidArgument(
+                f"the loss cannot be traced for {size} samples: {error}. Give micro_batch as a number"
+            ) from error
+
+    return choose_micro_batch(trace_of, hardware, count, budget_bytes, policy)
+
+
+def data_sheet(device: torch.device) -> str:
+    """The device to estimate times for, as `penstock.trace` names it."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return next((sheet for sheet in DATA_SHEETS if sheet in name), SLOWEST_GPU)
+
+
+# -- what parts cannot give ------------------------------------------------------------------------
+
+
+class InexactOperators(TorchDispatchMode):
+    """Notes what makes the gradients of parts others than the whole batch's, while it is entered."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if torch._C._current_autograd_node() is None and (schema := getattr(operator, "_schema", None)):
+            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+            self.found.update(dict.fromkeys(_inexact(schema.name, given | (kwargs or {}), result)))
+        return result
+
+
+def _inexact(name: str, given: Mapping[str, Any], result: Any) -> Iterable[str]:
+    if "batch_norm" in name and given.get("training", "with_update" in name):
+        yield "batch normalization in training mode takes its statistics from the samples of each part"
+    if given.get("reduction") == 2:
+        yield (
+            f"`{name}` adds up over the samples, and `part.weight` is for means: leave the weight out for it"
+        )
+    if "nll_loss" in name and given.get("reduction") == 1:
+        with _disable_current_modes():
+            is_mean = float(result[1]) == given["target"].numel()
+        if not is_mean:
+            yield (
+                f"`{name}` is a mean over targets that are not ignored, or weighted ones, of which parts "
+                "have unequal shares"
+            )

@@ -1,0 +1,252 @@
+"""Other algorithms that PyTorch has for a kernel: which there are, how one runs, and what it costs here.
+
+Each gives the result of the kernel in the same layout, in other bits: those that PyTorch gives under the
+settings of torch.backends and torch.nn.attention that the names stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.capture.operators import describe, tensors_in
+from penstock.errors import PenstockError
+
+AS_TRACED = ""
+TIMES = 2  # each is run so often, and the best time counts
+NOISE = 0.05  # of a time: what is no difference
+
+Arguments = Mapping[str, Any]
+
+
+class Cost(NamedTuple):
+    """Measured, with what the kernel reads in the caches."""
+
+    time_s: float
+    workspace_bytes: int
+
+
+# -- how each runs ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _switched(read: Callable[[], bool], write: Callable[[bool], None], on: bool) -> Iterator[None]:
+    before = read()
+    write(on)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def _onednn(on: bool) -> contextlib.AbstractContextManager[None]:
+    """As torch.backends.mkldnn.flags(enabled=on), without its warnings."""
+    return _switched(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, on)
+
+
+def _cudnn(on: bool) -> contextlib.AbstractContextManager[None]:
+    return _switched(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, on)
+
+
+def _deterministic_cudnn(on: bool) -> contextlib.AbstractContextManager[None]:
+    return _switched(torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, on)
+
+
+def _math_attention(operator: Any, given: Arguments) -> Any:
+    """As under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in the layout of the fused kernel."""
+    inputs = given["query"], given["key"], given["value"]
+    causal, scale = given["is_causal"], given["scale"]
+
+    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+        attend = torch.ops.aten._scaled_dot_product_attention_math.default
+        output: torch.Tensor = attend(*tensors, None, 0.0, causal, scale=scale)[0]
+        return output
+
+    made: Sequence[torch.Tensor]
+    if "grad_out" in given:
+        with _autograd():
+            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            made = torch.autograd.grad(attention(*leaves), leaves, given["grad_out"])
+    else:
+        query, key, _ = inputs
+        made = attention(*inputs), _log_sum_exp(query, key, causal, scale)
+    shapes = operator(**{name: _shape_only(value) for name, value in given.items()})
+    return tuple(_laid_out(tensor, shape) for tensor, shape in zip(made, shapes, strict=True))
+
+
+def _log_sum_exp(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+    """[batch, head, query] what the fused kernel's backward reads."""
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query.float() * factor, key.float().transpose(-2, -1))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
+    return torch.logsumexp(scores, dim=-1)
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Record for autograd, which PyTorch does not do below a dispatch mode."""
+    keys = torch._C.DispatchKey
+    without_autocast = torch._C.DispatchKeySet(keys.AutocastCPU) | torch._C.DispatchKeySet(keys.AutocastCUDA)
+    with _disable_current_modes():
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, without_autocast), torch.enable_grad():
+            yield
+
+
+def _shape_only(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _laid_out(tensor: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    if tensor.stride() == shape.stride() and tensor.dtype is shape.dtype:
+        return tensor
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=tensor.device).copy_(
+        tensor
+    )
+
+
+def _under(setting: contextlib.AbstractContextManager[None], operator: Any, given: Arguments) -> Any:
+    with setting:
+        return operator(**given)
+
+
+# What a plan may name, and how it runs.
+RUNNERS: dict[str, Callable[[Any, Arguments], Any]] = {
+    "without oneDNN": lambda operator, given: _under(_onednn(False), operator, given),
+    "with oneDNN": lambda operator, given: _under(_onednn(True), operator, given),
+    "without cuDNN": lambda operator, given: _under(_cudnn(False), operator, given),
+    "deterministic cuDNN": lambda operator, given: _under(_deterministic_cudnn(True), operator, given),
+    "math attention": _math_attention,
+}
+
+
+# -- which there are -------------------------------------------------------------------------------
+
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_ATTENTIONS = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+_OPERATORS = frozenset((*_CONVOLUTIONS, *_PRODUCTS, *_ATTENTIONS))
+_ARM = platform.machine() in ("aarch64", "arm64")
+
+
+def alternatives(operator: Any, given: Arguments) -> list[str]:
+    """Names in RUNNERS of what this kernel can run as instead."""
+    name = describe(operator).name
+    tensor = next(tensors_in(list(given.values())), None)
+    if tensor is None:
+        return []
+    if name in _ATTENTIONS:
+        query, key = given["query"], given["key"]
+        plain = not given["dropout_p"] and given["attn_mask"] is None and query.shape[1] == key.shape[1]
+        return ["math attention"] * plain
+    if tensor.device.type == "cuda":
+        if name not in _CONVOLUTIONS or not torch._C._get_cudnn_enabled():
+            return []
+        return ["without cuDNN"] + ["deterministic cuDNN"] * (not torch._C._get_cudnn_deterministic())
+    if tensor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return []
+    # Products of 32 bits are MKL's where there is MKL.
+    if name in _CONVOLUTIONS or tensor.dtype in (torch.bfloat16, torch.float16) or _ARM:
+        return ["without oneDNN" if torch._C._get_mkldnn_enabled() else "with oneDNN"]
+    return []
+
+
+def has_alternatives(operator: Any) -> bool:
+    """Whether some kernels of this operator have any."""
+    return describe(operator).name in _OPERATORS
+
+
+def named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that were left out."""
+    schema = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
+    return given | (kwargs or {})
+
+
+def run(name: str, operator: Any, given: Arguments) -> Any:
+    """The kernel as the alternative of this name."""
+    return RUNNERS[name](operator, given)
+
+
+# -- what each costs -------------------------------------------------------------------------------
+
+
+class Costs:
+    """Costs of kernels and their alternatives, each shape of each operator measured once.
+
+    make_room      so many bytes are wanted beside what is there
+    measured       calls what it is given, and gives its result and the bytes that lived during it only
+    """
+
+    def __init__(
+        self,
+        make_room: Callable[[int], None],
+        measured: Callable[[Callable[[], Any]], tuple[Any, int]],
+    ) -> None:
+        self._make_room = make_room
+        self._measured = measured
+        self._known: dict[Any, dict[str, Cost]] = {}
+
+    def of(self, operator: Any, given: Arguments, result: Any) -> dict[str, Cost]:
+        """By name, AS_TRACED among them; empty where the kernel can run in one way only.
+
+        result   of the kernel, which others must have the layout of
+        """
+        if not (names := alternatives(operator, given)):
+            return {}
+        key = (operator, *names, *map(_signature, given.values()))
+        if key not in self._known:
+            runs = {name: partial(run, name, operator, given) for name in names}
+            runs[AS_TRACED] = partial(operator, **given)
+            found = {name: cost for name, call in runs.items() if (cost := self._cost(call, result))}
+            self._known[key] = found if AS_TRACED in found and len(found) > 1 else {}
+        return self._known[key]
+
+    def _cost(self, call: Callable[[], Any], result: Any) -> Cost | None:
+        """None where it cannot run here, or gives another layout."""
+        layout = _signature(result)
+        times_s: list[float] = []
+        workspace_bytes = 0
+        try:
+            for _ in range(TIMES):
+                self._make_room(sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(result)))
+                begun_s = time.perf_counter()
+                made, workspace_bytes = self._measured(call)
+                times_s.append(time.perf_counter() - begun_s)
+                if _signature(made) != layout:
+                    return None
+                del made
+        except (RuntimeError, MemoryError, PenstockError):  # it does not fit, or does not support this
+            return None
+        return Cost(min(times_s), workspace_bytes)
+
+
+def as_traced(costs: Mapping[str, Cost], chosen: str, time_s: float) -> dict[str, float]:
+    """Seconds by name, for a kernel that took ``time_s`` as ``chosen``: what differs by noise does not."""
+    base_s = costs[AS_TRACED].time_s
+    ratios = {name: cost.time_s / base_s for name, cost in costs.items()}
+    ratios = {name: 1.0 if abs(ratio - 1) <= NOISE else ratio for name, ratio in ratios.items()}
+    return {name: time_s * ratio / ratios[chosen] for name, ratio in ratios.items()}
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    return value
