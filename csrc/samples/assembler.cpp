@@ -18,8 +18,15 @@ constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go toge
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
 bool contains(const Extent& outer, const Extent& inner) {
-  return inner.member == outer.member && inner.node == outer.node && inner.offset >= outer.offset &&
+  return inner.partition == outer.partition && inner.data_file == outer.data_file &&
+         inner.offset >= outer.offset &&
          inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
+}
+
+// Whether a sample comes with a body. The chunk's checksum speaks for its own samples only: the entry of
+// another one that leads into it is damaged.
+bool holds(const Body& body, std::uint64_t sample, const Extent& extent) {
+  return sample - body.first < body.count && contains(body.extent, extent);
 }
 
 }  // namespace
@@ -92,7 +99,7 @@ bool Assembler::plan(std::size_t samples) {
       if (body_of(*planned.source, chunk).extent.size_bytes > 0) load(*planned.source, chunk);
     }
     planned.alone = planned.extent.size_bytes > 0 &&
-                    (planned.source == nullptr || !contains(planned.source->body.extent, planned.extent));
+                    (planned.source == nullptr || !holds(planned.source->body, pick.sample, planned.extent));
     alone_ += planned.alone;
     planned_bytes_ += planned.extent.size_bytes;
     planned_.push_back(planned);
