@@ -270,31 +270,53 @@ class ChunkOrder final : public Order {
   std::size_t rank_ = 0;
 };
 
-// All chunks with samples.
-std::vector<Item> items_of(std::span<const std::uint64_t> firsts) {
-  if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
-  if (!std::is_sorted(firsts.begin(), firsts.end())) refuse("the first samples of the chunks do not ascend");
-  std::vector<Item> items;
-  items.reserve(firsts.size() - 1);
-  for (std::size_t chunk = 0; chunk + 1 < firsts.size(); ++chunk)
-    if (const auto count = firsts[chunk + 1] - firsts[chunk]; count > 0)
-      items.push_back({chunk, firsts[chunk], count, 0, count});
-  return items;
-}
+// What an epoch is divided from: all chunks with samples, or what earlier segments left of them.
+class Pool {
+ public:
+  explicit Pool(std::span<const std::uint64_t> firsts) : firsts_(firsts) {
+    if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
+    if (!std::is_sorted(firsts.begin(), firsts.end()))
+      refuse("the first samples of the chunks do not ascend");
+    samples_ = firsts.back();
+    if (std::adjacent_find(firsts.begin(), firsts.end()) == firsts.end()) return;
+    all_ = false;
+    for (std::size_t chunk = 0; chunk + 1 < firsts.size(); ++chunk)
+      if (const auto item = whole(chunk); item.count > 0) items_.push_back(item);
+  }
+  explicit Pool(std::vector<Item> items) : all_(false), items_(std::move(items)) {
+    for (const auto& item : items_) samples_ += item.until - item.from;
+  }
+
+  std::uint64_t samples() const { return samples_; }
+  std::size_t size() const { return all_ ? firsts_.size() - 1 : items_.size(); }
+  Item operator[](std::size_t i) const { return all_ ? whole(i) : items_[i]; }
+  void prefetch(std::size_t i) const {
+    __builtin_prefetch(all_ ? static_cast<const void*>(&firsts_[i]) : static_cast<const void*>(&items_[i]));
+  }
+
+ private:
+  Item whole(std::size_t chunk) const {
+    const auto count = firsts_[chunk + 1] - firsts_[chunk];
+    return {chunk, firsts_[chunk], count, 0, count};
+  }
+
+  std::span<const std::uint64_t> firsts_;
+  std::uint64_t samples_ = 0;
+  bool all_ = true;  // no chunk is without samples, and nothing was taken: there may be very many
+  std::vector<Item> items_;
+};
 
 // The items in random order, cut into equal shares: replicas, which are asked for in ascending order.
 class Division {
  public:
-  Division(const std::vector<Item>& pool, std::uint64_t key, std::uint64_t replicas)
-      : pool_(pool), permutation_(pool.size(), key), replicas_(replicas) {
-    for (const auto& item : pool) samples_ += item.until - item.from;
-  }
+  Division(const Pool& pool, std::uint64_t key, std::uint64_t replicas)
+      : pool_(pool), permutation_(pool.size(), key), replicas_(replicas) {}
 
   std::vector<Item> share(std::uint64_t replica) {
     std::vector<Item> items;
     items.reserve(static_cast<std::size_t>(pool_.size() / replicas_ + 2));
-    const auto begin = share_begin(samples_, replicas_, replica);
-    const auto end = share_begin(samples_, replicas_, replica + 1);
+    const auto begin = share_begin(pool_.samples(), replicas_, replica);
+    const auto end = share_begin(pool_.samples(), replicas_, replica + 1);
     while (passed_ < end) {
       if (item_.from == item_.until) item_ = pool_[next()];
       const auto before = begin - std::min(begin, passed_);
@@ -315,13 +337,16 @@ class Division {
       permutation_.apply(block_);
       drawn_ += block_.size();
       at_ = 0;
+      for (std::size_t i = 0; i < std::min(kFetched, block_.size()); ++i) pool_.prefetch(block_[i]);
     }
+    if (at_ + kFetched < block_.size()) pool_.prefetch(block_[at_ + kFetched]);
     return block_[at_++];
   }
 
-  const std::vector<Item>& pool_;
+  static constexpr std::size_t kFetched = 16;
+  const Pool& pool_;
   Permutation permutation_;
-  std::uint64_t replicas_, samples_ = 0, passed_ = 0, drawn_ = 0;  // passed: samples; drawn: items
+  std::uint64_t replicas_, passed_ = 0, drawn_ = 0;  // passed: samples; drawn: items
   Item item_{};                                     // the part of it that is not passed
   std::vector<std::uint64_t> block_;
   std::size_t at_ = 0;
@@ -347,7 +372,7 @@ std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch) {
 
 std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const Epoch& epoch) {
   check(epoch, 1);
-  auto pool = items_of(firsts);
+  Pool pool(firsts);
   for (std::size_t generation = 0; generation < epoch.after.size(); ++generation) {
     const auto& segment = epoch.after[generation];
     const Keys keys(epoch, generation);
@@ -358,7 +383,7 @@ std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const 
       order.skip(taken_of(segment, replica, order.size()));
       std::move(order).leave(left);
     }
-    pool = std::move(left);
+    pool = Pool(std::move(left));
   }
   const Keys keys(epoch, epoch.after.size());
   Division division(pool, keys.items, epoch.replicas);
