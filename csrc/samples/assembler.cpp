@@ -86,7 +86,7 @@ bool Assembler::plan(std::size_t samples) {
   for (std::size_t i = 0; i < picks_.size(); ++i) {
     const auto& pick = picks_[i];
     if (i + kFoundAhead < picks_.size()) catalog.prefetch(picks_[i + kFoundAhead].sample);
-    Planned planned{{}, nullptr, pick.last};
+    auto& planned = planned_.emplace_back(Extent{}, nullptr, pick.last);  // not copied: the copy would wait
     // Samples of an epoch are different ones: together they are no larger than the store.
     const bool found = catalog.find(pick.sample, planned.extent) &&
                        planned.extent.size_bytes <= catalog.size_bytes() - planned_bytes_;
@@ -103,7 +103,6 @@ bool Assembler::plan(std::size_t samples) {
                     (planned.source == nullptr || !holds(planned.source->body, pick.sample, planned.extent));
     alone_ += planned.alone;
     planned_bytes_ += planned.extent.size_bytes;
-    planned_.push_back(planned);
   }
   return !planned_.empty();
 }
