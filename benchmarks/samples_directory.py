@@ -116,7 +116,7 @@ class Columns:
     """A store's directory, names and anchors in memory, of samples of no bytes."""
 
     def __init__(self, samples: int) -> None:
-        builder = _native.SampleBuilder(CHUNK_BYTES, layout.NODE_BYTES)
+        builder = _native.SampleBuilder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
         self.parts: dict[str, list[bytes]] = {}
         for begin in range(0, samples, 1_000_000):
             names = names_of(begin, min(begin + 1_000_000, samples))
@@ -125,7 +125,7 @@ class Columns:
             self.keep(builder.take())
         builder.finish()
         self.keep(builder.take())
-        self.nodes = builder.nodes
+        self.data_files = builder.data_files
         self.directory = self.column("directory", np.uint64).reshape(-1, 2)
         self.names = self.column("names", np.uint8)
         self.anchors = self.column("anchors", np.uint64)
@@ -165,7 +165,7 @@ def measure_build(options: argparse.Namespace, _folder: Path) -> list[dict[str, 
 
 def build(samples: int, size_bytes: int, data: np.ndarray) -> dict[str, float]:
     """Seconds to make all pieces of a store, and its lookup. What would go to data files is let go."""
-    builder = _native.SampleBuilder(CHUNK_BYTES, layout.NODE_BYTES)
+    builder = _native.SampleBuilder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
     kept: dict[str, list[bytes]] = {"directory": [], "names": [], "anchors": []}
     pieces_s = 0.0
     for begin in range(0, samples, TAKE_SAMPLES):
@@ -240,7 +240,7 @@ def measure_in_python(samples: int, lookups: int, options: argparse.Namespace) -
     row("penstock", "one", per_sample, lambda: [find_one(name) for name in single])
     row("penstock", "many", per_sample, lambda: find_in_calls(names, flat, ends))
 
-    keys = columns.directory[:, 0]  # node 0: the place is the key
+    keys = columns.directory[:, 0]  # data file 0: the place is the key
     order = np.argsort(keys)
     sorted_keys, wanted_keys = keys[order], keys[wanted]  # hashing is left out, in its favour
     row("numpy.searchsorted", "many", 16, lambda: order[np.searchsorted(sorted_keys, wanted_keys)])
@@ -290,14 +290,15 @@ def write_store(folder: Path, samples: int) -> int:
     }
     for name, content in contents.items():
         content.tofile(folder / name)
-    (folder / layout.data_file(0)).write_bytes(bytes(CHUNK_BYTES))
+    (folder / layout.data_file_name(0)).write_bytes(bytes(CHUNK_BYTES))
     sums = {name: manifest.FileSum(size_bytes=c.nbytes, crc32c=crc32c(c)) for name, c in contents.items()}
-    nodes = tuple(
-        manifest.NodeFile(samples=count, chunks=chunks, size_bytes=size_bytes)
-        for count, chunks, size_bytes in columns.nodes
+    data_files = tuple(
+        manifest.DataFile(samples=count, chunks=chunks, size_bytes=size_bytes)
+        for count, chunks, size_bytes in columns.data_files
     )
     manifest.write(
-        manifest.StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, nodes=nodes, files=sums), folder
+        manifest.StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, data_files=data_files, files=sums),
+        folder,
     )
     return sum(content.nbytes for content in contents.values())
 

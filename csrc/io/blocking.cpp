@@ -75,9 +75,11 @@ bool BlockingIo::next(Result& result) {
 }
 
 void BlockingIo::wake() {
-  const std::lock_guard lock(mutex_);
-  woken_ = true;
-  woken_up_.notify_one();
+  {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+  }
+  woken_up_.notify_one();  // who wakes up need not wait for the lock
 }
 
 int move_at_once(const Operation& operation) {

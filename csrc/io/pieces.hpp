@@ -35,6 +35,8 @@ struct Piece {
   std::uint64_t data_begin, data_end;
 };
 
+inline constexpr std::uint64_t kCutBytes = 4096;
+
 // In order of the file. Together their data is the request, once each. `slot_bytes` bounds staged pieces; neither
 // bound is below the alignment.
 inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes, std::uint64_t slot_bytes) {
@@ -42,8 +44,10 @@ inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes,
   const auto data_begin = request.offset, data_end = request.offset + request.size_bytes;
   const auto add = [&](Method method, std::uint64_t begin, std::uint64_t end) {
     const auto most_bytes = method == Method::staged ? slot_bytes : piece_bytes;
+    // From the request on, not on a grid of the file, which would cut most requests once more. The bounds of
+    // pieces stay those of blocks.
     while (begin < end) {
-      const auto next = std::min(end, (begin / most_bytes + 1) * most_bytes);
+      const auto next = std::min(end, begin - begin % std::min(kCutBytes, most_bytes) + most_bytes);
       pieces.push_back({method, begin, next, std::max(begin, data_begin), std::min(next, data_end)});
       begin = next;
     }

@@ -18,8 +18,15 @@ constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go toge
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
 bool contains(const Extent& outer, const Extent& inner) {
-  return inner.member == outer.member && inner.node == outer.node && inner.offset >= outer.offset &&
+  return inner.partition == outer.partition && inner.data_file == outer.data_file &&
+         inner.offset >= outer.offset &&
          inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
+}
+
+// Whether a sample comes with a body. The chunk's checksum speaks for its own samples only: the entry of
+// another one that leads into it is damaged.
+bool holds(const Body& body, std::uint64_t sample, const Extent& extent) {
+  return sample - body.first < body.count && contains(body.extent, extent);
 }
 
 }  // namespace
@@ -33,12 +40,12 @@ Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t a
   if (order_->slots() > 0) {
     from_ = From::items;
     used_up_ = order_->used_up();
-    sources_.resize(used_up_.size());
-    room_ = std::min<std::size_t>(order_->slots() + ahead, sources_.size());
+    sources_.resize((used_up_.size() + kTogether - 1) / kTogether);
+    room_ = std::min<std::size_t>(order_->slots() + ahead, used_up_.size());
     at_once_ = std::clamp<std::size_t>(ahead / 2, 1, kLoadedAtOnce);
   } else if (reader.cache().holds_all()) {
     from_ = From::chunks;
-    sources_.resize(chunks);
+    sources_.resize((chunks + kTogether - 1) / kTogether);
     room_ = chunks;
   } else {
     from_ = From::samples;
@@ -50,8 +57,9 @@ Assembler::Assembler(Reader& reader, std::shared_ptr<Order> order, std::size_t a
 Assembler::~Assembler() { close(); }
 
 void Assembler::close() {
-  for (auto& source : sources_)
-    if (source.chunk != nullptr) let_go(source);
+  for (auto& sources : sources_)
+    if (sources != nullptr)
+      for (auto& source : sources->each) let_go(source);
   reader_.cache().unreserve(std::exchange(room_, 0));
 }
 
@@ -78,24 +86,23 @@ bool Assembler::plan(std::size_t samples) {
   for (std::size_t i = 0; i < picks_.size(); ++i) {
     const auto& pick = picks_[i];
     if (i + kFoundAhead < picks_.size()) catalog.prefetch(picks_[i + kFoundAhead].sample);
-    Planned planned{{}, nullptr, pick.last};
+    auto& planned = planned_.emplace_back(Extent{}, nullptr, pick.last);  // not copied: the copy would wait
     // Samples of an epoch are different ones: together they are no larger than the store.
     const bool found = catalog.find(pick.sample, planned.extent) &&
                        planned.extent.size_bytes <= catalog.size_bytes() - planned_bytes_;
     if (!found || planned.extent.size_bytes == 0) check_empty(i, found, planned.extent);
     if (from_ == From::items) {
-      planned.source = &sources_[pick.item];
+      planned.source = &source_of(pick.item);
       body_of(*planned.source, order_->items()[pick.item].chunk);
     } else if (from_ == From::chunks && found) {
       const auto chunk = catalog.chunk_of(planned.extent);
-      planned.source = &sources_[chunk];
+      planned.source = &source_of(chunk);
       if (body_of(*planned.source, chunk).extent.size_bytes > 0) load(*planned.source, chunk);
     }
     planned.alone = planned.extent.size_bytes > 0 &&
-                    (planned.source == nullptr || !contains(planned.source->body.extent, planned.extent));
+                    (planned.source == nullptr || !holds(planned.source->body, pick.sample, planned.extent));
     alone_ += planned.alone;
     planned_bytes_ += planned.extent.size_bytes;
-    planned_.push_back(planned);
   }
   return !planned_.empty();
 }
@@ -113,6 +120,27 @@ void Assembler::draw(std::size_t samples) {
   picks_.resize(std::min<std::uint64_t>(samples, left_));
   picks_.resize(order_->take(picks_));
   left_ -= picks_.size();
+}
+
+Assembler::Source& Assembler::source_of(std::uint64_t number) {
+  auto& sources = sources_[number / kTogether];
+  if (sources == nullptr) {
+    const auto begin = number / kTogether * kTogether;
+    sources = std::make_unique<Sources>();
+    if (from_ == From::items) {
+      const auto end = std::min<std::size_t>(begin + kTogether, used_up_.size());
+      for (auto i = begin; i < end; ++i) sources->left += !used_up_[i];
+    }
+  }
+  return sources->each[number % kTogether];
+}
+
+// An item that has given its last sample.
+void Assembler::use_up(std::uint64_t number) {
+  let_go(source_of(number));
+  --loaded_;
+  auto& sources = sources_[number / kTogether];
+  if (--sources->left == 0) sources.reset();
 }
 
 const Body& Assembler::body_of(Source& source, std::uint64_t chunk) {
@@ -147,7 +175,7 @@ void Assembler::load_ahead() {
   for (; next_load_ < items.size() && loaded_ < room_ && !stop_; ++next_load_) {
     if (used_up_[next_load_]) continue;
     ++loaded_;
-    auto& source = sources_[next_load_];
+    auto& source = source_of(next_load_);
     body_of(source, items[next_load_].chunk);
     load(source, items[next_load_].chunk);
   }
@@ -172,7 +200,7 @@ bool Assembler::copy(SampleBatch& batch) {
     if (source == nullptr) continue;
     if (planned.extent.size_bytes > 0 && !planned.alone && !source->whole && !await(batch, i)) return false;
     if (!planned.last) continue;
-    over_.push_back(source);
+    over_.push_back(picks_[i].item);
     if (over_.size() >= most_over) copy_until(batch, i + 1);
   }
   copy_until(batch, planned_.size());
@@ -222,10 +250,7 @@ void Assembler::copy_until(SampleBatch& batch, std::size_t end) {
   } else {
     copy_range(batch, begin, end);
   }
-  for (auto* source : over_) {
-    let_go(*source);
-    --loaded_;
-  }
+  for (const auto number : over_) use_up(number);
   if (!over_.empty()) load_ahead();
   over_.clear();
 }

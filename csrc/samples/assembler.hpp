@@ -1,6 +1,7 @@
 // Makes the batches of an order, one after the other, on one thread.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -41,6 +42,13 @@ class Assembler {
     const std::byte* memory = nullptr;   // of the body's first byte
     bool whole = false;                  // all of it is there, and right
   };
+  // Sources side by side, made when the first of them is needed, and kept until all are used up: an epoch
+  // can have a hundred million, of which a cache holds a thousand.
+  static constexpr std::size_t kTogether = 64;
+  struct Sources {
+    std::array<Source, kTogether> each;
+    std::size_t left;  // that are not used up
+  };
   struct Planned {
     Extent extent;
     Source* source;      // null: it has none
@@ -51,6 +59,8 @@ class Assembler {
   bool plan(std::size_t samples);
   void check_empty(std::size_t position, bool found, Extent& extent);
   void draw(std::size_t samples);
+  Source& source_of(std::uint64_t number);
+  void use_up(std::uint64_t number);
   const Body& body_of(Source& source, std::uint64_t chunk);
   void load(Source& source, std::uint64_t chunk);
   void load_ahead();
@@ -73,14 +83,14 @@ class Assembler {
   std::size_t loaded_ = 0;  // that are, and not yet used up
   std::size_t at_once_ = 1; // that are begun to be loaded together
   std::size_t next_load_ = 0;
-  std::vector<Source> sources_;  // one for each item, or chunk
+  std::vector<std::unique_ptr<Sources>> sources_;  // one for each item, or chunk
   std::vector<bool> used_up_;    // items that the order skipped
   std::vector<Pick> picks_;
   std::vector<Planned> planned_;
   std::vector<SampleBatch::Bad> bad_;  // known before anything is read
   std::uint64_t planned_bytes_ = 0, alone_ = 0;
   std::size_t copied_ = 0;      // of what is planned
-  std::vector<Source*> over_;   // used up, but for copies that are to be made
+  std::vector<std::uint64_t> over_;  // used up, but for copies that are to be made
   Copiers copiers_;
   std::mutex mutex_;
   Extent waits_for_;

@@ -11,10 +11,10 @@ namespace penstock::samples {
 
 namespace {
 
-constexpr std::uint64_t kMostNodes = std::uint64_t{1} << 16;
+constexpr std::uint64_t kMostDataFiles = std::uint64_t{1} << 16;
 constexpr std::uint64_t kLongestName = (1U << 16) - 1;
 constexpr std::uint64_t kStateMark = 0x31'44'4C'42'4B'54'53'50;  // "PSTKBLD1"
-constexpr std::size_t kStateWords = 11;  // then three for each node, and the checksum
+constexpr std::size_t kStateWords = 11;  // then three for each data file, and the checksum
 
 // Joining two checksums costs as much as computing one of so many bytes that are in a near cache.
 constexpr std::uint64_t kJoinBytes = std::uint64_t{32} << 10;
@@ -58,13 +58,13 @@ void Pieces::clear() {
   labels.clear();
 }
 
-Builder::Builder(std::uint64_t chunk_bytes, std::uint64_t node_bytes, std::string_view state)
-    : chunk_bytes_(chunk_bytes), node_bytes_(node_bytes), chunk_end_(chunk_bytes) {
+Builder::Builder(std::uint64_t chunk_bytes, std::uint64_t data_file_bytes, std::string_view state)
+    : chunk_bytes_(chunk_bytes), data_file_bytes_(data_file_bytes), chunk_end_(chunk_bytes) {
   if (chunk_bytes == 0 || chunk_bytes % kBlockBytes != 0 || chunk_bytes > kLargestChunkBytes)
     refuse("chunk_bytes=" + to_string(chunk_bytes) + " must be a multiple of " + to_string(kBlockBytes) +
            ", at most " + to_string(kLargestChunkBytes));
-  if (node_bytes == 0 || node_bytes > kNodeBytes)
-    refuse("node_bytes=" + to_string(node_bytes) + " must be from 1 to " + to_string(kNodeBytes));
+  if (data_file_bytes == 0 || data_file_bytes > kDataFileBytes)
+    refuse("data_file_bytes=" + to_string(data_file_bytes) + " must be from 1 to " + to_string(kDataFileBytes));
   if (!state.empty()) load(state);
 }
 
@@ -90,7 +90,7 @@ void Builder::check(const Additions& added) const {
   if (added.data_ends.size() != count || (!added.labels.empty() && added.labels.size() != count))
     refuse(to_string(count) + " name ends, " + to_string(added.data_ends.size()) + " data ends and " +
            to_string(added.labels.size()) + " labels: there must be one each for every sample");
-  auto nodes = nodes_.size(), node_samples = node_samples_, offset = offset_;
+  auto data_files = data_files_.size(), data_file_samples = data_file_samples_, offset = offset_;
   std::int64_t name_begin = 0, data_begin = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const auto name_bytes = size_of(added.name_ends, i, name_begin, added.names.size(), "name");
@@ -99,31 +99,32 @@ void Builder::check(const Additions& added) const {
     if (name_bytes > kLongestName)
       refuse("the name of sample " + to_string(samples_ + i) + " has " + to_string(name_bytes) +
              " bytes: at most " + to_string(kLongestName) + " fit, give it a shorter one");
-    if (size_bytes > node_bytes_)
+    if (size_bytes > data_file_bytes_)
       refuse("sample " + to_string(samples_ + i) + " has " + to_string(size_bytes) +
-             " bytes: a data file takes at most " + to_string(node_bytes_) +
-             ", and no sample lies in two. Give a larger node_bytes, or divide the sample");
-    if (begins_node(node_samples, offset, size_bytes)) {
-      ++nodes;
-      node_samples = 0, offset = 0;
+             " bytes: a data file takes at most " + to_string(data_file_bytes_) +
+             ", and no sample lies in two. Give a larger data_file_bytes, or divide the sample");
+    if (begins_data_file(data_file_samples, offset, size_bytes)) {
+      ++data_files;
+      data_file_samples = 0, offset = 0;
     }
-    if (nodes >= kMostNodes)
-      refuse("sample " + to_string(samples_ + i) + " would need data file " + to_string(nodes) + " of " +
-             to_string(kMostNodes) + " (counted from 0). Give a larger node_bytes than " +
-             to_string(node_bytes_));
-    ++node_samples;
+    if (data_files >= kMostDataFiles)
+      refuse("sample " + to_string(samples_ + i) + " would need data file " + to_string(data_files) + " of " +
+             to_string(kMostDataFiles) + " (counted from 0). Give a larger data_file_bytes than " +
+             to_string(data_file_bytes_));
+    ++data_file_samples;
     offset += size_bytes;
     name_begin = added.name_ends[i], data_begin = added.data_ends[i];
   }
 }
 
 // The second condition: an offset of 2^40 does not fit, not even for a sample of no bytes.
-bool Builder::begins_node(std::uint64_t node_samples, std::uint64_t offset, std::uint64_t size_bytes) const {
-  return node_samples > 0 && (offset + size_bytes > node_bytes_ || offset == kNodeBytes);
+bool Builder::begins_data_file(std::uint64_t data_file_samples, std::uint64_t offset,
+                               std::uint64_t size_bytes) const {
+  return data_file_samples > 0 && (offset + size_bytes > data_file_bytes_ || offset == kDataFileBytes);
 }
 
 void Builder::append(std::string_view name, std::string_view data, std::int32_t label) {
-  if (begins_node(node_samples_, offset_, data.size())) close_node();
+  if (begins_data_file(data_file_samples_, offset_, data.size())) close_data_file();
   if (samples_ % kAnchorNames == 0) made_.anchors.push_back(names_bytes_);
   const auto at = made_.names.size();
   made_.names.resize(at + 2 + name.size());
@@ -133,7 +134,7 @@ void Builder::append(std::string_view name, std::string_view data, std::int32_t 
   names_bytes_ += 2 + name.size();
 
   const auto sum = copy_in(data);
-  made_.directory.push_back(Entry::of(nodes_.size(), key_of(name), offset_, data.size()));
+  made_.directory.push_back(Entry::of(data_files_.size(), key_of(name), offset_, data.size()));
   made_.sums.push_back(sum);
   made_.labels.push_back(label);
   if (data.size() >= kLargeLength) made_.large.push_back({samples_, data.size()});
@@ -143,7 +144,7 @@ void Builder::append(std::string_view name, std::string_view data, std::int32_t 
   if (!long_edge) body_crc_ = checksum_with(body_crc_, data, sum);
   offset_ = end;
   ++samples_;
-  ++node_samples_;
+  ++data_file_samples_;
   // Samples of no bytes may still come here, at the file's end: a record does not change by them.
   for (; offset_ >= chunk_end_; chunk_end_ += chunk_bytes_) {
     made_.chunks.push_back({first_, body_crc_});
@@ -152,24 +153,24 @@ void Builder::append(std::string_view name, std::string_view data, std::int32_t 
   }
 }
 
-void Builder::close_node() {
+void Builder::close_data_file() {
   const auto chunk_begin = chunk_end_ - chunk_bytes_;
   if (offset_ > chunk_begin || offset_ == 0) {
     made_.chunks.push_back({first_, body_crc_});
     pad(chunk_end_ - offset_);
   }
-  nodes_.push_back(open_node());
-  node_samples_ = 0, offset_ = 0, chunk_end_ = chunk_bytes_, first_ = samples_, body_crc_ = 0;
+  data_files_.push_back(open_data_file());
+  data_file_samples_ = 0, offset_ = 0, chunk_end_ = chunk_bytes_, first_ = samples_, body_crc_ = 0;
 }
 
-Node Builder::open_node() const {
-  return {node_samples_, std::max<std::uint64_t>(1, (offset_ + chunk_bytes_ - 1) / chunk_bytes_), offset_};
+DataFileSize Builder::open_data_file() const {
+  return {data_file_samples_, std::max<std::uint64_t>(1, (offset_ + chunk_bytes_ - 1) / chunk_bytes_), offset_};
 }
 
-std::vector<Node> Builder::nodes() const {
-  auto nodes = nodes_;
-  if (node_samples_ > 0) nodes.push_back(open_node());
-  return nodes;
+std::vector<DataFileSize> Builder::data_files() const {
+  auto data_files = data_files_;
+  if (data_file_samples_ > 0) data_files.push_back(open_data_file());
+  return data_files;
 }
 
 // Room for at least one byte at the end of the data, which is part of it from now on.
@@ -180,9 +181,9 @@ std::span<std::byte> Builder::space(std::uint64_t wanted_bytes) {
   }
   auto* const address = block_.get() + block_used_;
   auto& data = made_.data;
-  if (data.empty() || data.back().node != nodes_.size() ||
+  if (data.empty() || data.back().data_file != data_files_.size() ||
       data.back().bytes.get() + data.back().size_bytes != address)
-    data.push_back({nodes_.size(), std::shared_ptr<std::byte>(block_, address), 0});
+    data.push_back({data_files_.size(), std::shared_ptr<std::byte>(block_, address), 0});
   const auto size_bytes =
       static_cast<std::size_t>(std::min<std::uint64_t>(wanted_bytes, kPieceBytes - block_used_));
   data.back().size_bytes += size_bytes;
@@ -213,7 +214,7 @@ void Builder::finish() {
   made();
   if (finished_) return;
   whole_ = false;
-  if (node_samples_ > 0) close_node();
+  if (data_file_samples_ > 0) close_data_file();
   finished_ = true;
   whole_ = true;
 }
@@ -227,10 +228,11 @@ std::vector<std::uint64_t> Builder::state() const {
   if (made().size_bytes() > 0) {
     throw std::logic_error("there are pieces that were not taken: take them first");
   }
-  std::vector<std::uint64_t> words = {kStateMark,    chunk_bytes_, node_bytes_, samples_,
-                                      names_bytes_,  node_samples_, offset_,    first_,
-                                      body_crc_,     finished_,    nodes_.size()};
-  for (const auto& node : nodes_) words.insert(words.end(), {node.samples, node.chunks, node.size_bytes});
+  std::vector<std::uint64_t> words = {kStateMark,    chunk_bytes_, data_file_bytes_, samples_,
+                                      names_bytes_,  data_file_samples_, offset_,    first_,
+                                      body_crc_,     finished_,    data_files_.size()};
+  for (const auto& file : data_files_)
+    words.insert(words.end(), {file.samples, file.chunks, file.size_bytes});
   words.push_back(crc32c(0, words.data(), words.size() * sizeof(words[0])));
   return words;
 }
@@ -244,20 +246,20 @@ void Builder::load(std::string_view state) {
   std::memcpy(words.data(), state.data(), state.size());
   if (words[0] != kStateMark) damaged();
   if (crc32c(0, words.data(), (words.size() - 1) * sizeof(words[0])) != words.back()) damaged();
-  const auto nodes = words[10];
-  if (nodes > kMostNodes || words.size() != kStateWords + 3 * nodes + 1) damaged();
-  if (words[1] != chunk_bytes_ || words[2] != node_bytes_)
-    refuse("the state is of chunk_bytes=" + to_string(words[1]) + " and node_bytes=" + to_string(words[2]) +
-           ", not " + to_string(chunk_bytes_) + " and " + to_string(node_bytes_) + ": give the same");
-  samples_ = words[3], names_bytes_ = words[4], node_samples_ = words[5], offset_ = words[6], first_ = words[7];
+  const auto data_files = words[10];
+  if (data_files > kMostDataFiles || words.size() != kStateWords + 3 * data_files + 1) damaged();
+  if (words[1] != chunk_bytes_ || words[2] != data_file_bytes_)
+    refuse("the state is of chunk_bytes=" + to_string(words[1]) + " and data_file_bytes=" + to_string(words[2]) +
+           ", not " + to_string(chunk_bytes_) + " and " + to_string(data_file_bytes_) + ": give the same");
+  samples_ = words[3], names_bytes_ = words[4], data_file_samples_ = words[5], offset_ = words[6], first_ = words[7];
   body_crc_ = static_cast<std::uint32_t>(words[8]);
   finished_ = words[9] != 0;
-  if (offset_ > node_bytes_ || node_samples_ > samples_ || first_ > samples_ ||
-      (node_samples_ > 0 && nodes == kMostNodes))
+  if (offset_ > data_file_bytes_ || data_file_samples_ > samples_ || first_ > samples_ ||
+      (data_file_samples_ > 0 && data_files == kMostDataFiles))
     damaged();
   chunk_end_ = (offset_ / chunk_bytes_ + 1) * chunk_bytes_;
   for (auto at = words.begin() + kStateWords; at + 1 != words.end(); at += 3)
-    nodes_.push_back({at[0], at[1], at[2]});
+    data_files_.push_back({at[0], at[1], at[2]});
 }
 
 }  // namespace penstock::samples

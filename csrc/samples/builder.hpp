@@ -13,14 +13,14 @@
 
 namespace penstock::samples {
 
-struct Node {
+struct DataFileSize {
   std::uint64_t samples = 0, chunks = 0, size_bytes = 0;
 };
 
 // Bytes to append to the files of that name.
 struct Pieces {
   struct Data {
-    std::uint64_t node;
+    std::uint64_t data_file;
     std::shared_ptr<std::byte> bytes;
     std::size_t size_bytes;
   };
@@ -53,10 +53,10 @@ class Builder {
   static constexpr std::size_t kPieceBytes = std::size_t{4} << 20, kKeptBytes = std::size_t{128} << 20;
 
   // `state`: of another builder, to go on where it was; empty: from the start.
-  Builder(std::uint64_t chunk_bytes, std::uint64_t node_bytes, std::string_view state = {});
+  Builder(std::uint64_t chunk_bytes, std::uint64_t data_file_bytes, std::string_view state = {});
 
   void add(const Additions& added);
-  // No more samples: closes the last chunk, and pads the last node.
+  // No more samples: closes the last chunk, and pads the last data file.
   void finish();
   // What was made since `forget`, and is whole.
   const Pieces& made() const;
@@ -65,24 +65,24 @@ class Builder {
   std::vector<std::uint64_t> state() const;
 
   std::uint64_t samples() const { return samples_; }
-  std::vector<Node> nodes() const;  // the last one as if it ended here
+  std::vector<DataFileSize> data_files() const;  // the last one as if it ended here
 
  private:
   void check(const Additions& added) const;
   void load(std::string_view state);
-  bool begins_node(std::uint64_t node_samples, std::uint64_t offset, std::uint64_t size_bytes) const;
+  bool begins_data_file(std::uint64_t data_file_samples, std::uint64_t offset, std::uint64_t size_bytes) const;
   void append(std::string_view name, std::string_view data, std::int32_t label);
-  Node open_node() const;
-  void close_node();
+  DataFileSize open_data_file() const;
+  void close_data_file();
   std::span<std::byte> space(std::uint64_t wanted_bytes);
   std::uint32_t copy_in(std::string_view data);
   void pad(std::uint64_t size_bytes);
 
-  const std::uint64_t chunk_bytes_, node_bytes_;
+  const std::uint64_t chunk_bytes_, data_file_bytes_;
   std::uint64_t samples_ = 0, names_bytes_ = 0;
-  std::vector<Node> nodes_;
-  // The node under way, where it has samples, and its last chunk.
-  std::uint64_t node_samples_ = 0, offset_ = 0, chunk_end_, first_ = 0;
+  std::vector<DataFileSize> data_files_;
+  // The data file under way, where it has samples, and its last chunk.
+  std::uint64_t data_file_samples_ = 0, offset_ = 0, chunk_end_, first_ = 0;
   std::uint32_t body_crc_ = 0;
   bool finished_ = false, whole_ = true;  // not whole: memory ran out on the way
   Pieces made_;

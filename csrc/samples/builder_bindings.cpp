@@ -28,8 +28,8 @@ using samples::Builder;
 
 class SampleBuilder {
  public:
-  SampleBuilder(std::uint64_t chunk_bytes, std::uint64_t node_bytes, const nb::bytes& state)
-      : builder_(chunk_bytes, node_bytes, view(state)) {}
+  SampleBuilder(std::uint64_t chunk_bytes, std::uint64_t data_file_bytes, const nb::bytes& state)
+      : builder_(chunk_bytes, data_file_bytes, view(state)) {}
 
   void add(const nb::bytes& name, nb::handle object, std::int32_t label) {
     const Bytes data(object);
@@ -62,8 +62,8 @@ class SampleBuilder {
     const auto& made = builder_.made();
     nb::list pieces;
     // Arrays share the builder's memory, which is used again once they are gone.
-    for (const auto& [node, bytes, size_bytes] : made.data)
-      pieces.append(nb::make_tuple(node, array(reinterpret_cast<std::uint8_t*>(bytes.get()), size_bytes, bytes)));
+    for (const auto& [file, bytes, size_bytes] : made.data)
+      pieces.append(nb::make_tuple(file, array(reinterpret_cast<std::uint8_t*>(bytes.get()), size_bytes, bytes)));
     nb::dict files;
     files["directory.bin"] = bytes_of(made.directory);
     files["sums.bin"] = bytes_of(made.sums);
@@ -81,12 +81,12 @@ class SampleBuilder {
     return bytes_of(builder_.state());
   }
 
-  nb::list nodes() {
+  nb::list data_files() {
     const Use use(*this);
-    nb::list nodes;
-    for (const auto& node : builder_.nodes())
-      nodes.append(nb::make_tuple(node.samples, node.chunks, node.size_bytes));
-    return nodes;
+    nb::list data_files;
+    for (const auto& data_file : builder_.data_files())
+      data_files.append(nb::make_tuple(data_file.samples, data_file.chunks, data_file.size_bytes));
+    return data_files;
   }
 
   std::uint64_t samples() {
@@ -143,7 +143,7 @@ void bind_sample_builder(nb::module_& module) {
   module.def("sample_sums", &sample_sums, nb::arg("address"), nb::arg("ends"));
   nb::class_<SampleBuilder>(module, "SampleBuilder")
       .def(nb::init<std::uint64_t, std::uint64_t, const nb::bytes&>(), nb::arg("chunk_bytes"),
-           nb::arg("node_bytes"), nb::arg("state") = nb::bytes("", 0))
+           nb::arg("data_file_bytes"), nb::arg("state") = nb::bytes("", 0))
       .def("add", &SampleBuilder::add, nb::arg("name"), nb::arg("data"), nb::arg("label") = -1,
            nb::sig("def add(self, name: bytes, data: bytes | bytearray | memoryview, label: int = -1) -> None"))
       .def("add_many", &SampleBuilder::add_many, nb::arg("names"), nb::arg("name_ends"), nb::arg("data"),
@@ -153,7 +153,7 @@ void bind_sample_builder(nb::module_& module) {
       .def("state", &SampleBuilder::state)
       .def_prop_ro("samples", &SampleBuilder::samples)
       .def_prop_ro("pending_bytes", &SampleBuilder::pending_bytes)
-      .def_prop_ro("nodes", &SampleBuilder::nodes);
+      .def_prop_ro("data_files", &SampleBuilder::data_files);
 }
 
 }  // namespace penstock

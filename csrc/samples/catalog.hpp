@@ -19,24 +19,24 @@ struct DataFile {
 };
 
 // One store. Its arrays are the caller's, and outlive the reader.
-struct Member {
+struct Partition {
   std::span<const Entry> directory;
   std::span<const std::uint32_t> sums;
   std::span<const ChunkRecord> chunks;
   std::span<const Large> large;  // by index
   std::uint64_t chunk_bytes;
-  std::vector<DataFile> nodes;
+  std::vector<DataFile> data_files;
 };
 
 struct Extent {
-  std::uint32_t member = 0, node = 0;
+  std::uint32_t partition = 0, data_file = 0;
   std::uint64_t offset = 0, size_bytes = 0;
 };
 
 // What one read takes of a chunk: its samples, but for a long edge.
 struct Body {
   Extent extent;
-  std::uint64_t first, count;  // the chunk's samples, numbered over all members
+  std::uint64_t first, count;  // the chunk's samples, numbered over all partitions
   std::uint32_t crc32c;
 };
 
@@ -58,20 +58,22 @@ class Failed : public std::exception {
 
 class Catalog {
  public:
-  // Throws std::invalid_argument where the members contradict themselves.
-  explicit Catalog(std::vector<Member> members);
+  // Throws std::invalid_argument where the partitions contradict themselves.
+  explicit Catalog(std::vector<Partition> partitions);
 
   std::uint64_t samples() const { return samples_; }
   std::uint64_t chunks() const { return chunks_; }
   std::uint64_t size_bytes() const { return size_bytes_; }  // of all samples
   std::uint64_t largest_chunk_bytes() const { return largest_chunk_bytes_; }
-  const DataFile& node(const Extent& extent) const { return members_[extent.member].nodes[extent.node]; }
+  const DataFile& data_file(const Extent& extent) const {
+    return partitions_[extent.partition].data_files[extent.data_file];
+  }
 
   // False: the directory contradicts itself. The extent is then what can be said. sample < samples().
   bool find(std::uint64_t sample, Extent& extent) const;
   void prefetch(std::uint64_t sample) const {
-    const auto member = member_of(sample);
-    __builtin_prefetch(members_[member].directory.data() + (sample - first_samples_[member]));
+    const auto partition = partition_of(sample);
+    __builtin_prefetch(partitions_[partition].directory.data() + (sample - first_samples_[partition]));
   }
   // The same for the body of a chunk. chunk < chunks().
   bool body(std::uint64_t chunk, Body& body) const;
@@ -80,21 +82,21 @@ class Catalog {
   // The chunk in which a sample begins that has this extent.
   std::uint64_t chunk_of(const Extent& extent) const;
   std::uint32_t sum(std::uint64_t sample) const {
-    const auto member = member_of(sample);
-    return members_[member].sums[sample - first_samples_[member]];
+    const auto partition = partition_of(sample);
+    return partitions_[partition].sums[sample - first_samples_[partition]];
   }
 
  private:
-  std::size_t member_of(std::uint64_t sample) const {
-    std::size_t member = 0;
-    if (members_.size() > 1) member = search(first_samples_, sample);
-    return member;
+  std::size_t partition_of(std::uint64_t sample) const {
+    std::size_t partition = 0;
+    if (partitions_.size() > 1) partition = search(first_samples_, sample);
+    return partition;
   }
   static std::size_t search(const std::vector<std::uint64_t>& firsts, std::uint64_t number);
 
-  std::vector<Member> members_;
-  std::vector<std::uint64_t> first_samples_, first_chunks_;       // of each member
-  std::vector<std::vector<std::uint64_t>> first_chunks_of_nodes_;  // of each member's nodes, in the member
+  std::vector<Partition> partitions_;
+  std::vector<std::uint64_t> first_samples_, first_chunks_;        // of each partition
+  std::vector<std::vector<std::uint64_t>> first_chunks_of_files_;  // of each of its data files, in the partition
   std::uint64_t samples_ = 0, chunks_ = 0, size_bytes_ = 0, largest_chunk_bytes_ = kBlockBytes;
 };
 

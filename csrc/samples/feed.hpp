@@ -1,4 +1,4 @@
-// The batches of one stream of one epoch, made ahead of whoever takes them.
+// The batches of one replica of one epoch, made ahead of whoever takes them.
 #pragma once
 
 #include <atomic>

@@ -8,18 +8,18 @@
 namespace penstock::samples {
 
 inline constexpr std::uint64_t kLargeLength = (1U << 23) - 1;  // the true length is in large.bin
-inline constexpr std::uint64_t kNodeBytes = std::uint64_t{1} << 40;
+inline constexpr std::uint64_t kDataFileBytes = std::uint64_t{1} << 40;
 inline constexpr unsigned kKeyBits = 48, kAnchorNames = 16, kIndexBits = 40;
 inline constexpr std::uint64_t kBlockBytes = 4096, kLargestChunkBytes = std::uint64_t{1} << 30;
 
-// DLFS, figure 3(b), little-endian: node and key; offset, length and presence.
+// DLFS, figure 3(b), little-endian: data file (DLFS: node) and key; offset, length and presence.
 struct Entry {
   std::uint64_t place = 0, extent = 0;
 
-  static Entry of(std::uint64_t node, std::uint64_t key, std::uint64_t offset, std::uint64_t length) {
-    return {node << kKeyBits | key, offset << 24 | std::min(length, kLargeLength) << 1};
+  static Entry of(std::uint64_t data_file, std::uint64_t key, std::uint64_t offset, std::uint64_t length) {
+    return {data_file << kKeyBits | key, offset << 24 | std::min(length, kLargeLength) << 1};
   }
-  std::uint64_t node() const { return place >> kKeyBits; }
+  std::uint64_t data_file() const { return place >> kKeyBits; }
   std::uint64_t key() const { return place & ((std::uint64_t{1} << kKeyBits) - 1); }
   std::uint64_t offset() const { return extent >> 24; }
   std::uint64_t length() const { return extent >> 1 & kLargeLength; }

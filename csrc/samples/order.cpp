@@ -18,41 +18,42 @@ enum Purpose : std::uint64_t { kFull = 1, kItems = 2, kPicks = 3, kRest = 4, kIn
 
 constexpr std::uint64_t kLargestStride = std::uint64_t{1} << 20;  // so that position times stride fits
 constexpr std::size_t kBlock = 256;
-constexpr std::uint64_t kMostStreams = std::uint64_t{1} << 20;  // memory is taken for each
+constexpr std::uint64_t kMostReplicas = std::uint64_t{1} << 20;  // memory is taken for each
 
 [[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
 
-std::uint64_t share_begin(std::uint64_t total, std::uint64_t streams, std::uint64_t stream) {
-  return stream * (total / streams) + std::min(stream, total % streams);
+std::uint64_t share_begin(std::uint64_t total, std::uint64_t replicas, std::uint64_t replica) {
+  return replica * (total / replicas) + std::min(replica, total % replicas);
 }
 
-std::uint64_t share_size(std::uint64_t total, std::uint64_t streams, std::uint64_t stream) {
-  return total / streams + (stream < total % streams);
+std::uint64_t share_size(std::uint64_t total, std::uint64_t replicas, std::uint64_t replica) {
+  return total / replicas + (replica < total % replicas);
 }
 
 void check(const Epoch& epoch, std::uint64_t least_slots) {
-  const auto divided = [&](std::uint64_t streams, std::uint64_t slots) {
-    if (streams == 0) refuse("an epoch is divided into at least one worker shard");
-    if (streams > kMostStreams || slots >> 32) refuse("more than 2^20 worker shards, or 2^32 slots, are too many");
+  const auto divided = [&](std::uint64_t replicas, std::uint64_t slots) {
+    if (replicas == 0) refuse("an epoch is divided into at least one replica");
+    if (replicas > kMostReplicas || slots >> 32)
+      refuse("more than 2^20 replicas, or 2^32 slots, are too many");
     if (slots < least_slots) refuse("chunk order needs at least one slot");
   };
-  divided(epoch.streams, epoch.slots);
-  if (epoch.stream >= epoch.streams)
-    refuse("there is no worker shard " + std::to_string(epoch.stream) + " of " + std::to_string(epoch.streams));
+  divided(epoch.replicas, epoch.slots);
+  if (epoch.replica >= epoch.replicas)
+    refuse("there is no replica " + std::to_string(epoch.replica) + " of " + std::to_string(epoch.replicas));
   for (const auto& segment : epoch.after) {
-    divided(segment.streams, segment.slots);
-    if (segment.taken.size() != 1 && segment.taken.size() != segment.streams)
-      refuse("a segment of " + std::to_string(segment.streams) + " worker shards says of " +
+    divided(segment.replicas, segment.slots);
+    if (segment.taken.size() != 1 && segment.taken.size() != segment.replicas)
+      refuse("a segment of " + std::to_string(segment.replicas) + " replicas says of " +
              std::to_string(segment.taken.size()) + " how many samples they gave");
   }
 }
 
-// What a stream of `size` samples has given in a segment.
-std::uint64_t taken_of(const Segment& segment, std::uint64_t stream, std::uint64_t size) {
+// What a replica of `size` samples has given in a segment.
+std::uint64_t taken_of(const Segment& segment, std::uint64_t replica, std::uint64_t size) {
   if (segment.taken.size() == 1) return std::min(segment.taken[0], size);
-  const auto taken = segment.taken[stream];
+  const auto taken = segment.taken[replica];
   if (taken > size)
-    refuse("worker shard " + std::to_string(stream) + " of " + std::to_string(segment.streams) + " cannot have given " +
+    refuse("replica " + std::to_string(replica) + " of " + std::to_string(segment.replicas) + " cannot have given " +
            std::to_string(taken) + " samples: its share was " + std::to_string(size));
   return taken;
 }
@@ -66,17 +67,17 @@ struct Positions {
   std::uint64_t operator[](std::uint64_t i) const { return i < holes.size() ? holes[i] : from + (i - holes.size()); }
 
   Positions after(const Segment& segment) const {
-    std::vector<std::uint64_t> taken(segment.streams);
-    for (std::uint64_t stream = 0; stream < segment.streams; ++stream)
-      taken[stream] = taken_of(segment, stream, share_size(size(), segment.streams, stream));
+    std::vector<std::uint64_t> taken(segment.replicas);
+    for (std::uint64_t replica = 0; replica < segment.replicas; ++replica)
+      taken[replica] = taken_of(segment, replica, share_size(size(), segment.replicas, replica));
     const auto rows = *std::max_element(taken.begin(), taken.end());
-    // The last row may be short: there rows * streams may even overflow.
-    const auto reached = rows > size() / segment.streams ? size() : rows * segment.streams;
+    // The last row may be short: there rows * replicas may even overflow.
+    const auto reached = rows > size() / segment.replicas ? size() : rows * segment.replicas;
     Positions left{{}, from + (std::max<std::uint64_t>(reached, holes.size()) - holes.size()), until};
     std::uint64_t position = 0;
     for (std::uint64_t row = 0; position < reached; ++row)
-      for (std::uint64_t stream = 0; stream < segment.streams && position < reached; ++stream, ++position)
-        if (row >= taken[stream]) left.holes.push_back((*this)[position]);
+      for (std::uint64_t replica = 0; replica < segment.replicas && position < reached; ++replica, ++position)
+        if (row >= taken[replica]) left.holes.push_back((*this)[position]);
     for (; position < holes.size(); ++position) left.holes.push_back(holes[position]);
     return left;
   }
@@ -87,16 +88,16 @@ class FullOrder final : public Order {
   FullOrder(std::uint64_t samples, Positions positions, const Epoch& epoch)
       : permutation_(samples, key_of({epoch.seed, epoch.epoch, kFull})),
         positions_(std::move(positions)),
-        stream_(epoch.stream),
-        streams_(epoch.streams),
-        size_(share_size(positions_.size(), epoch.streams, epoch.stream)) {}
+        replica_(epoch.replica),
+        replicas_(epoch.replicas),
+        size_(share_size(positions_.size(), epoch.replicas, epoch.replica)) {}
 
   std::size_t take(std::span<Pick> picks) override {
     std::array<std::uint64_t, kBlock> block;
     const auto count = static_cast<std::size_t>(std::min<std::uint64_t>(picks.size(), size_ - taken_));
     for (std::size_t done = 0; done < count; done += kBlock) {
       const std::span samples(block.data(), std::min(kBlock, count - done));
-      for (auto& sample : samples) sample = positions_[stream_ + streams_ * taken_++];
+      for (auto& sample : samples) sample = positions_[replica_ + replicas_ * taken_++];
       permutation_.apply(samples);
       for (std::size_t i = 0; i < samples.size(); ++i) picks[done + i] = {samples[i], kNoItem, false};
     }
@@ -110,7 +111,7 @@ class FullOrder final : public Order {
  private:
   Permutation permutation_;
   Positions positions_;
-  std::uint64_t stream_, streams_, size_, taken_ = 0;
+  std::uint64_t replica_, replicas_, size_, taken_ = 0;
 };
 
 // Numbers that depend on the seed, the epoch and how often it was divided before.
@@ -126,13 +127,13 @@ struct Keys {
 
 class ChunkOrder final : public Order {
  public:
-  ChunkOrder(std::vector<Item> items, std::uint64_t slots, const Keys& keys, std::uint64_t stream)
+  ChunkOrder(std::vector<Item> items, std::uint64_t slots, const Keys& keys, std::uint64_t replica)
       : items_(std::move(items)),
         most_slots_(slots),
         inside_(keys.inside),
-        picks_(key_of(keys.picks, stream)),
-        rest_(0, key_of(keys.rest, stream)),
-        rest_key_(key_of(keys.rest, stream)) {
+        picks_(key_of(keys.picks, replica)),
+        rest_(0, key_of(keys.rest, replica)),
+        rest_key_(key_of(keys.rest, replica)) {
     for (const auto& item : items_) size_ += item.until - item.from;
     slots_.resize(static_cast<std::size_t>(std::min<std::uint64_t>(slots, items_.size())));
     picked_.resize(slots_.size());
@@ -269,31 +270,53 @@ class ChunkOrder final : public Order {
   std::size_t rank_ = 0;
 };
 
-// All chunks with samples.
-std::vector<Item> items_of(std::span<const std::uint64_t> firsts) {
-  if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
-  if (!std::is_sorted(firsts.begin(), firsts.end())) refuse("the first samples of the chunks do not ascend");
-  std::vector<Item> items;
-  items.reserve(firsts.size() - 1);
-  for (std::size_t chunk = 0; chunk + 1 < firsts.size(); ++chunk)
-    if (const auto count = firsts[chunk + 1] - firsts[chunk]; count > 0)
-      items.push_back({chunk, firsts[chunk], count, 0, count});
-  return items;
-}
-
-// The items in random order, cut into equal shares: streams, which are asked for in ascending order.
-class Division {
+// What an epoch is divided from: all chunks with samples, or what earlier segments left of them.
+class Pool {
  public:
-  Division(const std::vector<Item>& pool, std::uint64_t key, std::uint64_t streams)
-      : pool_(pool), permutation_(pool.size(), key), streams_(streams) {
-    for (const auto& item : pool) samples_ += item.until - item.from;
+  explicit Pool(std::span<const std::uint64_t> firsts) : firsts_(firsts) {
+    if (firsts.empty() || firsts.front() != 0) refuse("the first sample of the first chunk is not sample 0");
+    if (!std::is_sorted(firsts.begin(), firsts.end()))
+      refuse("the first samples of the chunks do not ascend");
+    samples_ = firsts.back();
+    if (std::adjacent_find(firsts.begin(), firsts.end()) == firsts.end()) return;
+    all_ = false;
+    for (std::size_t chunk = 0; chunk + 1 < firsts.size(); ++chunk)
+      if (const auto item = whole(chunk); item.count > 0) items_.push_back(item);
+  }
+  explicit Pool(std::vector<Item> items) : all_(false), items_(std::move(items)) {
+    for (const auto& item : items_) samples_ += item.until - item.from;
   }
 
-  std::vector<Item> share(std::uint64_t stream) {
+  std::uint64_t samples() const { return samples_; }
+  std::size_t size() const { return all_ ? firsts_.size() - 1 : items_.size(); }
+  Item operator[](std::size_t i) const { return all_ ? whole(i) : items_[i]; }
+  void prefetch(std::size_t i) const {
+    __builtin_prefetch(all_ ? static_cast<const void*>(&firsts_[i]) : static_cast<const void*>(&items_[i]));
+  }
+
+ private:
+  Item whole(std::size_t chunk) const {
+    const auto count = firsts_[chunk + 1] - firsts_[chunk];
+    return {chunk, firsts_[chunk], count, 0, count};
+  }
+
+  std::span<const std::uint64_t> firsts_;
+  std::uint64_t samples_ = 0;
+  bool all_ = true;  // no chunk is without samples, and nothing was taken: there may be very many
+  std::vector<Item> items_;
+};
+
+// The items in random order, cut into equal shares: replicas, which are asked for in ascending order.
+class Division {
+ public:
+  Division(const Pool& pool, std::uint64_t key, std::uint64_t replicas)
+      : pool_(pool), permutation_(pool.size(), key), replicas_(replicas) {}
+
+  std::vector<Item> share(std::uint64_t replica) {
     std::vector<Item> items;
-    items.reserve(static_cast<std::size_t>(pool_.size() / streams_ + 2));
-    const auto begin = share_begin(samples_, streams_, stream);
-    const auto end = share_begin(samples_, streams_, stream + 1);
+    items.reserve(static_cast<std::size_t>(pool_.size() / replicas_ + 2));
+    const auto begin = share_begin(pool_.samples(), replicas_, replica);
+    const auto end = share_begin(pool_.samples(), replicas_, replica + 1);
     while (passed_ < end) {
       if (item_.from == item_.until) item_ = pool_[next()];
       const auto before = begin - std::min(begin, passed_);
@@ -314,13 +337,16 @@ class Division {
       permutation_.apply(block_);
       drawn_ += block_.size();
       at_ = 0;
+      for (std::size_t i = 0; i < std::min(kFetched, block_.size()); ++i) pool_.prefetch(block_[i]);
     }
+    if (at_ + kFetched < block_.size()) pool_.prefetch(block_[at_ + kFetched]);
     return block_[at_++];
   }
 
-  const std::vector<Item>& pool_;
+  static constexpr std::size_t kFetched = 16;
+  const Pool& pool_;
   Permutation permutation_;
-  std::uint64_t streams_, samples_ = 0, passed_ = 0, drawn_ = 0;  // passed: samples; drawn: items
+  std::uint64_t replicas_, passed_ = 0, drawn_ = 0;  // passed: samples; drawn: items
   Item item_{};                                     // the part of it that is not passed
   std::vector<std::uint64_t> block_;
   std::size_t at_ = 0;
@@ -346,22 +372,22 @@ std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch) {
 
 std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const Epoch& epoch) {
   check(epoch, 1);
-  auto pool = items_of(firsts);
+  Pool pool(firsts);
   for (std::size_t generation = 0; generation < epoch.after.size(); ++generation) {
     const auto& segment = epoch.after[generation];
     const Keys keys(epoch, generation);
-    Division division(pool, keys.items, segment.streams);
+    Division division(pool, keys.items, segment.replicas);
     std::vector<Item> left;
-    for (std::uint64_t stream = 0; stream < segment.streams; ++stream) {
-      ChunkOrder order(division.share(stream), segment.slots, keys, stream);
-      order.skip(taken_of(segment, stream, order.size()));
+    for (std::uint64_t replica = 0; replica < segment.replicas; ++replica) {
+      ChunkOrder order(division.share(replica), segment.slots, keys, replica);
+      order.skip(taken_of(segment, replica, order.size()));
       std::move(order).leave(left);
     }
-    pool = std::move(left);
+    pool = Pool(std::move(left));
   }
   const Keys keys(epoch, epoch.after.size());
-  Division division(pool, keys.items, epoch.streams);
-  return std::make_unique<ChunkOrder>(division.share(epoch.stream), epoch.slots, keys, epoch.stream);
+  Division division(pool, keys.items, epoch.replicas);
+  return std::make_unique<ChunkOrder>(division.share(epoch.replica), epoch.slots, keys, epoch.replica);
 }
 
 }  // namespace penstock::samples

@@ -25,13 +25,13 @@ struct Pick {
   bool last;             // of its item: its memory may go
 };
 
-// What was taken while the epoch was divided into so many streams; as in Python.
+// What was taken while the epoch was divided into so many replicas; as in Python.
 struct Segment {
-  std::uint64_t streams, slots;
-  std::vector<std::uint64_t> taken;  // one number: of every stream
+  std::uint64_t replicas, slots;
+  std::vector<std::uint64_t> taken;  // one number: of every replica
 };
 
-// One stream's share of an epoch. Not safe for threads.
+// One replica's share of an epoch. Not safe for threads.
 class Order {
  public:
   virtual ~Order() = default;
@@ -49,7 +49,7 @@ class Order {
 };
 
 struct Epoch {
-  std::uint64_t seed, epoch, streams, stream, slots;
+  std::uint64_t seed, epoch, replicas, replica, slots;
   std::vector<Segment> after;
 };
 

@@ -27,9 +27,9 @@ using namespace samples;
 using After = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::vector<std::uint64_t>>>;
 
 void construct(SampleOrder* self, const std::string& kind, std::uint64_t samples, const Column<std::uint64_t>& firsts,
-               std::uint64_t seed, std::uint64_t number, std::uint64_t streams, std::uint64_t stream,
+               std::uint64_t seed, std::uint64_t number, std::uint64_t replicas, std::uint64_t replica,
                std::uint64_t slots, After after) {
-  Epoch epoch{seed, number, streams, stream, slots, {}};
+  Epoch epoch{seed, number, replicas, replica, slots, {}};
   for (auto& [before, mixed, taken] : after) epoch.after.push_back({before, mixed, std::move(taken)});
   const auto chunks = span(firsts);
   const nb::gil_scoped_release released;
@@ -64,9 +64,9 @@ nb::object take(SampleOrder& self, std::uint64_t samples) {
 
 void bind_sample_order(nb::module_& module) {
   nb::class_<SampleOrder>(module, "SampleOrder",
-                          "The order of one worker shard of an epoch, as penstock.samples.order says.")
+                          "The order of one replica of an epoch, as penstock.samples.order says.")
       .def("__init__", &construct, nb::arg("kind"), nb::arg("samples"), nb::arg("firsts"), nb::arg("seed"),
-           nb::arg("epoch"), nb::arg("streams"), nb::arg("stream"), nb::arg("slots"), nb::arg("after"))
+           nb::arg("epoch"), nb::arg("replicas"), nb::arg("replica"), nb::arg("slots"), nb::arg("after"))
       .def("take", &take, nb::arg("samples"))
       .def(
           "skip", [](SampleOrder& self, std::uint64_t samples) { return self.get().skip(samples); },

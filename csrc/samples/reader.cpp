@@ -16,8 +16,8 @@ constexpr std::size_t kSubmittedAtOnce = 64;
 
 }  // namespace
 
-Reader::Reader(std::vector<Member> members, const ReaderOptions& options, Reads::MakeIo make_io)
-    : catalog_(std::move(members)),
+Reader::Reader(std::vector<Partition> partitions, const ReaderOptions& options, Reads::MakeIo make_io)
+    : catalog_(std::move(partitions)),
       reads_(catalog_, options.direct, options.ring, options.depth, std::move(make_io)),
       cache_(catalog_, reads_, options.buffers, options.verify),
       blocks_(std::make_shared<BatchPool>(kKeptBytes)),

@@ -20,7 +20,7 @@ class Feed;
 
 struct ReaderOptions {
   std::size_t buffers = 2;  // chunks that stay in memory
-  bool direct = false;      // where a node has a direct descriptor
+  bool direct = false;      // where a data file has a direct descriptor
   bool verify = true;
   bool ring = true;
   unsigned copy_threads = 0;  // besides the thread that assembles
@@ -29,7 +29,7 @@ struct ReaderOptions {
 
 class Reader : public std::enable_shared_from_this<Reader> {
  public:
-  Reader(std::vector<Member> members, const ReaderOptions& options, Reads::MakeIo make_io = {});
+  Reader(std::vector<Partition> partitions, const ReaderOptions& options, Reads::MakeIo make_io = {});
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 

@@ -46,7 +46,7 @@ Clock::time_point after(double timeout_s) {
 [[noreturn]] void raise(const Failure& failure) {
   constexpr const char* kKinds[] = {"read", "checksum", "timeout", "directory", "closed"};
   const auto& [fault, extent, sample, error] = failure;
-  const auto arguments = nb::make_tuple(kKinds[static_cast<int>(fault)], extent.member, extent.node,
+  const auto arguments = nb::make_tuple(kKinds[static_cast<int>(fault)], extent.partition, extent.data_file,
                                         extent.offset, extent.size_bytes, sample, error);
   PyErr_SetObject(failure_type, arguments.ptr());
   throw nb::python_error();
@@ -88,15 +88,15 @@ nb::tuple arrays_of(const std::shared_ptr<SampleBatch>& batch) {
 // Threads of the parent are not in a forked child: there everything is left as it is, for ever.
 class PyReader {
  public:
-  PyReader(std::shared_ptr<Reader> reader, nb::list members)
-      : reader_(std::move(reader)), members_(std::move(members)) {}
+  PyReader(std::shared_ptr<Reader> reader, nb::list partitions)
+      : reader_(std::move(reader)), partitions_(std::move(partitions)) {}
   PyReader(const PyReader&) = delete;
   PyReader& operator=(const PyReader&) = delete;
   ~PyReader() {
     const bool forked = process_ != getpid();
     if (!forked && close(kLastWaitS)) return;
     new std::shared_ptr<Reader>(reader_);  // for ever
-    members_.release();
+    partitions_.release();
   }
 
   Reader& get() const {
@@ -115,7 +115,7 @@ class PyReader {
  private:
   static constexpr double kLastWaitS = 5;
   std::shared_ptr<Reader> reader_;
-  nb::list members_;  // whose arrays it reads
+  nb::list partitions_;  // whose arrays it reads
   const int process_ = getpid();
 };
 
@@ -126,34 +126,34 @@ std::span<const T> view(const void* data, std::size_t count) {
   return {static_cast<const T*>(data), count};
 }
 
-using Node = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, int, int, std::uint32_t>;
+using DataFileOf = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, int, int, std::uint32_t>;
 using Arrays = std::tuple<Array<std::uint64_t, 2>, Array<std::uint32_t, 1>, Array<std::uint8_t, 2>,
-                          Array<std::uint64_t, 2>, std::uint64_t, std::vector<Node>>;
+                          Array<std::uint64_t, 2>, std::uint64_t, std::vector<DataFileOf>>;
 
-Member member_of(nb::handle object) {
-  const auto [directory, sums, chunks, large, chunk_bytes, nodes] = nb::cast<Arrays>(object);
+Partition partition_of(nb::handle object) {
+  const auto [directory, sums, chunks, large, chunk_bytes, data_files] = nb::cast<Arrays>(object);
   if ((directory.shape(0) > 0 && directory.shape(1) != 2) || (large.shape(0) > 0 && large.shape(1) != 2) ||
       (chunks.shape(0) > 0 && chunks.shape(1) != sizeof(ChunkRecord)))
     throw nb::value_error("the arrays of a store must be [n, 2], [n], [chunks, 16] and [large, 2]");
-  Member member{view<Entry>(directory.data(), directory.shape(0)),
+  Partition partition{view<Entry>(directory.data(), directory.shape(0)),
                 view<std::uint32_t>(sums.data(), sums.shape(0)),
                 view<ChunkRecord>(chunks.data(), chunks.shape(0)),
                 view<Large>(large.data(), large.shape(0)),
                 chunk_bytes,
                 {}};
-  for (const auto& node : nodes)
-    member.nodes.push_back(std::apply([](auto... values) { return DataFile{values...}; }, node));
-  return member;
+  for (const auto& file : data_files)
+    partition.data_files.push_back(std::apply([](auto... values) { return DataFile{values...}; }, file));
+  return partition;
 }
 
-void construct(PyReader* self, const nb::list& members, std::size_t buffers, bool direct, bool verify,
+void construct(PyReader* self, const nb::list& partitions, std::size_t buffers, bool direct, bool verify,
                unsigned copy_threads, unsigned depth, bool ring) {
   if (depth == 0) throw nb::value_error("depth must be above zero");
-  std::vector<Member> parsed;
+  std::vector<Partition> parsed;
   nb::list kept;
-  for (const auto member : members) {
-    parsed.push_back(member_of(member));
-    kept.append(member);
+  for (const auto partition : partitions) {
+    parsed.push_back(partition_of(partition));
+    kept.append(partition);
   }
   const ReaderOptions options{buffers, direct, verify, ring, copy_threads, depth};
   new (self) PyReader(std::make_shared<Reader>(std::move(parsed), options), std::move(kept));
@@ -284,7 +284,7 @@ nb::object bread(PyFeed& self, std::int64_t samples, double timeout_s) {
 
 void bind_sample_reader(nb::module_& module) {
   failure_type = PyErr_NewExceptionWithDoc("penstock._native.SampleFailure",
-                                           "kind, member, node, offset, size_bytes, sample, errno.", nullptr,
+                                           "kind, partition, data_file, offset, size_bytes, sample, errno.", nullptr,
                                            nullptr);
   if (failure_type == nullptr) throw nb::python_error();
   module.attr("SampleFailure") = nb::borrow(failure_type);
@@ -300,7 +300,7 @@ void bind_sample_reader(nb::module_& module) {
     }
   });
 
-  nb::class_<PyFeed>(module, "SampleFeed", "The batches of one worker shard of one epoch.")
+  nb::class_<PyFeed>(module, "SampleFeed", "The batches of one replica of one epoch.")
       .def("bread", &bread, nb::arg("samples"), nb::arg("timeout_s"))
       .def_prop_ro("taken", [](PyFeed& self) { return self.get().taken(); })
       .def("skipped", [](PyFeed& self) { return self.get().skipped(); })
@@ -310,7 +310,7 @@ void bind_sample_reader(nb::module_& module) {
         feed.close();
       });
   nb::class_<PyReader>(module, "SampleReader", "Reads the samples of mounted stores.")
-      .def("__init__", &construct, nb::arg("members"), nb::kw_only(), nb::arg("buffers"), nb::arg("direct"),
+      .def("__init__", &construct, nb::arg("partitions"), nb::kw_only(), nb::arg("buffers"), nb::arg("direct"),
            nb::arg("verify"), nb::arg("copy_threads"), nb::arg("depth"), nb::arg("ring") = true)
       .def("read", &read, nb::arg("index"), nb::arg("timeout_s"))
       .def("gather", &gather, nb::arg("indices"), nb::arg("timeout_s"))

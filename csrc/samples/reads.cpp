@@ -36,12 +36,12 @@ void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> re
   std::vector<Request> requests;
   std::vector<std::unique_ptr<Read>> held;  // theirs who learn of their end, once they have begun
   for (auto& read : reads) {
-    const auto& node = catalog.node(read.extent);
-    const bool by_direct = direct && node.direct_file >= 0;
+    const auto& file = catalog.data_file(read.extent);
+    const bool by_direct = direct && file.direct_file >= 0;
     held.push_back(std::make_unique<Read>(std::move(read)));
     const auto& one = *held.back();
     requests.push_back({reinterpret_cast<std::uintptr_t>(&one), false, by_direct ? Method::direct : Method::buffered,
-                        true, {node.buffered_file, node.direct_file, node.alignment_bytes}, one.extent.offset,
+                        true, {file.buffered_file, file.direct_file, file.alignment_bytes}, one.extent.offset,
                         one.address, one.extent.size_bytes});
   }
   const auto forget = [&] {
@@ -154,11 +154,11 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
 }
 
 bool Reads::read_cached(const Extent& extent, std::byte* to) {
-  const auto& node = catalog_.node(extent);
-  if ((direct_ && node.direct_file >= 0) || never_cached_) return false;
+  const auto& file = catalog_.data_file(extent);
+  if ((direct_ && file.direct_file >= 0) || never_cached_) return false;
   const iovec room{to, extent.size_bytes};
   const auto moved =
-      preadv2(node.buffered_file, &room, 1, static_cast<off_t>(extent.offset), RWF_NOWAIT);
+      preadv2(file.buffered_file, &room, 1, static_cast<off_t>(extent.offset), RWF_NOWAIT);
   if (moved < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) never_cached_ = true;
   if (moved != static_cast<ssize_t>(extent.size_bytes)) return false;
   bytes_ += extent.size_bytes;

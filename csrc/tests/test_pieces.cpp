@@ -68,6 +68,14 @@ TEST(bounds_that_are_no_multiple_of_the_alignment_are_rounded) {
   }
 }
 
+TEST(no_request_is_cut_more_often_than_its_size_wants) {
+  constexpr std::uint64_t piece = 4 << 20;
+  for (const std::uint64_t offset : {0, 1, 3, 5, 7}) {
+    CHECK_EQUAL(cut(request(true, Method::direct, true, offset << 20, 0, 3 << 20), piece, kSlot).size(), 1u);
+    CHECK_EQUAL(cut(request(true, Method::direct, true, offset << 20, 0, 12 << 20), piece, kSlot).size(), 3u);
+  }
+}
+
 TEST(what_is_aligned_goes_straight_to_the_disk) {
   for (const auto& piece : cut(request(true, Method::direct, false, 0, 0, 4 * kPiece), kPiece, kSlot)) {
     CHECK(piece.method == Method::direct && piece.end - piece.begin == kPiece);

@@ -31,7 +31,7 @@ struct Files {
   void take(Builder& builder) {
     const auto& made = builder.made();
     for (const auto& piece : made.data)
-      data[piece.node].append(reinterpret_cast<const char*>(piece.bytes.get()), piece.size_bytes);
+      data[piece.data_file].append(reinterpret_cast<const char*>(piece.bytes.get()), piece.size_bytes);
     append(directory, made.directory);
     append(sums, made.sums);
     append(chunks, made.chunks);
@@ -80,11 +80,11 @@ std::vector<Sample> make_samples(std::size_t count, std::size_t most_bytes, unsi
   return samples;
 }
 
-Files whole(const std::vector<Sample>& samples, std::uint64_t node_bytes, std::vector<Node>& nodes) {
-  Builder builder(kChunk, node_bytes);
+Files whole(const std::vector<Sample>& samples, std::uint64_t data_file_bytes, std::vector<DataFileSize>& data_files) {
+  Builder builder(kChunk, data_file_bytes);
   add(builder, samples, 0, samples.size());
   builder.finish();
-  nodes = builder.nodes();
+  data_files = builder.data_files();
   Files files;
   files.take(builder);
   return files;
@@ -106,17 +106,17 @@ void check_throws(const std::function<void()>& act, const std::string& part) {
 }
 
 // Every record of chunks.bin from the directory and the samples, chunk by chunk.
-void check_chunks(const Files& files, const std::vector<Sample>& samples, const std::vector<Node>& nodes) {
+void check_chunks(const Files& files, const std::vector<Sample>& samples, const std::vector<DataFileSize>& data_files) {
   std::size_t record = 0;
-  for (std::size_t node = 0, sample = 0; node < nodes.size(); ++node) {
-    for (std::uint64_t chunk = 0; chunk < nodes[node].chunks; ++chunk, ++record) {
+  for (std::size_t data_file = 0, sample = 0; data_file < data_files.size(); ++data_file) {
+    for (std::uint64_t chunk = 0; chunk < data_files[data_file].chunks; ++chunk, ++record) {
       const auto found = item<ChunkRecord>(files.chunks, record);
       CHECK_EQUAL(found.first, sample);
       std::uint32_t crc = 0;
       for (; sample < samples.size(); ++sample) {
         const auto entry = item<Entry>(files.directory, sample);
-        const auto begins_in = std::min(entry.offset() / kChunk, nodes[node].chunks - 1);
-        if (entry.node() != node || begins_in != chunk) break;
+        const auto begins_in = std::min(entry.offset() / kChunk, data_files[data_file].chunks - 1);
+        if (entry.data_file() != data_file || begins_in != chunk) break;
         const auto& data = samples[sample].data;
         const bool crosses = entry.offset() + data.size() > (chunk + 1) * kChunk;
         if (!crosses || data.size() < kChunk / 4) crc = crc32c(crc, data.data(), data.size());
@@ -138,41 +138,41 @@ TEST(xxh64_of_the_specification) {
 
 TEST(every_file_says_where_samples_are) {
   const auto samples = make_samples(300, 9000, 1);
-  std::vector<Node> nodes;
-  const auto files = whole(samples, 100'000, nodes);
-  CHECK(nodes.size() > 3);
+  std::vector<DataFileSize> data_files;
+  const auto files = whole(samples, 100'000, data_files);
+  CHECK(data_files.size() > 3);
   for (std::size_t i = 0; i < samples.size(); ++i) {
     const auto entry = item<Entry>(files.directory, i);
     CHECK_EQUAL(entry.key(), key_of(samples[i].name));
     CHECK_EQUAL(entry.length(), samples[i].data.size());
-    CHECK(files.data.at(entry.node()).substr(entry.offset(), entry.length()) == samples[i].data);
+    CHECK(files.data.at(entry.data_file()).substr(entry.offset(), entry.length()) == samples[i].data);
     const auto& data = samples[i].data;
     CHECK_EQUAL(item<std::uint32_t>(files.sums, i), crc32c(0, data.data(), data.size()));
   }
-  for (std::size_t node = 0; node < nodes.size(); ++node)
-    CHECK_EQUAL(files.data.at(node).size(), nodes[node].chunks * kChunk);
-  check_chunks(files, samples, nodes);
+  for (std::size_t data_file = 0; data_file < data_files.size(); ++data_file)
+    CHECK_EQUAL(files.data.at(data_file).size(), data_files[data_file].chunks * kChunk);
+  check_chunks(files, samples, data_files);
 }
 
 TEST(pieces_are_the_same_at_any_split_and_in_any_process) {
   Random random(2);
   const auto samples = make_samples(400, 5000, 3);
-  for (const std::uint64_t node_bytes : {std::uint64_t{5000}, std::uint64_t{8192}, kNodeBytes}) {
-    std::vector<Node> nodes;
-    const auto expected = whole(samples, node_bytes, nodes);
-    auto builder = std::make_unique<Builder>(kChunk, node_bytes);
+  for (const std::uint64_t data_file_bytes : {std::uint64_t{5000}, std::uint64_t{8192}, kDataFileBytes}) {
+    std::vector<DataFileSize> data_files;
+    const auto expected = whole(samples, data_file_bytes, data_files);
+    auto builder = std::make_unique<Builder>(kChunk, data_file_bytes);
     Files files;
     for (std::size_t done = 0; done < samples.size();) {
       const auto until = std::min(samples.size(), done + random(0, 50));
       add(*builder, samples, done, until);
       done = until;
       files.take(*builder);
-      builder = std::make_unique<Builder>(kChunk, node_bytes, bytes_of(builder->state()));
+      builder = std::make_unique<Builder>(kChunk, data_file_bytes, bytes_of(builder->state()));
     }
     builder->finish();
     files.take(*builder);
     CHECK(files == expected);
-    CHECK_EQUAL(builder->nodes().size(), nodes.size());
+    CHECK_EQUAL(builder->data_files().size(), data_files.size());
   }
 }
 
@@ -180,27 +180,27 @@ TEST(large_samples_span_blocks_and_keep_their_length_apart) {
   std::vector<Sample> samples = {{"a", std::string(kLargeLength - 1, 'a')},
                                  {"b", std::string(3 * Builder::kPieceBytes + 5, 'b')},
                                  {"c", "c"}};
-  std::vector<Node> nodes;
-  const auto files = whole(samples, kNodeBytes, nodes);
+  std::vector<DataFileSize> data_files;
+  const auto files = whole(samples, kDataFileBytes, data_files);
   CHECK_EQUAL(files.large.size(), sizeof(Large));
   CHECK_EQUAL(item<Large>(files.large, 0).index, 1u);
   CHECK_EQUAL(item<Large>(files.large, 0).size_bytes, samples[1].data.size());
   CHECK_EQUAL(item<Entry>(files.directory, 1).length(), kLargeLength);
   CHECK(files.data.at(0).find(samples[0].data + samples[1].data + "c") == 0);
-  check_chunks(files, samples, nodes);
+  check_chunks(files, samples, data_files);
 }
 
 TEST(a_full_node_takes_no_sample_of_no_bytes_at_an_offset_that_does_not_fit) {
-  Builder start(kChunk, kNodeBytes);
+  Builder start(kChunk, kDataFileBytes);
   add(start, {{"first", "1"}}, 0, 1);
   start.forget();
   auto words = start.state();
-  words[6] = kNodeBytes;  // as if so many bytes had been added: the offset
+  words[6] = kDataFileBytes;  // as if so many bytes had been added: the offset
   words.back() = crc32c(0, words.data(), (words.size() - 1) * sizeof(words[0]));
-  Builder builder(kChunk, kNodeBytes, bytes_of(words));
+  Builder builder(kChunk, kDataFileBytes, bytes_of(words));
   add(builder, {{"empty", ""}}, 0, 1);
   const auto& entry = builder.made().directory.at(0);
-  CHECK_EQUAL(entry.node(), 1u);
+  CHECK_EQUAL(entry.data_file(), 1u);
   CHECK_EQUAL(entry.offset(), 0u);
 }
 
@@ -213,7 +213,7 @@ TEST(what_does_not_fit_is_refused_and_changes_nothing) {
   CHECK_EQUAL(builder.samples(), 0u);
   CHECK_EQUAL(builder.made().size_bytes(), 0u);
   check_throws<std::invalid_argument>([] { Builder(4095, 10); }, "chunk_bytes=4095");
-  check_throws<std::invalid_argument>([] { Builder(kChunk, 0); }, "node_bytes=0");
+  check_throws<std::invalid_argument>([] { Builder(kChunk, 0); }, "data_file_bytes=0");
 }
 
 TEST(damaged_states_are_refused) {
@@ -236,7 +236,7 @@ TEST(damaged_states_are_refused) {
 TEST(memory_outlives_its_builder_while_it_is_held) {
   std::vector<Pieces::Data> held;
   {
-    Builder builder(kChunk, kNodeBytes);
+    Builder builder(kChunk, kDataFileBytes);
     for (int i = 0; i < 30; ++i) {
       const std::string content(700'000, static_cast<char>('a' + i % 26));
       add(builder, {{"sample " + std::to_string(i), content}}, 0, 1);

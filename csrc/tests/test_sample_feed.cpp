@@ -55,7 +55,7 @@ constexpr std::uint64_t kChunk = 4096;
 constexpr auto kLong = std::chrono::seconds(60);
 constexpr auto kShort = std::chrono::milliseconds(500);  // long enough to begin
 
-// A store of one node in memory.
+// A store of one data file in memory.
 struct Store {
   explicit Store(const std::vector<std::uint64_t>& lengths, unsigned seed = 1) {
     std::uint64_t size = 0;
@@ -72,7 +72,7 @@ struct Store {
     firsts.push_back(directory.size());
     file = memfd_create("samples", 0);
     CHECK(write(file, data.data(), data.size()) == static_cast<ssize_t>(data.size()));
-    node = {directory.size(), count, size, file, -1, 512};
+    data_file = {directory.size(), count, size, file, -1, 512};
   }
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
@@ -93,8 +93,8 @@ struct Store {
     }
     return found;
   }
-  std::vector<Member> members() const {
-    return {{directory, sums, records, {}, kChunk, {node}}};
+  std::vector<Partition> partitions() const {
+    return {{directory, sums, records, {}, kChunk, {data_file}}};
   }
   std::unique_ptr<Order> order(bool full, std::uint64_t slots) const {
     const Epoch epoch{5, 0, 1, 0, slots, {}};
@@ -115,7 +115,7 @@ struct Store {
   std::vector<std::uint64_t> firsts;
   std::vector<char> data;
   int file = -1;
-  DataFile node{};
+  DataFile data_file{};
 };
 
 std::vector<std::uint64_t> some_lengths(test::Random& random, std::size_t count) {
@@ -176,7 +176,7 @@ TEST(every_sample_comes_once_and_in_order) {
     const auto slots = random(1, 6);
     const ReaderOptions options{random(0, 30), false, true, round % 3 != 0,
                                 static_cast<unsigned>(random(0, 2)), 8};
-    const auto reader = std::make_shared<Reader>(store.members(), options);
+    const auto reader = std::make_shared<Reader>(store.partitions(), options);
     std::vector<Pick> expected(store.directory.size());
     CHECK_EQUAL(store.order(full, slots)->take(expected), expected.size());
     std::vector<std::uint64_t> found;
@@ -195,7 +195,7 @@ TEST(feeds_and_single_reads_go_on_at_once_until_the_reader_closes) {
   const Store store(some_lengths(random, 2000));
   for (int round = 0; round < 12; ++round) {
     const ReaderOptions options{3, false, true, round % 2 == 0, 1, 8};
-    const auto reader = std::make_shared<Reader>(store.members(), options);
+    const auto reader = std::make_shared<Reader>(store.partitions(), options);
     std::atomic<int> closed = 0;
     std::vector<std::thread> threads;
     for (int i = 0; i < 3; ++i) {
@@ -242,7 +242,7 @@ TEST(a_read_that_takes_too_long_is_named_and_may_still_come) {
       if (full && one == &small) continue;  // the page cache has it
       const auto gate = std::make_shared<Gate>();
       const auto reader =
-          std::make_shared<Reader>(one->members(), ReaderOptions{0, false, true, true, 0, 1},
+          std::make_shared<Reader>(one->partitions(), ReaderOptions{0, false, true, true, 0, 1},
                                    [gate](unsigned) { return std::make_unique<Stalling>(gate); });
       Feed feed(reader, one->order(full, 2), {1, 0, false});
       std::shared_ptr<SampleBatch> batch;
@@ -265,7 +265,7 @@ TEST(a_stuck_read_is_left_behind_and_harms_nobody) {
   const auto& store = *kept;
   const auto gate = std::make_shared<Gate>();
   const auto reader =
-      std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 1},
+      std::make_shared<Reader>(store.partitions(), ReaderOptions{4, false, true, true, 0, 1},
                                [gate](unsigned) { return std::make_unique<Stalling>(gate); });
   leave_behind(kept);
   leave_behind(reader);
@@ -283,7 +283,7 @@ TEST(a_stuck_read_is_left_behind_and_harms_nobody) {
 TEST(a_chunk_whose_read_cannot_begin_is_an_error_and_is_read_when_it_can) {
   const Store store(std::vector<std::uint64_t>(300, 100));
   const auto refusals = std::make_shared<std::atomic<int>>(1);
-  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 8},
+  const auto reader = std::make_shared<Reader>(store.partitions(), ReaderOptions{4, false, true, true, 0, 8},
                                                [refusals](unsigned) -> std::unique_ptr<Io> {
                                                  if ((*refusals)-- > 0)
                                                    throw std::system_error(EAGAIN, std::generic_category());
@@ -310,7 +310,7 @@ TEST(a_chunk_whose_read_cannot_begin_is_an_error_and_is_read_when_it_can) {
 
 TEST(a_failed_read_needs_no_memory_to_be_told) {
   const Store store(std::vector<std::uint64_t>(300, 100));
-  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{});
+  const auto reader = std::make_shared<Reader>(store.partitions(), ReaderOptions{});
   const auto batch = reader->make_batch(2, 200, std::make_shared<Signal>());
   std::vector<Read> reads;
   for (std::size_t i = 0; i < 2; ++i) {
@@ -336,7 +336,7 @@ TEST(damage_in_a_chunk_is_told_where_memory_is_short) {
   ++store.sums[3];
   ++store.records[0].crc32c;
   const auto gate = std::make_shared<Gate>();
-  const auto reader = std::make_shared<Reader>(store.members(), ReaderOptions{4, false, true, true, 0, 8},
+  const auto reader = std::make_shared<Reader>(store.partitions(), ReaderOptions{4, false, true, true, 0, 8},
                                                [gate](unsigned) { return std::make_unique<Stalling>(gate); });
   const std::atomic<bool> stop = true;
   Body body;

@@ -20,7 +20,7 @@ struct Arrays {
   std::vector<std::byte> lookup;
 
   explicit Arrays(const std::vector<std::string>& all) {
-    Builder builder(4096, kNodeBytes);
+    Builder builder(4096, kDataFileBytes);
     for (const auto& name : all) {
       const auto end = static_cast<std::int64_t>(name.size());
       const std::int64_t none = 0;

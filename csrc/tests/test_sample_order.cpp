@@ -22,7 +22,7 @@ std::vector<std::uint64_t> random_layout(Random& random) {
 
 Epoch random_epoch(Random& random) {
   Epoch epoch{random(0, 1000), random(0, 9), random(1, 4), 0, random(1, 12), {}};
-  epoch.stream = random(0, epoch.streams - 1);
+  epoch.replica = random(0, epoch.replicas - 1);
   for (auto segments = random(0, 2); segments > 0; --segments)
     epoch.after.push_back({random(1, 4), random(1, 12), {random(0, 60)}});
   return epoch;

@@ -170,13 +170,13 @@ class PlanSearch:
         bool,
     ]: ...
 
-# Bytes to append: of each node's data file, in order; and of the other files, by name.
+# Bytes to append: of each data file, in order; and of the other files, by name.
 SamplePieces = tuple[list[tuple[int, npt.NDArray[np.uint8]]], dict[str, bytes]]
 
 class SampleBuilder:
     """Turns samples into the pieces of a store. ValueError for what does not fit the format."""
 
-    def __init__(self, chunk_bytes: int, node_bytes: int, state: bytes = b"") -> None: ...
+    def __init__(self, chunk_bytes: int, data_file_bytes: int, state: bytes = b"") -> None: ...
     def add(self, name: bytes, data: bytes | bytearray | memoryview, label: int = -1) -> None: ...
     def add_many(
         self,
@@ -187,7 +187,7 @@ class SampleBuilder:
         labels: npt.NDArray[np.int32] | None = None,
     ) -> None: ...
     def finish(self) -> None:
-        """No more samples: closes the last chunk, and pads the last node."""
+        """No more samples: closes the last chunk, and pads the last data file."""
     def take(self) -> SamplePieces: ...  # made since the last call
     def state(self) -> bytes:
         """What a new builder needs to go on after everything that was taken. Only right after `take`."""
@@ -196,7 +196,7 @@ class SampleBuilder:
     @property
     def pending_bytes(self) -> int: ...  # that `take` would give
     @property
-    def nodes(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
+    def data_files(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
 
 def sample_sums(address: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """CRC-32C of stretches back to back: the first begins at address, each ends at address + its end."""
@@ -228,7 +228,7 @@ class SampleNames:
     def names(self, begin: int, end: int) -> list[bytes]: ...
 
 class SampleOrder:
-    """The order of one worker shard of an epoch, as penstock.samples.order says."""
+    """The order of one replica of an epoch, as penstock.samples.order says."""
 
     def __init__(
         self,
@@ -237,8 +237,8 @@ class SampleOrder:
         firsts: npt.NDArray[np.uint64],
         seed: int,
         epoch: int,
-        streams: int,
-        stream: int,
+        replicas: int,
+        replica: int,
         slots: int,
         after: list[tuple[int, int, list[int]]],
     ) -> None: ...
@@ -250,30 +250,30 @@ class SampleOrder:
     def taken(self) -> int: ...
 
 # samples, chunks, size_bytes, buffered descriptor, direct descriptor (-1: none), alignment_bytes
-SampleNode = tuple[int, int, int, int, int, int]
-# directory [n, 2], sums [n], chunks [c] as CHUNK_RECORD's bytes [c, 16], large [l, 2], chunk_bytes, nodes
-SampleMember = tuple[
+SampleDataFile = tuple[int, int, int, int, int, int]
+# directory [n, 2], sums [n], chunks [c] as CHUNK_RECORD's bytes [c, 16], large [l, 2], chunk_bytes, files
+SamplePartition = tuple[
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint32],
     npt.NDArray[np.uint8],
     npt.NDArray[np.uint64],
     int,
-    list[SampleNode],
+    list[SampleDataFile],
 ]
 
 class SampleFailure(Exception):
-    """args: kind, member, node, offset, size_bytes, sample (-1: several), errno.
+    """args: kind, partition, data_file, offset, size_bytes, sample (-1: several), errno.
 
     kind: "read" (errno says why), "checksum", "timeout", "directory" (entries that contradict themselves),
     "closed"
     """
 
 class SampleReader:
-    """Reads the samples of mounted stores: index i is the i-th over all members. Borrows their arrays."""
+    """Reads the samples of mounted stores: index i is the i-th over all partitions. Borrows their arrays."""
 
     def __init__(
         self,
-        members: list[SampleMember],
+        partitions: list[SamplePartition],
         *,
         buffers: int,
         direct: bool,
@@ -293,7 +293,7 @@ class SampleReader:
     def close(self, timeout_s: float) -> bool: ...  # False: something is still being read, and abandoned
 
 class SampleFeed:
-    """The batches of one worker shard of one epoch."""
+    """The batches of one replica of one epoch."""
 
     def bread(
         self, samples: int, timeout_s: float

@@ -71,7 +71,7 @@ def test_parts_of_several_processes_are_one_store(tree: Path, capsys: pytest.Cap
     for rank in range(2):
         told(capsys, "pack", "tree", "store", "--rank", str(rank), "--world", "2")
     found = values(capsys, "info", "store")
-    assert found["parts"] == 2 and found["samples"] == 5
+    assert found["partitions"] == 2 and found["samples"] == 5
     assert len(values(capsys, "ls", "store")["samples"]) == 5
     assert values(capsys, "verify", "store")["sound"]
     told(capsys, "unpack", "store", "back")

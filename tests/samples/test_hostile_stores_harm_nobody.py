@@ -45,7 +45,7 @@ quick = settings(
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "store"
-    write_store(folder, CONTENT, node_bytes=60_000, labels=[0] * len(CONTENT), classes=["one"])
+    write_store(folder, CONTENT, data_file_bytes=60_000, labels=[0] * len(CONTENT), classes=["one"])
     return folder
 
 

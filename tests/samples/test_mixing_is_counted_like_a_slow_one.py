@@ -52,14 +52,14 @@ def test_an_order_is_measured_as_by_hand(firsts, batch_size, groups, rng):
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-@pytest.mark.parametrize("streams", [1, 3])
-def test_what_is_expected_is_what_comes(kind, streams):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_what_is_expected_is_what_comes(kind, replicas):
     firsts = firsts_of([5, 9, 1] * 30)
-    expected = expected_mixing(kind, firsts, slots=10, batch_size=8, seed=3, epoch=1, streams=streams)
-    order = whole(kind, firsts, slots=10, seed=3, epoch=1, streams=streams)
+    expected = expected_mixing(kind, firsts, slots=10, batch_size=8, seed=3, epoch=1, replicas=replicas)
+    order = whole(kind, firsts, slots=10, seed=3, epoch=1, replicas=replicas)
     found = mixing_of(order, firsts, 8)
     assert (expected.chunks, expected.groups, expected.batches) == (found.chunks, found.groups, found.batches)
-    if streams == 1:
+    if replicas == 1:
         assert expected == found
 
 
@@ -95,6 +95,6 @@ def test_it_reads_well():
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-def test_a_stream_without_samples_has_no_mixing(kind):
+def test_a_replica_without_samples_has_no_mixing(kind):
     with pytest.raises(InvalidArgument, match="no batches of 4 can be made of 0 samples"):
         expected_mixing(kind, firsts_of([0]), slots=1, batch_size=4)

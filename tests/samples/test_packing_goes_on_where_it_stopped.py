@@ -30,10 +30,10 @@ from tests.support.packing import (
 
 
 def _stop(
-    source: Listed, folder: Path, error: type[BaseException] = Stopped, node_bytes: int = 1 << 40
+    source: Listed, folder: Path, error: type[BaseException] = Stopped, data_file_bytes: int = 1 << 40
 ) -> None:
     with pytest.raises(error):
-        pack_often(source, folder, node_bytes=node_bytes)
+        pack_often(source, folder, data_file_bytes=data_file_bytes)
 
 
 @settings(max_examples=12, deadline=None)
@@ -44,7 +44,7 @@ def _stop(
     st.sampled_from([1500, 20000, 1 << 40]),
 )
 def test_the_store_is_the_same_wherever_packing_stopped(
-    kind: type[Listed], stops: list[int], blocks: list[int], node_bytes: int
+    kind: type[Listed], stops: list[int], blocks: list[int], data_file_bytes: int
 ) -> None:
     items = samples_of(12)
     labels = [index % 4 - 1 for index in range(12)]
@@ -52,11 +52,15 @@ def test_the_store_is_the_same_wherever_packing_stopped(
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "store")
         for stop in stops:
-            _stop(replace(source, stop=stop), folder, node_bytes=node_bytes)
+            _stop(replace(source, stop=stop), folder, data_file_bytes=data_file_bytes)
             assert not (folder / "store.json").exists()
-        pack_often(replace(source, blocks=tuple(blocks)), folder, node_bytes=node_bytes)
+        pack_often(replace(source, blocks=tuple(blocks)), folder, data_file_bytes=data_file_bytes)
         assert contents(folder) == expected(
-            Path(made, "wanted"), items, node_bytes=node_bytes, labels=labels, classes=["a", "b", "c"]
+            Path(made, "wanted"),
+            items,
+            data_file_bytes=data_file_bytes,
+            labels=labels,
+            classes=["a", "b", "c"],
         )
 
 

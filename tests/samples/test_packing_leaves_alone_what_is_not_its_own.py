@@ -14,7 +14,7 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.reader.store import mount
 from penstock.samples.sources import open_source
 from penstock.samples.writer.pack import pack
-from penstock.samples.writer.progress import claim
+from penstock.samples.writer.progress import lock_folder
 from tests.support import stores
 from tests.support.packing import (
     Listed,
@@ -55,7 +55,7 @@ def test_other_files_beside_a_store_are_not_lost(whole: bool, tmp_path: Path) ->
 
 def test_a_store_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    pack(Listed(samples_of(40)), folder, 4096, node_bytes=9000)
+    pack(Listed(samples_of(40)), folder, 4096, data_file_bytes=9000)
     before = contents(folder)
     for options in ({}, {"resume": False}):
         with pytest.raises(InvalidArgument, match="is already a store"):
@@ -163,7 +163,7 @@ def test_a_process_killed_anywhere_leaves_the_old_store_or_the_new_one(tmp_path:
 
 def test_two_packers_do_not_write_one_folder(tmp_path: Path) -> None:
     with (
-        claim(tmp_path / "store", recipe_of(Listed(ITEMS)), resume=True, overwrite=False),
+        lock_folder(tmp_path / "store", recipe_of(Listed(ITEMS)), resume=True, overwrite=False),
         pytest.raises(SampleError, match="another process is packing"),
     ):
         pack(Listed(ITEMS), tmp_path / "store")
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_parts_of_another_number_are_not_mixed_in(tmp_path: Path) -> None:
     pack(Listed(ITEMS), tmp_path / "store", rank=0, world=2)
     with pytest.raises(
-        InvalidArgument, match="holds 'part-00000-of-00002', which is not a part of a store of 3"
+        InvalidArgument, match="holds 'part-00000-of-00002', which is not a partition of a store of 3"
     ):
         pack(Listed(ITEMS), tmp_path / "store", rank=0, world=3)
     with pytest.raises(InvalidArgument, match="holds 'part-00000-of-00002'"):

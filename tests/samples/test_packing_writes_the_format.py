@@ -34,13 +34,13 @@ def _items(draw: st.DrawFn) -> list[tuple[str, bytes]]:
 @settings(max_examples=25, deadline=None)
 @given(_items(), st.sampled_from([1, 20000, 1 << 40]), st.lists(st.integers(1, 20), max_size=3))
 def test_any_samples_make_the_files_of_the_format(
-    items: list[tuple[str, bytes]], node_bytes: int, blocks: list[int]
+    items: list[tuple[str, bytes]], data_file_bytes: int, blocks: list[int]
 ) -> None:
-    node_bytes = max(node_bytes, *(len(data) for _, data in items))
+    data_file_bytes = max(data_file_bytes, *(len(data) for _, data in items))
     with tempfile.TemporaryDirectory() as made:
         source = Listed(items, blocks=tuple(blocks))
-        pack(source, Path(made, "store"), 4096, node_bytes=node_bytes)
-        wanted = expected(Path(made, "wanted"), items, node_bytes=node_bytes)
+        pack(source, Path(made, "store"), 4096, data_file_bytes=data_file_bytes)
+        wanted = expected(Path(made, "wanted"), items, data_file_bytes=data_file_bytes)
         assert contents(Path(made, "store")) == wanted
 
 
@@ -49,13 +49,13 @@ def test_any_samples_make_the_files_of_the_format(
 def test_how_often_packing_writes_changes_nothing(count: int, size_bytes: int) -> None:
     items = samples_of(count, size_bytes)
     with tempfile.TemporaryDirectory() as made:
-        pack_often(Listed(items), Path(made, "store"), node_bytes=12000)
-        assert contents(Path(made, "store")) == expected(Path(made, "wanted"), items, node_bytes=12000)
+        pack_often(Listed(items), Path(made, "store"), data_file_bytes=12000)
+        assert contents(Path(made, "store")) == expected(Path(made, "wanted"), items, data_file_bytes=12000)
 
 
 def test_nothing_makes_a_store_of_no_samples(tmp_path: Path) -> None:
     made = pack([], tmp_path / "store")
-    assert made.samples == 0 and made.nodes == ()
+    assert made.samples == 0 and made.data_files == ()
     assert stores.read_store(tmp_path / "store") == []
     assert manifest.read(tmp_path / "store") == made
 
@@ -78,13 +78,13 @@ def test_samples_of_8_mib_and_more_keep_their_length(tmp_path: Path) -> None:
     assert (tmp_path / "store" / "large.bin").stat().st_size == 16
 
 
-def test_processes_pack_disjoint_parts(tmp_path: Path) -> None:
+def test_processes_pack_disjoint_partitions(tmp_path: Path) -> None:
     items = samples_of(10)
     for rank in range(3):
         pack(Listed(items), tmp_path / "store", rank=rank, world=3)
-    parts = [tmp_path / "store" / f"part-{rank:05d}-of-00003" for rank in range(3)]
-    assert [stores.read_store(part) for part in parts] == [items[rank::3] for rank in range(3)]
-    assert [(manifest.read(part).part, manifest.read(part).parts) for part in parts] == [
+    folders = [tmp_path / "store" / f"part-{rank:05d}-of-00003" for rank in range(3)]
+    assert [stores.read_store(folder) for folder in folders] == [items[rank::3] for rank in range(3)]
+    assert [(made.partition, made.partitions) for made in map(manifest.read, folders)] == [
         (rank, 3) for rank in range(3)
     ]
 
@@ -120,8 +120,8 @@ def test_the_manifest_returned_is_the_one_written(tmp_path: Path) -> None:
         ({"chunk_bytes": 0}, "multiple of 4096"),
         ({"chunk_bytes": "2GiB"}, "up to 1.00 GiB"),
         ({"chunk_bytes": "a lot"}, "not a size"),
-        ({"node_bytes": 0}, "at most 1.00 TiB"),
-        ({"node_bytes": "2TiB"}, "at most 1.00 TiB"),
+        ({"data_file_bytes": 0}, "at most 1.00 TiB"),
+        ({"data_file_bytes": "2TiB"}, "at most 1.00 TiB"),
         ({"rank": 2, "world": 2}, "rank=2"),
         ({"metadata": {"a": 1}}, "give text"),
         ({"format": "zip"}, "unknown"),

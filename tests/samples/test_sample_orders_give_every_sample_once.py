@@ -11,21 +11,28 @@ from penstock import _native
 from penstock.errors import InvalidArgument
 from penstock.samples.order import ORDERS, Segment
 from tests.support.orders import divisions, firsts_of, layouts, native, seeds, whole
-from tests.support.sample_order import draw_order, stream_size
+from tests.support.sample_order import draw_order, replica_size
 
 
 def interrupt(kind, firsts, seed, epoch, divided, data):
     """Take some of an epoch in one division after the other. What was taken, and the segments."""
     given_out, after = [], []
-    for streams, slots in divided:
+    for replicas, slots in divided:
         taken = []
-        for stream in range(streams):
+        for replica in range(replicas):
             order = native(
-                kind, firsts, seed=seed, epoch=epoch, streams=streams, stream=stream, slots=slots, after=after
+                kind,
+                firsts,
+                seed=seed,
+                epoch=epoch,
+                replicas=replicas,
+                replica=replica,
+                slots=slots,
+                after=after,
             )
             taken.append(data.draw(st.integers(0, order.size)))
             given_out.append(order.take(taken[-1]))
-        after.append(Segment(streams, slots, tuple(taken)))
+        after.append(Segment(replicas, slots, tuple(taken)))
     return given_out, after
 
 
@@ -35,11 +42,11 @@ def interrupt(kind, firsts, seed, epoch, divided, data):
 def test_every_sample_comes_once_as_specified(kind, firsts, seed, epoch, divided, last, data):
     given_out, after = interrupt(kind, firsts, seed, epoch, divided, data)
     left = int(firsts[-1]) - sum(map(len, given_out))
-    streams, slots = last
-    for stream in range(streams):
-        division = {"streams": streams, "stream": stream, "slots": slots, "after": after}
+    replicas, slots = last
+    for replica in range(replicas):
+        division = {"replicas": replicas, "replica": replica, "slots": slots, "after": after}
         order = native(kind, firsts, seed=seed, epoch=epoch, **division)
-        assert order.size == stream_size(left, streams, stream)
+        assert order.size == replica_size(left, replicas, replica)
         indices = order.take(1 << 40)
         assert indices.tolist() == draw_order(kind, firsts, seed=seed, epoch=epoch, **division).tolist()
         given_out.append(indices)
@@ -65,23 +72,23 @@ def test_it_does_not_matter_in_what_steps_samples_are_taken_or_skipped(kind, fir
 
 @pytest.mark.parametrize("kind", ORDERS)
 @pytest.mark.parametrize("sizes", [[], [0], [1], [0, 0, 1, 0], [3_000_000], [1, 70_000, 1], [1] * 70_000])
-@pytest.mark.parametrize("streams", [1, 3])
-def test_odd_layouts_are_given_out_whole(kind, sizes, streams):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_odd_layouts_are_given_out_whole(kind, sizes, replicas):
     firsts = firsts_of(sizes)
     after = [Segment(2, 5, (100_000, 1)[: 2 if sum(sizes) > 200_000 else 1]), Segment(1, 2, (7,))]
     before = [
-        whole(kind, firsts, streams=2, stream=s, slots=5)[: after[0].taken[s % len(after[0].taken)]]
+        whole(kind, firsts, replicas=2, replica=s, slots=5)[: after[0].taken[s % len(after[0].taken)]]
         for s in (0, 1)
     ]
     before.append(whole(kind, firsts, slots=2, after=after[:1])[:7])
-    rest = [whole(kind, firsts, streams=streams, stream=s, slots=9, after=after) for s in range(streams)]
+    rest = [whole(kind, firsts, replicas=replicas, replica=s, slots=9, after=after) for s in range(replicas)]
     found = np.sort(np.concatenate([*before, *rest]))
     assert np.array_equal(found, np.arange(sum(sizes)))
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-def test_one_number_of_samples_holds_for_all_streams(kind):
-    firsts = firsts_of([3, 4, 4])  # streams of 4, 4 and 3
+def test_one_number_of_samples_holds_for_all_replicas(kind):
+    firsts = firsts_of([3, 4, 4])  # replicas of 4, 4 and 3
     for number, each in ((2, (2, 2, 2)), (4, (4, 4, 3)), (99, (4, 4, 3))):
         short, long = (
             whole(kind, firsts, slots=2, after=[Segment(3, 2, taken)]).tolist() for taken in ((number,), each)
@@ -91,12 +98,12 @@ def test_one_number_of_samples_holds_for_all_streams(kind):
 
 
 REFUSED = [
-    ({"streams": 0}, "at least one worker shard"),
-    ({"streams": 2, "stream": 2}, "there is no worker shard 2 of 2"),
-    ({"after": [Segment(0, 1, (1,))]}, "at least one worker shard"),
-    ({"after": [Segment(3, 1, (1, 1))]}, "a segment of 3 worker shards says of 2"),
-    ({"after": [Segment(2, 1, (6, 5))]}, "worker shard 0 of 2 cannot have given 6 samples: its share was 5"),
-    ({"after": [Segment(1, 1, (9,)), Segment(2, 1, (1, 1))]}, "worker shard 1 of 2 .* share was 0"),
+    ({"replicas": 0}, "at least one replica"),
+    ({"replicas": 2, "replica": 2}, "there is no replica 2 of 2"),
+    ({"after": [Segment(0, 1, (1,))]}, "at least one replica"),
+    ({"after": [Segment(3, 1, (1, 1))]}, "a segment of 3 replicas says of 2"),
+    ({"after": [Segment(2, 1, (6, 5))]}, "replica 0 of 2 cannot have given 6 samples: its share was 5"),
+    ({"after": [Segment(1, 1, (9,)), Segment(2, 1, (1, 1))]}, "replica 1 of 2 .* share was 0"),
 ]
 
 

@@ -24,7 +24,7 @@ def is_even(counts: np.ndarray, freedom: int) -> bool:
 @pytest.mark.parametrize("kind", ORDERS)
 def test_an_order_is_a_pure_function(kind):
     firsts = firsts_of([7] * 40)
-    division = {"streams": 3, "stream": 1, "slots": 5, "after": [Segment(2, 4, (30, 9))]}
+    division = {"replicas": 3, "replica": 1, "slots": 5, "after": [Segment(2, 4, (30, 9))]}
     order = whole(kind, firsts, seed=5, epoch=2, **division).tolist()
     assert order == whole(kind, firsts, seed=5, epoch=2, **division).tolist()
     for other in ({"seed": 6, "epoch": 2}, {"seed": 5, "epoch": 3}, {"seed": 2, "epoch": 5}):
@@ -64,8 +64,8 @@ def test_neighbours_in_full_order_have_nothing_in_common(samples):
 @pytest.mark.parametrize("after", [(), [Segment(3, 5, (100, 31, 0))]])
 def test_no_more_chunks_are_under_way_than_slots(slots, after):
     firsts = firsts_of([0, 1, 4, 9, 3, 16, 5] * 12)
-    for stream in range(2):
-        order = whole("chunk", firsts, seed=1, streams=2, stream=stream, slots=slots, after=after)
+    for replica in range(2):
+        order = whole("chunk", firsts, seed=1, replicas=2, replica=replica, slots=slots, after=after)
         chunks = np.searchsorted(firsts, order, side="right")
         begin = {chunk: place for place, chunk in reversed(list(enumerate(chunks)))}
         end = {chunk: place for place, chunk in enumerate(chunks)}
@@ -90,7 +90,7 @@ def test_chunks_end_evenly_though_they_begin_at_once(size, slots):
 
 
 def chunk_masks(order, size):
-    """For each chunk, where its samples came, a mask over the order of one stream."""
+    """For each chunk, where its samples came, a mask over the order of one replica."""
     by_chunk = np.argsort(order // size, kind="stable").reshape(-1, size)
     for places in by_chunk:
         mask = np.zeros(len(order), bool)
@@ -124,10 +124,10 @@ def test_where_all_chunks_fit_the_order_is_as_good_as_a_full_one():
     assert abs(mixing.displacement / mixing.ideal_displacement - 1) < 0.02
 
 
-def test_streams_share_chunks_only_where_they_meet():
+def test_replicas_share_chunks_only_where_they_meet():
     firsts = firsts_of([10] * 95)
     shares = [
-        set(np.searchsorted(firsts, whole("chunk", firsts, streams=4, stream=s, slots=3), side="right"))
+        set(np.searchsorted(firsts, whole("chunk", firsts, replicas=4, replica=s, slots=3), side="right"))
         for s in range(4)
     ]
     assert sum(map(len, shares)) <= 95 + 3

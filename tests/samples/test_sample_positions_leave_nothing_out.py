@@ -22,17 +22,17 @@ def begin(order: str, batch_size: int, drop_last: bool = False) -> Position:
     return Position(Epoch("id", SAMPLES, order, 3, 1), batch_size, drop_last)
 
 
-def drawn(position: Position, stream: int, begin: int, end: int) -> list[int]:
-    """Samples of a stream, from one of its places up to another."""
-    after = [(each.streams, each.slots, list(each.taken)) for each in position.after]
+def drawn(position: Position, replica: int, begin: int, end: int) -> list[int]:
+    """Samples of a replica, from one of its places up to another."""
+    after = [(each.replicas, each.slots, list(each.taken)) for each in position.after]
     order = _native.SampleOrder(
         position.of.order,
         SAMPLES,
         FIRSTS if position.of.order == "chunk" else np.empty(0, np.uint64),
         position.of.seed,
         position.of.epoch,
-        position.streams,
-        stream,
+        position.replicas,
+        replica,
         position.slots,
         after,
     )
@@ -62,8 +62,8 @@ def test_any_process_speaks_for_all_that_took_as_many_batches(
         now = position.with_batches(batch_size, False).divided(world * workers, slots, workers)
         ends = [now.advanced(rank, batches) for rank in range(world)]
         for end in ends:
-            for stream, taken in end.taken.items():
-                seen += drawn(now, stream, now.taken_by([stream])[stream], taken)
+            for replica, taken in end.taken.items():
+                seen += drawn(now, replica, now.taken_by([replica])[replica], taken)
         together = not any(end.finished for end in ends)
         states = [end.state() for end in ends]
         position = from_state(through_json(states[speaker % world] if together else merge_states(states)))

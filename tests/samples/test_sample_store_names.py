@@ -39,7 +39,7 @@ SIGNATURES = {
         ["path", "order=", "cache_bytes=", "rank=", "world="],
         ["group=", "io=", "verify=", "on_damage=", "prefetch_bytes=", "timeout_s="],
     ),
-    "Store.sequence": (["self"], ["seed=", "epoch=", "after=", "stream=", "streams=", "skip="]),
+    "Store.sequence": (["self"], ["seed=", "epoch=", "after=", "replica=", "replicas=", "skip="]),
     "Store.bread": (["self", "n"], []),
     "Store.read": (["self", "key"], []),
     "Store.names": (["self"], []),

@@ -20,7 +20,7 @@ from tests.support.stores import LARGE, key_of, write_store
 
 CHUNK_BYTES = 4096
 LONG_EDGE_BYTES = CHUNK_BYTES // 4
-NODE_BYTES = 1 << 40
+DATA_FILE_BYTES = 1 << 40
 LIMITS = (0, 1, LONG_EDGE_BYTES, CHUNK_BYTES, 2 * CHUNK_BYTES)
 NAMED_FILES = ("directory", "sums", "chunks", "names", "anchors", "large", "labels")
 
@@ -32,17 +32,17 @@ class Written:
 
     def __init__(self) -> None:
         self.files: dict[str, bytearray] = {}
-        self.last_node = 0
+        self.last_data_file = 0
 
     def append(self, builder: SampleBuilder) -> None:
         pending_bytes = builder.pending_bytes
         pieces, files = builder.take()
         assert list(files) == [f"{name}.bin" for name in NAMED_FILES]
         contents = list(files.items())
-        for node, data in pieces:
-            assert node >= self.last_node
-            self.last_node = node
-            contents.append((f"data-{node:05d}.bin", data.tobytes()))
+        for data_file, data in pieces:
+            assert data_file >= self.last_data_file
+            self.last_data_file = data_file
+            contents.append((f"data-{data_file:05d}.bin", data.tobytes()))
         assert pending_bytes == sum(len(content) for _, content in contents)
         assert builder.pending_bytes == 0
         for name, content in contents:
@@ -74,7 +74,7 @@ def columns(files: dict[str, bytearray]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def build(samples: Sequence[Sample]) -> dict[str, bytearray]:
-    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     for name, data in samples:
         builder.add(encode(name), data)
     builder.finish()
@@ -85,14 +85,14 @@ def build(samples: Sequence[Sample]) -> dict[str, bytearray]:
 def check_against_the_slow_writer(
     folder: Path,
     files: dict[str, bytearray],
-    nodes: list[tuple[int, int, int]],
+    data_files: list[tuple[int, int, int]],
     samples: Sequence[Sample],
     labels: Sequence[int],
-    node_bytes: int = NODE_BYTES,
+    data_file_bytes: int = DATA_FILE_BYTES,
 ) -> None:
-    write_store(folder, samples, chunk_bytes=CHUNK_BYTES, node_bytes=node_bytes, labels=labels)
+    write_store(folder, samples, chunk_bytes=CHUNK_BYTES, data_file_bytes=data_file_bytes, labels=labels)
     expected = json.loads((folder / "store.json").read_text())["value"]
-    assert nodes == [(node["samples"], node["chunks"], node["size_bytes"]) for node in expected["nodes"]]
+    assert data_files == [(each["samples"], each["chunks"], each["size_bytes"]) for each in expected["nodes"]]
     lookup, twins = sample_lookup(*columns(files))
     assert twins is None
     found = {name: bytes(content) for name, content in files.items()} | {"lookup.bin": lookup.tobytes()}
@@ -127,10 +127,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataObject) -> None:
-    node_bytes = data.draw(st.sampled_from([NODE_BYTES, 1, CHUNK_BYTES, 10_000, 3 * CHUNK_BYTES + 1]))
-    samples = data.draw(sample_lists(node_bytes))
+    data_file_bytes = data.draw(
+        st.sampled_from([DATA_FILE_BYTES, 1, CHUNK_BYTES, 10_000, 3 * CHUNK_BYTES + 1])
+    )
+    samples = data.draw(sample_lists(data_file_bytes))
     labels = data.draw(st.none() | st.just(list(range(5, 5 + len(samples)))))
-    builder, written = SampleBuilder(CHUNK_BYTES, node_bytes), Written()
+    builder, written = SampleBuilder(CHUNK_BYTES, data_file_bytes), Written()
     cuts = data.draw(st.lists(st.tuples(st.integers(0, len(samples)), st.booleans()), max_size=6))
     done = 0
     for until, resumed in [*sorted(cuts), (len(samples), False)]:
@@ -143,29 +145,29 @@ def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataO
         assert builder.samples == done
         if resumed:
             written.append(builder)
-            builder = SampleBuilder(CHUNK_BYTES, node_bytes, builder.state())
+            builder = SampleBuilder(CHUNK_BYTES, data_file_bytes, builder.state())
     builder.finish()
     written.append(builder)
     check_against_the_slow_writer(
         Path(tempfile.mkdtemp(dir=folders)) / "store",
         written.files,
-        builder.nodes,
+        builder.data_files,
         samples,
         labels or [-1] * len(samples),
-        node_bytes,
+        data_file_bytes,
     )
 
 
 def test_a_sample_of_8_mib_has_its_length_beside_the_directory(tmp_path: Path) -> None:
     samples = [("just fits", b"\1" * (LARGE - 1)), ("empty", b""), ("large", b"\2" * LARGE), ("last", b"\3")]
-    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     add_many(builder, samples[:2], None)
     written.append(builder)
     add_many(builder, samples[2:], None)
     builder.finish()
     written.append(builder)
     assert written.files["large.bin"] == struct.pack("<QQ", 2, LARGE)
-    check_against_the_slow_writer(tmp_path / "store", written.files, builder.nodes, samples, [-1] * 4)
+    check_against_the_slow_writer(tmp_path / "store", written.files, builder.data_files, samples, [-1] * 4)
 
 
 def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> Non
     sizes = [33_000, 100, 70_000, 20_000, 140_000, 5, 32_768, 32_767, 32_769, 65_535, 1, 0, 66_000, 0]
     random = np.random.default_rng(0)
     samples = [(f"{i}", random.bytes(size)) for i, size in enumerate(sizes)]
-    builder, written = SampleBuilder(256 << 10, NODE_BYTES), Written()
+    builder, written = SampleBuilder(256 << 10, DATA_FILE_BYTES), Written()
     add_many(builder, samples, None)
     builder.finish()
     written.append(builder)
@@ -183,10 +185,10 @@ def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> Non
 
 
 def test_nothing_is_built_of_nothing() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
     add_many(builder, [], None)
     builder.finish()
-    assert (builder.nodes, builder.samples, builder.pending_bytes) == ([], 0, 0)
+    assert (builder.data_files, builder.samples, builder.pending_bytes) == ([], 0, 0)
     lookup, twins = sample_lookup(*columns({}))
     assert (lookup.tobytes(), twins) == (bytes(8), None)
     assert SampleNames(*columns({}), lookup).find(b"any") == -1
@@ -200,7 +202,7 @@ def test_keys_are_xxh64(size: int) -> None:
 
 def test_every_kind_of_buffer_is_taken() -> None:
     content = b"four kinds"
-    builder, written = SampleBuilder(CHUNK_BYTES, NODE_BYTES), Written()
+    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     for i, data in enumerate(
         [content, bytearray(content), memoryview(content), np.frombuffer(content, np.uint8)]
     ):
@@ -213,7 +215,7 @@ def test_every_kind_of_buffer_is_taken() -> None:
 
 
 def test_memory_that_is_still_held_is_not_used_again() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
     held = []
     for i in range(40):
         builder.add(b"%d" % i, bytes([i]) * 300_000)
@@ -225,7 +227,7 @@ def test_memory_that_is_still_held_is_not_used_again() -> None:
 BAD = {
     "an empty name": ([b"a", b""], [b"", b""], "sample 1 has an empty name"),
     "a long name": ([b"a", b"n" * 65536], [b"", b""], "65536 bytes: at most 65535 fit"),
-    "a sample larger than a node": (
+    "a sample larger than a data file": (
         [b"a", b"b"],
         [b"", b"x" * 9000],
         "9000 bytes: a data file takes at most 8192",
@@ -247,7 +249,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("ends", [[2, 1], [-1, 2], [1, 4], [1], [1, 2, 3]])
 def test_ends_must_ascend_within_the_bytes(ends: list[int]) -> None:
-    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
     letters, good, bad = np.frombuffer(b"abc", np.uint8), np.array([1, 2], np.int64), np.array(ends, np.int64)
     for name_ends, data_ends in ((good, bad), (bad, good)):
         with pytest.raises(ValueError, match="ends"):
@@ -273,20 +275,20 @@ def test_there_are_65536_data_files_and_no_more() -> None:
         builder.add(b"one more", b"1")
     builder.add(b"of no bytes", b"")
     builder.finish()
-    assert len(builder.nodes) == count
-    assert builder.nodes[-1] == (2, 1, 1)
+    assert len(builder.data_files) == count
+    assert builder.data_files[-1] == (2, 1, 1)
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 1, 4095, 6000, (1 << 30) + 4096])
 def test_chunks_are_of_whole_blocks(chunk_bytes: int) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
-        SampleBuilder(chunk_bytes, NODE_BYTES)
+        SampleBuilder(chunk_bytes, DATA_FILE_BYTES)
 
 
-@pytest.mark.parametrize("node_bytes", [0, (1 << 40) + 1])
-def test_data_files_have_a_largest_size(node_bytes: int) -> None:
-    with pytest.raises(ValueError, match="node_bytes"):
-        SampleBuilder(CHUNK_BYTES, node_bytes)
+@pytest.mark.parametrize("data_file_bytes", [0, (1 << 40) + 1])
+def test_data_files_have_a_largest_size(data_file_bytes: int) -> None:
+    with pytest.raises(ValueError, match="data_file_bytes"):
+        SampleBuilder(CHUNK_BYTES, data_file_bytes)
 
 
 @settings(max_examples=100)
@@ -306,18 +308,18 @@ def test_a_damaged_state_is_refused(data: st.DataObject) -> None:
 
 
 def test_a_state_belongs_to_its_sizes_and_follows_a_take() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, NODE_BYTES)
+    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
     state = builder.state()
     with pytest.raises(ValueError, match="chunk_bytes=4096"):
-        SampleBuilder(2 * CHUNK_BYTES, NODE_BYTES, state)
+        SampleBuilder(2 * CHUNK_BYTES, DATA_FILE_BYTES, state)
     builder.add(b"a", b"")
     with pytest.raises(RuntimeError, match="take them first"):
         builder.state()
     builder.take()
     builder.finish()
     builder.take()
-    again = SampleBuilder(CHUNK_BYTES, NODE_BYTES, builder.state())
-    assert again.nodes == builder.nodes == [(1, 1, 0)]
+    again = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES, builder.state())
+    assert again.data_files == builder.data_files == [(1, 1, 0)]
     with pytest.raises(RuntimeError, match="finished"):
         again.add(b"b", b"")
 

@@ -37,7 +37,7 @@ def store_of(folder: Path, sizes: list[int], first: int = 0, **options: int) -> 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     stores=st.lists(st.lists(lengths, max_size=40), min_size=1, max_size=3),
-    node_bytes=st.sampled_from([20000, 1 << 40]),
+    data_file_bytes=st.sampled_from([20000, 1 << 40]),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     slots=st.integers(1, 5),
     buffers=st.integers(0, 60),
@@ -50,7 +50,7 @@ def store_of(folder: Path, sizes: list[int], first: int = 0, **options: int) -> 
 )
 def test_every_store_comes_back(
     stores: list[list[int]],
-    node_bytes: int,
+    data_file_bytes: int,
     sizes: list[int],
     slots: int,
     buffers: int,
@@ -65,7 +65,7 @@ def test_every_store_comes_back(
         folders, data = [], []
         for number, store in enumerate(stores):
             folders.append(Path(temporary) / str(number))
-            data += store_of(folders[-1], store, len(data), node_bytes=node_bytes)
+            data += store_of(folders[-1], store, len(data), data_file_bytes=data_file_bytes)
         options = {"buffers": buffers, "direct": direct, "ring": ring, "copy_threads": copy_threads}
         with mounted(*folders, **options) as store:
             order = store.order(kind, slots=slots)
@@ -229,6 +229,19 @@ def test_files_that_contradict_themselves_do_no_harm(
             found = breads(feed, [9])
             assert sorted([index for index, _ in found] + feed.skipped()) == list(range(len(data)))
             assert all(one == data[index] for index, one in found)
+
+
+@pytest.mark.parametrize("buffers", [0, 3, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_that_leads_into_another_chunk_is_damaged(kind: str, buffers: int, tmp_path: Path) -> None:
+    data = store_of(tmp_path, [100] * 90)  # in three chunks
+    entries = np.fromfile(tmp_path / "directory.bin", "<u8").reshape(-1, 2)
+    entries[74, 1] = entries[2, 1]
+    entries.tofile(tmp_path / "directory.bin")
+    with mounted(tmp_path, buffers=buffers) as store:
+        feed = store.feed(kind, skip_damaged=True)
+        assert sorted(breads(feed, [9])) == [each for each in enumerate(data) if each[0] != 74]
+        assert feed.skipped() == [74]
 
 
 WRITE_WHILE_READING = """

@@ -57,14 +57,14 @@ def test_names_come_in_the_order_of_their_bytes(
     found = [(os.fsencode(name), data) for name, data in pairs(source)]
     assert found == sorted(expected.items())
     assert source.samples == len(expected)
-    shares = [source.share(rank, world) for rank in range(world)]
+    shares = [source.of_rank(rank, world) for rank in range(world)]
     assert [pair for share in shares for pair in pairs(share)] == pairs(source)
     assert [share.samples for share in shares] == [len(pairs(share)) for share in shares]
 
 
 def test_names_and_the_rest_agree_with_the_whole(tmp_path: Path) -> None:
     write(tmp_path, {f"{i % 3}/{i}": bytes([i]) * i for i in range(20)})
-    source = open_source(tmp_path).share(1, 2)
+    source = open_source(tmp_path).of_rank(1, 2)
     whole = list(source)
     assert list(source.names()) == [sample.name for sample in whole]
     for taken in (0, 1, 7, len(whole)):
@@ -200,4 +200,4 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_source(tmp_path, speed=1)
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="rank=2"):
-        open_source(tmp_path).share(2, 2)
+        open_source(tmp_path).of_rank(2, 2)

@@ -67,7 +67,7 @@ def test_arrays_come_back_in_shares(
     assert names == list(map(str, range(rows)))
     for name, array in arrays.items():
         assert batch[name].dtype == array.dtype.newbyteorder("<") and np.array_equal(batch[name], array)
-    shares = [source.share(rank, world) for rank in range(world)]
+    shares = [source.of_rank(rank, world) for rank in range(world)]
     assert [name for share in shares for name in decoded(share)[0]] == names
     for share in shares:
         assert list(share.names()) == decoded(share)[0]
@@ -257,15 +257,15 @@ def test_generators_give_their_samples_once() -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 11])
 def test_shares_of_iterables_take_turns(world: int) -> None:
-    shares = [list(open_source(numbered).share(rank, world)) for rank in range(world)]
+    shares = [list(open_source(numbered).of_rank(rank, world)) for rank in range(world)]
     assert [share[:1] for share in shares] == [
         list(open_source(numbered))[rank : rank + 1] for rank in range(world)
     ]
     assert sorted(
         sample.name for share in shares for sample in share if isinstance(sample, RawSample)
     ) == sorted(name for name, _ in numbered())
-    with pytest.raises(InvalidArgument, match="a share already"):
-        open_source(numbered).share(0, 2).share(0, 2)
+    with pytest.raises(InvalidArgument, match="a partition already"):
+        open_source(numbered).of_rank(0, 2).of_rank(0, 2)
 
 
 def test_a_source_passes_through() -> None:

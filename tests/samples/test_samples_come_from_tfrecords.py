@@ -51,7 +51,7 @@ def test_records_come_back_in_shares(
     source = open_source(folder)
     assert source.encoding == "raw"
     assert pairs(source) == expected
-    shares = [pairs(source.share(rank, world)) for rank in range(world)]
+    shares = [pairs(source.of_rank(rank, world)) for rank in range(world)]
     assert sorted(pair for share in shares for pair in share) == sorted(expected)
 
 

@@ -50,7 +50,7 @@ def test_processes_share_all_samples(content: list[Sample], order: str, world: i
                 store.sequence(seed=3, epoch=2)
                 share = epoch(store, n)
                 assert not share.keys() & found.keys()
-                assert len(share) == store.taken == store.stream_size
+                assert len(share) == store.taken == store.replica_size
                 found |= share
         assert found == contents(content)
 
@@ -272,6 +272,6 @@ def test_what_is_no_sample_is_refused(tmp_path: Path) -> None:
         for n in (0, -3):
             with pytest.raises(InvalidArgument, match="1 or more"):
                 store.bread(n)
-        for wrong in ({"seed": -1}, {"stream": 3}, {"streams": 0}, {"epoch": 1 << 70}, {"skip": -1}):
+        for wrong in ({"seed": -1}, {"replica": 3}, {"replicas": 0}, {"epoch": 1 << 70}, {"skip": -1}):
             with pytest.raises(InvalidArgument, match="sequence"):
                 store.sequence(**wrong)

@@ -27,11 +27,11 @@ quick = settings(
 SIZES = st.one_of(st.integers(0, 10), st.sampled_from([1023, 1024, 1025, 4096]), st.integers(0, 9000))
 
 
-def crossing(sizes: list[int], node_bytes: int) -> list[int]:
+def crossing(sizes: list[int], data_file_bytes: int) -> list[int]:
     """Sizes of the samples that cross the end of their chunk."""
     found, offset = [], 0
     for number, size in enumerate(sizes):
-        if number and offset + size > node_bytes:
+        if number and offset + size > data_file_bytes:
             offset = 0
         if offset % CHUNK_BYTES + size > CHUNK_BYTES:
             found.append(size)
@@ -40,18 +40,20 @@ def crossing(sizes: list[int], node_bytes: int) -> list[int]:
 
 
 @quick
-@given(sizes=st.lists(SIZES, min_size=1, max_size=40), node_bytes=st.integers(9000, 40_000), data=st.data())
-def test_one_store(sizes: list[int], node_bytes: int, data: st.DataObject, tmp_path: Path) -> None:
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=40), data_file_bytes=st.integers(9000, 40_000), data=st.data()
+)
+def test_one_store(sizes: list[int], data_file_bytes: int, data: st.DataObject, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store", ignore_errors=True)
     labels = data.draw(st.lists(st.integers(-1, 2), min_size=len(sizes), max_size=len(sizes)))
     samples = [(str(i), b"x" * size) for i, size in enumerate(sizes)]
     classes = ["a", "b", "c"]
-    write_store(tmp_path / "store", samples, node_bytes=node_bytes, labels=labels, classes=classes)
+    write_store(tmp_path / "store", samples, data_file_bytes=data_file_bytes, labels=labels, classes=classes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspection, "ENTRIES_AT_ONCE", 7)
         found = info(tmp_path / "store", cache_bytes=[])
     assert found.samples == len(sizes) and found.size_bytes == sum(sizes)
-    edges = crossing(sizes, node_bytes)
+    edges = crossing(sizes, data_file_bytes)
     assert found.edges == len(edges)
     assert found.long_edges == sum(size >= CHUNK_BYTES // 4 for size in edges)
     assert found.sizes is not None
@@ -79,12 +81,19 @@ def test_large_samples_count_with_their_true_size(tmp_path: Path) -> None:
 
 
 def test_parts_are_counted_together(tmp_path: Path) -> None:
-    for part in range(3):
-        samples = [(f"{part}-{i}", b"x" * (part + 1)) for i in range(10)]
-        folder = tmp_path / f"part-0000{part}-of-00003"
-        write_store(folder, samples, part=part, parts=3, labels=[part % 2] * 10, classes=["a", "b"])
+    for partition in range(3):
+        samples = [(f"{partition}-{i}", b"x" * (partition + 1)) for i in range(10)]
+        folder = tmp_path / f"part-0000{partition}-of-00003"
+        write_store(
+            folder,
+            samples,
+            part=partition,
+            parts=3,
+            labels=[partition % 2] * 10,
+            classes=["a", "b"],
+        )
     found = info(tmp_path, batch=4)
-    assert (found.parts, found.samples, found.chunks, found.nodes) == (3, 30, 3, 3)
+    assert (found.partitions, found.samples, found.chunks, found.data_files) == (3, 30, 3, 3)
     assert [(one.name, one.samples) for one in found.classes] == [("a", 20), ("b", 10)]
     assert found.sizes is not None and found.sizes.mean_bytes == 2
     # Three chunks, all in the smallest cache.

@@ -73,18 +73,23 @@ def refusal(path: Any, timeout_s: float = 30) -> Said:
     return {}
 
 
-def part(folder: Path, number: int, count: int = WORLD) -> Path:
+def partition(folder: Path, number: int, count: int = WORLD) -> Path:
     return folder / f"part-{number:05d}-of-{count:05d}"
 
 
 def write_parts(folder: Path, count: int = WORLD) -> list[tuple[str, bytes]]:
-    """Write a store in parts, and say what is in it."""
+    """Write a store in partitions, and say what is in it."""
     samples = [(f"sample {i}", f"content {i} ".encode() * (i % 40)) for i in range(60)]
     for number in range(count):
         share = samples[number * 60 // count : (number + 1) * 60 // count]
         labels = [number] * len(share)
         write_store(
-            part(folder, number, count), share, part=number, parts=count, labels=labels, classes=list("abcd")
+            partition(folder, number, count),
+            share,
+            part=number,
+            parts=count,
+            labels=labels,
+            classes=list("abcd"),
         )
     return samples
 
@@ -101,7 +106,7 @@ def test_each_process_brings_its_part_and_has_all(tmp_path: Path) -> None:
     samples = write_parts(tmp_path)
 
     def body(rank: int) -> Said:
-        store = mount(part(tmp_path, rank), group=dist.group.WORLD)
+        store = mount(partition(tmp_path, rank), group=dist.group.WORLD)
         store.sequence(seed=1, epoch=2)
         mine: list[int] = []
         while (batch := store.bread(7)) is not None:
@@ -138,7 +143,7 @@ def test_a_group_of_some_processes_mounts_without_the_others(tmp_path: Path) -> 
                 mount(tmp_path, group=group)
             said: Said = {}
         else:
-            store = mount(part(tmp_path, rank - 1, 2), group=group)
+            store = mount(partition(tmp_path, rank - 1, 2), group=group)
             said = {"contents": contents(store), "place": [store.rank, store.world]}
         dist.barrier()
         return said
@@ -151,7 +156,9 @@ def test_a_group_of_some_processes_mounts_without_the_others(tmp_path: Path) -> 
 
 def test_what_one_process_cannot_read_all_are_told(tmp_path: Path) -> None:
     write_parts(tmp_path)
-    for _, said in run(lambda rank: refusal(tmp_path / "x" if rank == 2 else part(tmp_path, rank)), tmp_path):
+    for _, said in run(
+        lambda rank: refusal(tmp_path / "x" if rank == 2 else partition(tmp_path, rank)), tmp_path
+    ):
         assert said["kind"] == "SampleError"
         assert "process 2 could not say what they hold" in said["error"]
         assert str(tmp_path / "x") in said["error"]
@@ -159,8 +166,8 @@ def test_what_one_process_cannot_read_all_are_told(tmp_path: Path) -> None:
 
 def test_a_part_that_nobody_holds_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path)
-    for _, said in run(lambda rank: refusal(part(tmp_path, min(rank, 2))), tmp_path):
-        assert "part 3 is missing" in said["error"]
+    for _, said in run(lambda rank: refusal(partition(tmp_path, min(rank, 2))), tmp_path):
+        assert "partition 3 is missing" in said["error"]
 
 
 def test_a_part_that_others_cannot_see_is_named(tmp_path: Path) -> None:
@@ -168,16 +175,16 @@ def test_a_part_that_others_cannot_see_is_named(tmp_path: Path) -> None:
 
     def body(rank: int) -> Said:
         def load(folder: Any, verify: bool) -> Directory:
-            if rank == 1 and folder == str(part(tmp_path, 3)):  # as on another machine
+            if rank == 1 and folder == str(partition(tmp_path, 3)):  # as on another machine
                 raise SampleError("No such file or directory")
             return Directory.load(folder, verify)
 
         collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
-        return refusal(part(tmp_path, rank))
+        return refusal(partition(tmp_path, rank))
 
     for _, said in run(body, tmp_path):
         assert "process 1 could not open what the others hold: cannot see" in said["error"]
-        assert f"{part(tmp_path, 3)}, which process 3 holds" in said["error"]
+        assert f"{partition(tmp_path, 3)}, which process 3 holds" in said["error"]
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -199,12 +206,12 @@ def test_a_process_that_is_killed_leaves_no_one_waiting(tmp_path: Path, victim: 
 
     def body(rank: int) -> Said:
         def load(folder: Any, verify: bool) -> Directory:
-            if rank == victim and folder == str(part(tmp_path, 3)):
+            if rank == victim and folder == str(partition(tmp_path, 3)):
                 os.kill(os.getpid(), signal.SIGKILL)
             return Directory.load(folder, verify)
 
         collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
-        return refusal(part(tmp_path, rank), timeout_s=1)
+        return refusal(partition(tmp_path, rank), timeout_s=1)
 
     for rank, (code, said) in enumerate(run(body, tmp_path)):
         if rank == victim:
@@ -225,13 +232,16 @@ def test_processes_pack_their_shares_and_mount_them(tmp_path: Path) -> None:
     def body(_: int) -> Said:
         manifests = pack_together(source, tmp_path / "store", dist.group.WORLD, timeout_s=30)
         store = mount(tmp_path / "store", group=dist.group.WORLD)
-        return {"parts": [manifest.part for manifest in manifests], "contents": sorted(contents(store))}
+        return {
+            "partitions": [manifest.partition for manifest in manifests],
+            "contents": sorted(contents(store)),
+        }
 
     ended = run(body, tmp_path)
     files = [(str(path.relative_to(source)), path.read_bytes()) for path in source.rglob("*.txt")]
     for code, said in ended:
         assert code == 0
-        assert said["parts"] == list(range(WORLD))
+        assert said["partitions"] == list(range(WORLD))
         assert said["contents"] == sorted(named(files))
 
 
@@ -286,7 +296,7 @@ def test_a_process_that_is_killed_while_it_packs_is_named(tmp_path: Path) -> Non
     (_, first), (_, second), _ = run(body, tmp_path, world=3)
     assert "for processes to pack: of 3, process 2 did not" in first["error"]
     assert "process 2 did not" in second["error"] or "rank 0, has stopped" in second["error"]
-    assert (tmp_path / "store" / "part-00001-of-00003" / "store.json").exists()  # its share is packed
+    assert (tmp_path / "store" / "part-00001-of-00003" / "store.json").exists()  # its partition is packed
 
 
 def test_without_a_process_group_mounting_says_what_to_call(tmp_path: Path) -> None:

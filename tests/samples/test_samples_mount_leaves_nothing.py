@@ -49,7 +49,7 @@ def run(script: str, *arguments: object) -> str:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 def test_a_thousand_mounts_leave_nothing(tmp_path: Path) -> None:
     content = some_samples(20)
-    write_store(tmp_path, content, node_bytes=20_000)
+    write_store(tmp_path, content, data_file_bytes=20_000)
     counts = []
     for number in range(1000):
         store = mount(tmp_path, ORDERS[number % 2], "64KiB", prefetch_bytes="16KiB")
@@ -245,9 +245,9 @@ def test_sizes_are_known_once_an_epoch_has_begun(tmp_path: Path) -> None:
     with mounted(tmp_path, some_samples()) as store:
         assert store.taken == 0
         with pytest.raises(InvalidArgument, match="sequence"):
-            _ = store.stream_size
-        store.sequence(stream=1, streams=3)
-        assert store.stream_size in (33, 34)
+            _ = store.replica_size
+        store.sequence(replica=1, replicas=3)
+        assert store.replica_size in (33, 34)
         store.bread(10)
         assert store.taken == 10
 

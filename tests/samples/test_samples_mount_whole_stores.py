@@ -18,10 +18,15 @@ from tests.support.sample_stores import some_samples
 from tests.support.stores import crc32c, write_store
 
 
-def write_parts(folder: Path, parts: int) -> None:
-    for part in range(parts):
-        content = some_samples(10, part)
-        write_store(folder / f"part-{part:05d}-of-{parts:05d}", content, part=part, parts=parts)
+def write_partitions(folder: Path, partitions: int) -> None:
+    for partition in range(partitions):
+        content = some_samples(10, partition)
+        write_store(
+            folder / f"part-{partition:05d}-of-{partitions:05d}",
+            content,
+            part=partition,
+            parts=partitions,
+        )
 
 
 def rewrite(path: Path, **fields: Any) -> None:
@@ -38,8 +43,8 @@ def refused(path: Any, kind: type[PenstockError] = SampleError, **options: Any) 
     return str(refusal.value)
 
 
-def test_parts_are_mounted_in_order(tmp_path: Path) -> None:
-    write_parts(tmp_path, 12)
+def test_partitions_are_mounted_in_order(tmp_path: Path) -> None:
+    write_partitions(tmp_path, 12)
     with mount(tmp_path) as store:
         assert len(store) == 120
         assert [store.name(index) for index in (0, 15, 119)] == ["0/0", "1/5", "11/9"]
@@ -48,27 +53,27 @@ def test_parts_are_mounted_in_order(tmp_path: Path) -> None:
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    write_parts(tmp_path, 4)
+    write_partitions(tmp_path, 4)
     shutil.rmtree(tmp_path / "part-00001-of-00004")
     (tmp_path / "part-00003-of-00004" / "store.json").unlink()
     text = refused(tmp_path)
     assert "part-00001-of-00004, part-00003-of-00004 are missing" in text
-    assert "4 parts" in text
+    assert "4 partitions" in text
     with mount([tmp_path / "part-00002-of-00004", tmp_path / "part-00000-of-00004"]) as store:
         assert store.name(0) == "2/0"
-    assert len(directory.members(tmp_path, whole=False)) == 2
+    assert len(directory.partition_folders(tmp_path, whole=False)) == 2
 
 
-def test_parts_of_two_packings_are_not_mixed(tmp_path: Path) -> None:
-    write_parts(tmp_path, 2)
-    write_parts(tmp_path, 3)
-    assert "parts of 2 and 3" in refused(tmp_path)
+def test_partitions_of_two_packings_are_not_mixed(tmp_path: Path) -> None:
+    write_partitions(tmp_path, 2)
+    write_partitions(tmp_path, 3)
+    assert "partitions of 2 and 3" in refused(tmp_path)
 
 
 def test_a_part_is_what_its_name_says(tmp_path: Path) -> None:
     write_store(tmp_path / "part-00000-of-00002", [], part=0, parts=2)
     write_store(tmp_path / "part-00001-of-00002", [], part=0, parts=2)
-    assert "part 0 of 2, which its name denies" in refused(tmp_path, InvalidFile)
+    assert "partition 0 of 2, which its name denies" in refused(tmp_path, InvalidFile)
 
 
 def test_no_store_says_what_to_do(tmp_path: Path) -> None:
@@ -88,7 +93,7 @@ def test_unfinished_packing_is_no_store(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     content = some_samples()
     for name in ("directory.bin", "sums.bin", "chunks.bin", "labels.bin", "data-00002.bin"):
-        write_store(tmp_path, content, node_bytes=50_000, labels=[0] * len(content))
+        write_store(tmp_path, content, data_file_bytes=50_000, labels=[0] * len(content))
         (tmp_path / name).unlink()
         text = refused(tmp_path, InvalidFile)
         assert f"{tmp_path / name} is missing" in text

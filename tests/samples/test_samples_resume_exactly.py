@@ -53,7 +53,18 @@ def flat(batches: Sequence[Sequence[int]]) -> list[int]:
 
 
 STATE_FIELDS = [
-    *("version", "store", "samples", "order", "seed", "epoch", "batch_size", "drop_last", "after", "streams"),
+    *(
+        "version",
+        "store",
+        "samples",
+        "order",
+        "seed",
+        "epoch",
+        "batch_size",
+        "drop_last",
+        "after",
+        "replicas",
+    ),
     *("slots", "workers", "taken", "finished"),
 ]
 stops = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=3)
@@ -210,15 +221,15 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
     for changed in ({"seed": 9}, {"order": "full"}):
         with pytest.raises(InvalidArgument, match=r"order '(chunk|full)' and seed"):
             loader.load_state_dict(state | changed)
-    with pytest.raises(InvalidArgument, match="version 2"):
-        loader.load_state_dict(state | {"version": 2})
+    with pytest.raises(InvalidArgument, match="version 1"):
+        loader.load_state_dict(state | {"version": 1})
     with pytest.raises(InvalidArgument, match="not a state of a penstock Loader"):
         loader.load_state_dict({"model": 1})
     with pytest.raises(InvalidArgument, match="epoch 0 of seed 1"):
         merge_states([state, state | {"seed": 1}])
     with pytest.raises(InvalidArgument, match="no state to merge"):
         merge_states([])
-    with pytest.raises(InvalidArgument, match="different things of one worker shard"):
+    with pytest.raises(InvalidArgument, match="different things of one replica"):
         merge_states([state, state | {"taken": [[0, 1]]}])
 
 
@@ -263,14 +274,14 @@ def test_what_is_no_state_is_refused(folder: Path, state: Any) -> None:
         loader.load_state_dict(state)
 
 
-def test_a_state_of_very_many_streams_takes_no_memory_and_no_time(folder: Path) -> None:
+def test_a_state_of_very_many_replicas_takes_no_memory_and_no_time(folder: Path) -> None:
     (loader,) = loaders(folder, "full", 1, 7)
-    state = loader.state_dict() | {"streams": 1 << 18, "workers": 1 << 17, "slots": 0}
-    state["taken"] = [[stream, 0] for stream in range(1 << 17)]
+    state = loader.state_dict() | {"replicas": 1 << 18, "workers": 1 << 17, "slots": 0}
+    state["taken"] = [[replica, 0] for replica in range(1 << 17)]
     loader.load_state_dict(state)
     assert sorted(flat(received(loader))) == list(range(SAMPLES))
     loader.load_state_dict({**loader.state_dict(), "finished": []})
     with pytest.raises(InvalidArgument, match="not a state"):
-        loader.load_state_dict(state | {"streams": 1 << 32, "workers": 1, "taken": [[0, 1]]})
-    with pytest.raises(InvalidArgument, match="streams"):
-        loader.store.sequence(streams=1 << 32)
+        loader.load_state_dict(state | {"replicas": 1 << 32, "workers": 1, "taken": [[0, 1]]})
+    with pytest.raises(InvalidArgument, match="replicas"):
+        loader.store.sequence(replicas=1 << 32)

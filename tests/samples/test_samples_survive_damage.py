@@ -36,7 +36,7 @@ quick = settings(
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "store"
-    write_store(folder, CONTENT, node_bytes=60_000, labels=[0] * len(CONTENT), classes=["one"])
+    write_store(folder, CONTENT, data_file_bytes=60_000, labels=[0] * len(CONTENT), classes=["one"])
     assert (folder / "data-00001.bin").exists()
     return folder
 
@@ -184,7 +184,7 @@ def test_damage_is_skipped_where_that_is_wished(
                 store.sequence(seed=seed)
                 found = epoch(store)
                 assert found == {i: data for i, (_, data) in enumerate(CONTENT) if i != index}
-                assert store.taken == store.stream_size == len(CONTENT)
+                assert store.taken == store.replica_size == len(CONTENT)
         assert store.damaged == [index]
         told = [record for record in caplog.records if "damaged and was left out" in record.getMessage()]
         assert len(told) == 1

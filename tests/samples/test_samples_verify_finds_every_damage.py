@@ -43,7 +43,7 @@ def samples(count: int = 120, seed: int = 1) -> list[tuple[str, bytes]]:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "store"
     labels = [i % 4 - 1 for i in range(120)]
-    write_store(folder, samples(), node_bytes=300_000, labels=labels, classes=CLASSES)
+    write_store(folder, samples(), data_file_bytes=300_000, labels=labels, classes=CLASSES)
     return folder
 
 
@@ -113,12 +113,12 @@ def test_any_flipped_bit_is_found(sound: Path, data: st.DataObject) -> None:
 def test_damaged_samples_are_named_and_no_others(store: Path, piece_bytes: int) -> None:
     held = samples()
     hit = [3, 17, 40, 41, 88]
-    offset, node = 0, 0
+    offset, data_file = 0, 0
     for index, (_, data) in enumerate(held):
         if offset and offset + len(data) > 300_000:
-            node, offset = node + 1, 0
+            data_file, offset = data_file + 1, 0
         if index in hit and data:
-            change(store / f"data-{node:05d}.bin", offset + len(data) - 1, 0x80)
+            change(store / f"data-{data_file:05d}.bin", offset + len(data) - 1, 0x80)
         offset += len(data)
     found = verify(store)
     expected = tuple(DamagedSample(index, held[index][0]) for index in hit if held[index][1])
@@ -127,8 +127,13 @@ def test_damaged_samples_are_named_and_no_others(store: Path, piece_bytes: int) 
 
 
 def test_damage_is_counted_over_all_parts(tmp_path: Path) -> None:
-    for part in range(2):
-        write_store(tmp_path / f"part-0000{part}-of-00002", samples(20, seed=part), part=part, parts=2)
+    for partition in range(2):
+        write_store(
+            tmp_path / f"part-0000{partition}-of-00002",
+            samples(20, seed=partition),
+            part=partition,
+            parts=2,
+        )
     assert verify(tmp_path).sound
     last = tmp_path / "part-00001-of-00002" / "data-00000.bin"
     size_bytes = sum(len(data) for _, data in samples(20, seed=1))
@@ -175,7 +180,7 @@ def entry(store: Path, index: int, **changes: int) -> None:
     content = bytearray(path.read_bytes())
     place, extent = struct.unpack_from("<QQ", content, 16 * index)
     fields = {
-        "node": place >> 48,
+        "data_file": place >> 48,
         "key": place & (1 << 48) - 1,
         "offset": extent >> 24,
         "length": extent >> 1 & (1 << 23) - 1,
@@ -183,14 +188,16 @@ def entry(store: Path, index: int, **changes: int) -> None:
     }
     for field, by in changes.items():
         fields[field] += by
-    place = fields["node"] << 48 | fields["key"]
+    place = fields["data_file"] << 48 | fields["key"]
     extent = fields["offset"] << 24 | fields["length"] << 1 | fields["present"]
     struct.pack_into("<QQ", content, 16 * index, place, extent)
     path.write_bytes(content)
     reseal(store, "directory.bin")
 
 
-@pytest.mark.parametrize("changes", [{"offset": 1}, {"length": 1}, {"node": 1}, {"node": 9}, {"present": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"offset": 1}, {"length": 1}, {"data_file": 1}, {"data_file": 9}, {"present": 1}]
+)
 def test_a_directory_that_contradicts_itself_is_found(changes: dict[str, int], store: Path) -> None:
     entry(store, 50, **changes)
     found = verify(store)

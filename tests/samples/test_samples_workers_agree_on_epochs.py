@@ -28,7 +28,7 @@ def in_processes(
             if pauses.random() < 0.3:
                 time.sleep(pauses.random() * 0.001)
             told.append(epochs.take_with(base_seed=number + 7, ordinal=0, worker=worker, workers=count))
-        (folder / str(worker)).write_text(repr([tuple(claim) for claim in told]))
+        (folder / str(worker)).write_text(repr([tuple(start) for start in told]))
         os._exit(0)
     for child in children:
         assert os.waitpid(child, 0)[1] == 0

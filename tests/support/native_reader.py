@@ -44,14 +44,14 @@ def mounted(
     copy_threads: int = 0,
 ) -> Iterator[Mounted]:
     descriptors: list[int] = []
-    members, firsts, samples = [], [], 0
+    partitions, firsts, samples = [], [], 0
     for folder in folders:
-        member, first = _member(folder, direct, descriptors)
-        members.append(member)
+        partition, first = _partition(folder, direct, descriptors)
+        partitions.append(partition)
         firsts.append(first + np.uint64(samples))
-        samples += len(member[0])
+        samples += len(partition[0])
     reader = _native.SampleReader(
-        members,
+        partitions,
         buffers=buffers,
         direct=direct,
         verify=verify,
@@ -68,30 +68,30 @@ def mounted(
             os.close(descriptor)
 
 
-def _member(folder: Path, direct: bool, descriptors: list[int]) -> tuple[Any, npt.NDArray[np.uint64]]:
+def _partition(folder: Path, direct: bool, descriptors: list[int]) -> tuple[Any, npt.NDArray[np.uint64]]:
     value = json.loads((folder / "store.json").read_text())["value"]
 
     def array(name: str, dtype: str) -> npt.NDArray[Any]:
         path = folder / name
         return np.fromfile(path, dtype) if path.exists() else np.zeros(0, dtype)
 
-    nodes = []
-    for number, node in enumerate(value["nodes"]):
+    data_files = []
+    for number, data_file in enumerate(value["nodes"]):
         path = folder / f"data-{number:05d}.bin"
         files = [os.open(path, os.O_RDONLY | flag) for flag in ([0, os.O_DIRECT] if direct else [0])]
         descriptors += files
-        sizes = (node["samples"], node["chunks"], node["size_bytes"])
-        nodes.append((*sizes, files[0], files[1] if direct else -1, 512))
+        sizes = (data_file["samples"], data_file["chunks"], data_file["size_bytes"])
+        data_files.append((*sizes, files[0], files[1] if direct else -1, 512))
     chunks = array("chunks.bin", "u1").reshape(-1, 16)
-    member = (
+    partition = (
         array("directory.bin", "<u8").reshape(-1, 2),
         array("sums.bin", "<u4"),
         chunks,
         array("large.bin", "<u8").reshape(-1, 2),
         value["chunk_bytes"],
-        nodes,
+        data_files,
     )
-    return member, chunks.view("<u8").reshape(-1, 2)[:, 0]
+    return partition, chunks.view("<u8").reshape(-1, 2)[:, 0]
 
 
 def parts(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[bytes]:

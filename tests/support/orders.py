@@ -22,13 +22,13 @@ def native(
     *,
     seed: int = 0,
     epoch: int = 0,
-    streams: int = 1,
-    stream: int = 0,
+    replicas: int = 1,
+    replica: int = 0,
     slots: int = 1,
     after: Sequence[Segment] = (),
 ) -> _native.SampleOrder:
-    before = [(segment.streams, segment.slots, list(segment.taken)) for segment in after]
-    return _native.SampleOrder(kind, int(firsts[-1]), firsts, seed, epoch, streams, stream, slots, before)
+    before = [(segment.replicas, segment.slots, list(segment.taken)) for segment in after]
+    return _native.SampleOrder(kind, int(firsts[-1]), firsts, seed, epoch, replicas, replica, slots, before)
 
 
 def whole(kind: str, firsts: np.ndarray, **options) -> np.ndarray:
@@ -37,5 +37,5 @@ def whole(kind: str, firsts: np.ndarray, **options) -> np.ndarray:
 
 
 layouts = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=24).map(firsts_of)
-divisions = st.tuples(st.integers(1, 5), st.integers(1, 8))  # streams, slots
+divisions = st.tuples(st.integers(1, 5), st.integers(1, 8))  # replicas, slots
 seeds = st.integers(0, 2**64 - 1)

@@ -59,7 +59,7 @@ class Listed:
         if self.stop is not None and self.stop >= len(self.items):
             raise self.error
 
-    def share(self, rank: int, world: int) -> Listed:
+    def of_rank(self, rank: int, world: int) -> Listed:
         return replace(self, items=self.items[rank::world], labels=self.labels[rank::world])
 
     def _block(self, begin: int, end: int) -> Block:
@@ -89,23 +89,23 @@ class Seekable(Listed):
             raise self.error
 
 
-def recipe_of(source: Source, chunk_bytes: int = 4096, node_bytes: int = 1 << 40) -> Recipe:
+def recipe_of(source: Source, chunk_bytes: int = 4096, data_file_bytes: int = 1 << 40) -> Recipe:
     return Recipe(
         chunk_bytes=chunk_bytes,
-        node_bytes=node_bytes,
+        data_file_bytes=data_file_bytes,
         encoding=source.encoding,
         fields=source.fields,
         classes=source.classes,
-        part=0,
-        parts=1,
+        partition=0,
+        partitions=1,
         samples=source.samples,
         size_bytes=source.size_bytes,
     )
 
 
-def pack_often(source: Source, folder: Path, node_bytes: int = 1 << 40, **options: Any) -> StoreManifest:
+def pack_often(source: Source, folder: Path, data_file_bytes: int = 1 << 40, **options: Any) -> StoreManifest:
     """Pack with checkpoints at every sample."""
-    recipe = recipe_of(source, node_bytes=node_bytes)
+    recipe = recipe_of(source, data_file_bytes=data_file_bytes)
     return pack_source(source, folder, recipe, metadata={}, rhythm=OFTEN, **options)
 
 

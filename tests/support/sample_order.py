@@ -22,9 +22,9 @@ _LEAST_BITS, _ROUNDS = 8, 6
 _LARGEST_STRIDE = 1 << 20
 
 
-def stream_size(samples: int, streams: int, stream: int) -> int:
-    """How many of ``samples`` a stream gets."""
-    return samples // streams + (stream < samples % streams)
+def replica_size(samples: int, replicas: int, replica: int) -> int:
+    """How many of ``samples`` a replica gets."""
+    return samples // replicas + (replica < samples % replicas)
 
 
 def draw_order(
@@ -33,12 +33,12 @@ def draw_order(
     *,
     seed: int = 0,
     epoch: int = 0,
-    streams: int = 1,
-    stream: int = 0,
+    replicas: int = 1,
+    replica: int = 0,
     slots: int = 1,
     after: Sequence[Segment] = (),
 ) -> Indices:
-    """The indices of a stream's samples, in its order.
+    """The indices of a replica's samples, in its order.
 
     firsts   [chunks + 1] ascending: the first sample of each chunk, then how many samples there are
     after    how the epoch was divided before, and what was taken then
@@ -46,17 +46,17 @@ def draw_order(
     Raises InvalidArgument for what contradicts itself, such as more taken than there was.
     """
     bounds = np.asarray(firsts, np.int64)
-    _check(kind, seed, epoch, [Segment(streams, slots, (0,)), *after])
-    if not 0 <= stream < streams:
-        raise InvalidArgument(f"there is no worker shard {stream} of {streams}")
+    _check(kind, seed, epoch, [Segment(replicas, slots, (0,)), *after])
+    if not 0 <= replica < replicas:
+        raise InvalidArgument(f"there is no replica {replica} of {replicas}")
     if kind == "full":
-        return _draw_full(int(bounds[-1]), seed, epoch, streams, stream, after)
+        return _draw_full(int(bounds[-1]), seed, epoch, replicas, replica, after)
     pool = [
         _Item(chunk, int(bounds[chunk]), int(m), 0, int(m)) for chunk, m in enumerate(np.diff(bounds)) if m
     ]
     for generation, segment in enumerate(after):
         left: list[_Item] = []
-        for number, items in enumerate(_divide(pool, segment.streams, (seed, epoch, _ITEMS, generation))):
+        for number, items in enumerate(_divide(pool, segment.replicas, (seed, epoch, _ITEMS, generation))):
             way = _Way(items, segment.slots, seed, epoch, generation, number)
             taken = _taken_of(segment, number, sum(item.until - item.begin for item in items))
             for _ in zip(range(taken), way, strict=False):  # range first: it ends without taking one more
@@ -64,8 +64,8 @@ def draw_order(
             left += [item for item in way.left if item.begin < item.until]
         pool = left
     generation = len(after)
-    items = list(_divide(pool, streams, (seed, epoch, _ITEMS, generation)))[stream]
-    return np.fromiter(_Way(items, slots, seed, epoch, generation, stream), np.int64)
+    items = list(_divide(pool, replicas, (seed, epoch, _ITEMS, generation)))[replica]
+    return np.fromiter(_Way(items, slots, seed, epoch, generation, replica), np.int64)
 
 
 def _check(kind: str, seed: int, epoch: int, segments: Sequence[Segment]) -> None:
@@ -74,26 +74,25 @@ def _check(kind: str, seed: int, epoch: int, segments: Sequence[Segment]) -> Non
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
             raise InvalidArgument(f"{name}={value} is not in [0, 2^64)")
-    for streams, slots, taken in segments:
-        if streams < 1:
-            raise InvalidArgument("an epoch is divided into at least one worker shard")
+    for replicas, slots, taken in segments:
+        if replicas < 1:
+            raise InvalidArgument("an epoch is divided into at least one replica")
         if kind == "chunk" and slots < 1:
             raise InvalidArgument("chunk order needs at least one slot")
-        if len(taken) not in (1, streams):
+        if len(taken) not in (1, replicas):
             raise InvalidArgument(
-                f"a segment of {streams} worker shards says of {len(taken)} how many samples they gave"
+                f"a segment of {replicas} replicas says of {len(taken)} how many samples they gave"
             )
 
 
-def _taken_of(segment: Segment, stream: int, size: int) -> int:
-    """What a stream of ``size`` samples has given in a segment."""
+def _taken_of(segment: Segment, replica: int, size: int) -> int:
+    """What a replica of ``size`` samples has given in a segment."""
     if len(segment.taken) == 1:
         return min(segment.taken[0], size)
-    taken = segment.taken[stream]
+    taken = segment.taken[replica]
     if not 0 <= taken <= size:
         raise InvalidArgument(
-            f"worker shard {stream} of {segment.streams} cannot have given {taken} samples: its share was "
-            f"{size}"
+            f"replica {replica} of {segment.replicas} cannot have given {taken} samples: its share was {size}"
         )
     return taken
 
@@ -151,16 +150,16 @@ def _numbers(count: int) -> Words:
 
 
 def _draw_full(
-    samples: int, seed: int, epoch: int, streams: int, stream: int, after: Sequence[Segment]
+    samples: int, seed: int, epoch: int, replicas: int, replica: int, after: Sequence[Segment]
 ) -> Indices:
     positions = _numbers(samples)
     for segment in after:
         left = np.ones(len(positions), bool)
-        for number in range(segment.streams):
-            size = stream_size(len(positions), segment.streams, number)
-            left[number :: segment.streams][: _taken_of(segment, number, size)] = False
+        for number in range(segment.replicas):
+            size = replica_size(len(positions), segment.replicas, number)
+            left[number :: segment.replicas][: _taken_of(segment, number, size)] = False
         positions = positions[left]
-    return permute(samples, key_of(seed, epoch, _FULL), positions[stream::streams]).astype(np.int64)
+    return permute(samples, key_of(seed, epoch, _FULL), positions[replica::replicas]).astype(np.int64)
 
 
 class _Item(NamedTuple):
@@ -173,14 +172,14 @@ class _Item(NamedTuple):
     until: int
 
 
-def _divide(pool: Sequence[_Item], streams: int, key: tuple[int, ...]) -> Iterator[list[_Item]]:
-    """Shuffle the items, and cut them into a list for each stream."""
+def _divide(pool: Sequence[_Item], replicas: int, key: tuple[int, ...]) -> Iterator[list[_Item]]:
+    """Shuffle the items, and cut them into a list for each replica."""
     order = permute(len(pool), key_of(*key), _numbers(len(pool)))
     shuffled = iter([pool[i] for i in order])
     samples = sum(item.until - item.begin for item in pool)
     rest: _Item | None = None
-    for stream in range(streams):
-        share, wanted = [], stream_size(samples, streams, stream)
+    for replica in range(replicas):
+        share, wanted = [], replica_size(samples, replicas, replica)
         while wanted:
             item = rest or next(shuffled)
             cut = min(item.until, item.begin + wanted)
@@ -191,19 +190,19 @@ def _divide(pool: Sequence[_Item], streams: int, key: tuple[int, ...]) -> Iterat
 
 
 class _Way:
-    """A stream's way through its items.
+    """A replica's way through its items.
 
     left   what is left of each item
     """
 
     def __init__(
-        self, items: list[_Item], slots: int, seed: int, epoch: int, generation: int, stream: int
+        self, items: list[_Item], slots: int, seed: int, epoch: int, generation: int, replica: int
     ) -> None:
         self.left = items
         self._slots = slots
         self._seed_epoch = seed, epoch
-        self._picks = key_of(seed, epoch, _PICKS, generation, stream)
-        self._rest = key_of(seed, epoch, _REST, generation, stream)
+        self._picks = key_of(seed, epoch, _PICKS, generation, replica)
+        self._rest = key_of(seed, epoch, _REST, generation, replica)
         self._insides: dict[int, tuple[int, int]] = {}  # by chunk: start and stride
 
     def __iter__(self) -> Iterator[int]:

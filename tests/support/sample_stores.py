@@ -40,8 +40,8 @@ def some_samples(count: int = 100, seed: int = 0) -> list[Sample]:
 
 
 def mounted(folder: Path, content: Sequence[Sample], **options: Any) -> stores.Store:
-    """Write a store in two or more nodes, and mount it with a small cache."""
-    write_store(folder, content, node_bytes=70_000)
+    """Write a store in two or more data files, and mount it with a small cache."""
+    write_store(folder, content, data_file_bytes=70_000)
     return stores.mount(folder, **{"cache_bytes": "64KiB", **options})
 
 

@@ -38,37 +38,37 @@ def write_store(
     samples: Sequence[tuple[str, bytes]],
     *,
     chunk_bytes: int = 4096,
-    node_bytes: int = 1 << 40,
+    data_file_bytes: int = 1 << 40,
     labels: Sequence[int] = (),
     **manifest: Any,
 ) -> None:
     """Write the store; `manifest` adds or replaces fields of store.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    nodes: list[list[tuple[int, bytes]]] = [[]]
+    data_files: list[list[tuple[int, bytes]]] = [[]]
     entries = []
     offset = 0
     for index, (name, data) in enumerate(samples):
-        if nodes[-1] and offset + len(data) > node_bytes:
-            nodes.append([])
+        if data_files[-1] and offset + len(data) > data_file_bytes:
+            data_files.append([])
             offset = 0
-        nodes[-1].append((index, data))
-        entries.append((len(nodes) - 1, key_of(_bytes(name)), offset, len(data)))
+        data_files[-1].append((index, data))
+        entries.append((len(data_files) - 1, key_of(_bytes(name)), offset, len(data)))
         offset += len(data)
     directory = b"".join(
-        struct.pack("<QQ", node << 48 | key, offset << 24 | min(length, LARGE) << 1)
-        for node, key, offset, length in entries
+        struct.pack("<QQ", data_file << 48 | key, offset << 24 | min(length, LARGE) << 1)
+        for data_file, key, offset, length in entries
     )
-    node_fields, chunk_records = [], b""
-    for number, node in enumerate(nodes):
-        size_bytes = sum(len(data) for _, data in node)
+    data_file_fields, chunk_records = [], b""
+    for number, data_file in enumerate(data_files):
+        size_bytes = sum(len(data) for _, data in data_file)
         chunks = max(1, -(-size_bytes // chunk_bytes))
-        content = b"".join(data for _, data in node).ljust(chunks * chunk_bytes, b"\0")
+        content = b"".join(data for _, data in data_file).ljust(chunks * chunk_bytes, b"\0")
         (folder / f"data-{number:05d}.bin").write_bytes(content)
-        node_fields.append({"samples": len(node), "chunks": chunks, "size_bytes": size_bytes})
-        following = node[-1][0] + 1 if node else 0
+        data_file_fields.append({"samples": len(data_file), "chunks": chunks, "size_bytes": size_bytes})
+        following = data_file[-1][0] + 1 if data_file else 0
         for chunk in range(chunks):
-            held = [i for i, _ in node if min(entries[i][2] // chunk_bytes, chunks - 1) == chunk]
-            later = [i for i, _ in node if min(entries[i][2] // chunk_bytes, chunks - 1) > chunk]
+            held = [i for i, _ in data_file if min(entries[i][2] // chunk_bytes, chunks - 1) == chunk]
+            later = [i for i, _ in data_file if min(entries[i][2] // chunk_bytes, chunks - 1) > chunk]
             first = held[0] if held else later[0] if later else following
             body = [i for i in held if not _is_long_edge(entries[i], chunk_bytes)]
             crc = crc32c(b"".join(samples[i][1] for i in body))
@@ -96,7 +96,7 @@ def write_store(
     value = {
         "samples": len(samples),
         "chunk_bytes": chunk_bytes,
-        "nodes": node_fields,
+        "nodes": data_file_fields,
         "files": {
             file: {"size_bytes": len(content), "crc32c": crc32c(content)} for file, content in files.items()
         },

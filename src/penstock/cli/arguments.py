@@ -54,7 +54,7 @@ WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datase
 saved, .npy or .npz. Shards also as "train-{000..127}.tar", or as several SOURCEs; of folders one. It is not
 changed.
 
-Interrupted, the same command goes on where it stopped. With --world, several processes pack a part each,
+Interrupted, the same command goes on where it stopped. With --world, several processes pack a partition each,
 all with the same DEST, which is then mounted whole.
 """
 
@@ -268,7 +268,7 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     unpack = _command(below, "unpack", "samples.unpack", "write samples to files again", UNPACK_HELP)
     bench = _command(below, "bench", "samples.bench", "measure how fast a store is read here")
     for command in (ls, info, verify, unpack, bench):
-        command.add_argument("store", type=Path, metavar="STORE", help="a store, or the folder of its parts")
+        command.add_argument("store", type=Path, metavar="STORE", help="a store, or its partitions' folder")
 
     ls.add_argument("pattern", nargs="?", metavar="PATTERN", help="such as 'cat/*'; * stands for / too")
     ls.add_argument("--limit", type=samples_count, metavar="N", help="stop after so many")
@@ -308,7 +308,7 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
     )
     pack.add_argument("--chunk-bytes", type=size, default=CHUNK_BYTES, metavar="SIZE", help="default: 256KiB")
     pack.add_argument("--rank", type=int, default=0, metavar="R", help="of several processes, this one packs")
-    pack.add_argument("--world", type=int, default=1, metavar="N", help="the part R of N; default: 0 of 1")
+    pack.add_argument("--world", type=int, default=1, metavar="N", help="partition R of N; default: 0 of 1")
     pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
     pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
     pack.add_argument("--label-field", metavar="NAME", help="arrays: the one that holds the class of samples")

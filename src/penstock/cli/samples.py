@@ -17,7 +17,7 @@ from penstock.samples.format.manifest import read as read_manifest
 from penstock.samples.maintenance import inspection, throughput, unpacking, verification
 from penstock.samples.maintenance.inspection import StoreInfo
 from penstock.samples.maintenance.throughput import Throughput
-from penstock.samples.reader.directory import Directory, members
+from penstock.samples.reader.directory import Directory, partition_folders
 from penstock.samples.reader.names import Names
 from penstock.samples.sources import open_source
 from penstock.samples.writer.pack import pack as pack_source
@@ -49,9 +49,11 @@ def pack(options: Namespace) -> Answer:
     except KeyboardInterrupt:
         print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
         raise
-    part = f", part {manifest.part} of {manifest.parts}" if manifest.parts > 1 else ""
+    partition = (
+        f", partition {manifest.partition} of {manifest.partitions}" if manifest.partitions > 1 else ""
+    )
     chunks = _chunks(manifest.chunks, manifest.chunk_bytes)
-    said = f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {chunks}{part}"
+    said = f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {chunks}{partition}"
     values = {
         "samples": manifest.samples,
         "size_bytes": manifest.size_bytes,
@@ -59,8 +61,8 @@ def pack(options: Namespace) -> Answer:
         "chunk_bytes": manifest.chunk_bytes,
         "encoding": manifest.encoding,
         "classes": list(manifest.classes),
-        "part": manifest.part,
-        "parts": manifest.parts,
+        "partition": manifest.partition,
+        "partitions": manifest.partitions,
     }
     return Answer(values=values, shown=[said], written=[options.destination])
 
@@ -82,7 +84,7 @@ def ls(options: Namespace) -> Answer:
 
 def _listed(path: Path, pattern: str | None) -> Iterator[tuple[int, str, int, str | None]]:
     """Index, name, size and class of the samples whose name fits the pattern."""
-    directories = [Directory.load(folder) for folder in members(path)]
+    directories = [Directory.load(folder) for folder in partition_folders(path)]
     rest = zip(Names(directories), chain.from_iterable(map(_sizes_and_classes, directories)), strict=True)
     for index, (name, (size_bytes, label)) in enumerate(rest):
         if pattern is None or fnmatchcase(name, pattern):
@@ -122,7 +124,7 @@ def _summary(found: StoreInfo) -> str:
     what = {"raw": "bytes", "record": "fields of fixed size", "msgpack": "fields"}.get(
         found.encoding, found.encoding
     )
-    parts = f", in {found.parts} parts" if found.parts > 1 else ""
+    partitions = f", in {found.partitions} partitions" if found.partitions > 1 else ""
     source = f", packed from {printable(found.source)}" if found.source else ""
     share = found.overhead_bytes / max(found.size_bytes, 1)
     overhead = format_bytes(found.overhead_bytes) + (f", {share:.2%} of that" if share < 1 else "")
@@ -130,8 +132,8 @@ def _summary(found: StoreInfo) -> str:
     chunks = _chunks(found.chunks, found.chunk_bytes)
     lines = (
         f"{printable(found.path)}: {found.samples:,} samples, {format_bytes(found.size_bytes)}"
-        f"{parts}{source}",
-        f"samples are {what}; {chunks} in {found.nodes} data file{'' if found.nodes == 1 else 's'}",
+        f"{partitions}{source}",
+        f"samples are {what}; {chunks} in {found.data_files} data file{'' if found.data_files == 1 else 's'}",
         f"directory, names, sums and padding take {overhead}",
         f"{found.edges:,} samples ({edges:.1%}) cross the end of their chunk; {found.long_edges:,} of them "
         "are read by themselves",
@@ -219,7 +221,7 @@ def verify(options: Namespace) -> Answer:
 
 def _manifests(path: Path) -> list[StoreManifest]:
     with own_files():
-        return [read_manifest(folder) for folder in members(path)]
+        return [read_manifest(folder) for folder in partition_folders(path)]
 
 
 def unpack(options: Namespace) -> Answer:

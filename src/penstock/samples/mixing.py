@@ -93,27 +93,27 @@ def expected_mixing(
     batch_size: int,
     seed: int = 0,
     epoch: int = 0,
-    streams: int = 1,
+    replicas: int = 1,
     groups: int = GROUPS,
     batches: int = MOST_BATCHES,
 ) -> Mixing:
-    """What an order will give, before anything is read: the order of the first stream is drawn and measured.
+    """What an order will give, before anything is read: the order of the first replica is drawn and measured.
 
     firsts    [chunks + 1] ascending: the first sample of each chunk, then how many samples the store has
-    slots     chunks that the stream mixes: of a cache, `cache_shape(...).slots`
+    slots     chunks that the replica mixes: of a cache, `cache_shape(...).slots`
     batches   how many are looked at, at most, spread evenly over the epoch
 
-    Raises InvalidArgument where the stream has no samples.
+    Raises InvalidArgument where the replica has no samples.
     """
     bounds = np.asarray(firsts, np.uint64)
-    order = _native.SampleOrder(kind, int(bounds[-1]), bounds, seed, epoch, streams, 0, slots, [])
+    order = _native.SampleOrder(kind, int(bounds[-1]), bounds, seed, epoch, replicas, 0, slots, [])
     batch_size = _batch_size(batch_size, order.size)
     chosen = _spread(order.size // batch_size, batches)
     rows = np.empty((len(chosen), batch_size), np.int64)
     for row, batch in zip(rows, chosen, strict=True):
         order.skip(int(batch) * batch_size - order.taken)
         row[:] = order.take(batch_size)
-    places = (chosen[:, None] * batch_size + np.arange(batch_size)) * streams
+    places = (chosen[:, None] * batch_size + np.arange(batch_size)) * replicas
     return _mixing(rows, places, bounds.astype(np.int64), groups)
 
 

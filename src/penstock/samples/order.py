@@ -14,7 +14,8 @@ and at least 8: of the b bits, ``low`` has b // 2 and ``high`` the others. Six r
 ``high ^= mix(low ^ draw(key, round))`` and ``low ^= mix(high ^ draw(key, round))``, cut to their bits. The
 network is applied until the result is below n.
 
-**Streams**: of n samples, stream s of S has n // S, and one more where s < n % S.
+**Replicas** share an epoch: each process, or each DataLoader worker of each process, is one. Of n samples,
+replica s of S has n // S, and one more where s < n % S.
 
 **Full order**: sample p(i) for the positions i = s, s + S, s + 2 S, ..., where p permutes all samples, under
 key(seed, epoch, 1). After earlier segments, the positions are those that nobody took, in ascending order.
@@ -26,12 +27,12 @@ first number from 1 + draw(k, 1) % min(m - 1, 2^20) on that has no divisor in co
 
 1. The pool is an item for each chunk with samples, in stored order. The items are permuted, under
    key(seed, epoch, 2, g), where g counts earlier segments. Their samples, one item after the other, are cut
-   into streams. A cut may fall inside an item.
-2. A stream keeps `slots` items under way, at first its first ones in order. For number i, from 0 on, of its
-   samples, w = draw(key(seed, epoch, 3, g, stream), i) names two slots, ``(w >> 32) * slots >> 32`` and
+   into replicas. A cut may fall inside an item.
+2. A replica keeps `slots` items under way, at first its first ones in order. For number i, from 0 on, of its
+   samples, w = draw(key(seed, epoch, 3, g, replica), i) names two slots, ``(w >> 32) * slots >> 32`` and
    ``(w % 2^32) * slots >> 32``. The sample is the next one of the item in the second, if that slot was picked
    from before the first was (never counts as number 0), else of the item in the first. An item that ends
-   gives its slot to the stream's next one.
+   gives its slot to the replica's next one.
 
    Two are better than one: with three times as many slots as a batch has samples, a batch draws from 96 % of
    the chunks that a full shuffle draws from, and from 85 % otherwise.
@@ -41,11 +42,11 @@ first number from 1 + draw(k, 1) % min(m - 1, 2^20) on that has no divisor in co
    the slot is the larger of the two where w is odd, and the first of them where it is even. The last slot is
    then three times as likely as the first, and afterwards ages differ evenly. No chunk is read twice for it.
 3. As soon as no item is left to begin, the r samples that are left come by a permutation of [0, r), under
-   key(seed, epoch, 4, g, stream): the rank that it gives falls to a slot, each having as many ranks as
+   key(seed, epoch, 4, g, replica): the rank that it gives falls to a slot, each having as many ranks as
    samples left, in order, and that slot's next sample comes. So mixing does not fade at the end, and where
    all chunks fit, the order is as good as a full one.
 
-After earlier segments, the pool is what they left, stream by stream, and in a stream in the order of its
+After earlier segments, the pool is what they left, replica by replica, and in a replica in the order of its
 items: of those that were begun, the rest.
 """
 
@@ -64,12 +65,12 @@ AHEAD = 32  # most chunks that are read ahead of their slot
 class Segment(NamedTuple):
     """What was taken of an epoch while it was divided in one way. An epoch that was resumed has several.
 
-    streams   into how many: processes times workers
-    slots     chunks that each stream mixed
-    taken     samples that each stream has given, or one number that holds for all
+    replicas  into how many: processes times workers
+    slots     chunks that each replica mixed
+    taken     samples that each replica has given, or one number that holds for all
     """
 
-    streams: int
+    replicas: int
     slots: int
     taken: tuple[int, ...]
 

@@ -1,8 +1,8 @@
 """Epoch coordination: the workers of a DataLoader agree on the epoch of an iteration through shared memory.
 
 A DataLoader copies its data set into every worker, and tells it nothing of epochs. So the Loader keeps its
-next epoch in memory that it shares with its copies: the first worker to begin claims it, and the others of
-the same iteration of the DataLoader, which they know by its base seed, find the claim. No lock is taken,
+next epoch in memory that it shares with its copies: the first worker to begin notes the epoch there, and the
+others of the same iteration of the DataLoader, which they know by its base seed, find it. No lock is taken,
 which a killed worker could keep.
 """
 
@@ -17,12 +17,12 @@ _ROWS = 16  # iterations that are remembered
 _WORKERS = 256  # of which it is remembered what they have begun
 _ROW = np.dtype(
     [
-        ("known", "<i8"),  # 1: it holds a claim
+        ("known", "<i8"),  # 1: it holds an iteration
         ("base_seed", "<i8"),
         ("ordinal", "<i8"),  # which iteration of the same base seed
         ("epoch", "<i8"),
         ("resumes", "<i8"),
-        ("begun", "<i8", _WORKERS),  # one more than the epoch that each has begun by this claim
+        ("begun", "<i8", _WORKERS),  # one more than the epoch that each has begun
     ]
 )
 _HEAD = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8")])
@@ -76,7 +76,7 @@ class EpochCoordinator:
         return int(self._head["workers"][0])
 
     def set(self, epoch: int, resumes: bool) -> None:
-        """What the next iteration is of, whatever was claimed before."""
+        """What the next iteration is of, whatever was agreed before."""
         self._rows["known"] = 0
         self._rows["begun"] = 0
         self._head["resumes"] = resumes
@@ -94,15 +94,15 @@ class EpochCoordinator:
 
     def take(self) -> EpochStart:
         """For an iteration in the process itself."""
-        claim = EpochStart(self.next, self.resumes)
-        self.follow(claim.epoch, 0)
-        return claim
+        start = EpochStart(self.next, self.resumes)
+        self.follow(start.epoch, 0)
+        return start
 
     def take_with(self, base_seed: int, ordinal: int, worker: int, workers: int) -> EpochStart:
         """For worker ``worker`` of the ``ordinal``-th iteration of a DataLoader with this base seed.
 
-        Workers that claim at once write the same: what a claim is made from is read before it is looked for,
-        and changes after it was written. A worker that finds a claim that it has begun already knows that a
+        Workers that begin at once write the same row: what it is made from is read before it is looked for,
+        and changes after it was written. A worker that finds a row that it has begun already knows that a
         new iteration has the seed of an old one.
         """
         fresh = EpochStart(self.next, self.resumes)
@@ -110,9 +110,9 @@ class EpochCoordinator:
         mine = worker % _WORKERS
         known = row["known"] and (row["base_seed"], row["ordinal"]) == (base_seed, ordinal)
         if known and row["begun"][mine] != row["epoch"] + 1:
-            claim = EpochStart(int(row["epoch"]), bool(row["resumes"]))
-            row["begun"][mine] = claim.epoch + 1
-            return claim
+            start = EpochStart(int(row["epoch"]), bool(row["resumes"]))
+            row["begun"][mine] = start.epoch + 1
+            return start
         row["base_seed"], row["ordinal"], row["resumes"], row["epoch"] = base_seed, ordinal, *fresh[::-1]
         row["begun"][mine] = fresh.epoch + 1
         row["known"] = 1

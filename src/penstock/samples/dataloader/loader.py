@@ -107,26 +107,26 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """Batches of a whole epoch in this process."""
         workers = max(1, self._epochs.workers if self._workers is None else self._workers)
         position = self._fresh(0).divided(self.store.world * workers, self._slots, workers)
-        ends = [position.end(stream) for stream in self._own(workers)]
+        ends = [position.end(replica) for replica in self._own(workers)]
         return sum(-(-end // self.batch_size) for end in ends)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if info is not None and self._told and self._loaded is not None:
-            position, stream = self._as_told(worker, workers)
+            position, replica = self._as_told(worker, workers)
         else:
-            position, stream = self._agreed(info)
+            position, replica = self._agreed(info)
         if self.pin_memory and info is not None:
             _say_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
         pins = self.pin_memory and info is None and _can_pin()
         convert = converter(self.store.encoding, *self._functions)
-        iteration = _Iteration(self, position, stream, _pinning(convert) if pins else convert)
+        iteration = _Iteration(self, position, replica, _pinning(convert) if pins else convert)
         self._progress = iteration.progress
         return iteration
 
     def _agreed(self, info: Any) -> tuple[Position, int]:
-        """Position and worker shard of an iteration that nobody told where to begin."""
+        """Position and replica of an iteration that nobody told where to begin."""
         worker, workers = 0, 1
         if info is None:
             start = self._epochs.take()
@@ -141,12 +141,12 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """Of a worker that a StatefulDataLoader told where it stopped."""
         position, self._told = self._loaded, False
         assert position is not None
-        streams, batch_size = self.store.world * workers, self.batch_size
-        found = position.streams, position.slots, position.batch_size
-        if found != (streams, self._slots, batch_size) or not position.taken:
+        replicas, batch_size = self.store.world * workers, self.batch_size
+        found = position.replicas, position.slots, position.batch_size
+        if found != (replicas, self._slots, batch_size) or not position.taken:
             raise InvalidArgument(
-                f"the StatefulDataLoader's state is of {position.streams} worker shards, {position.slots} "
-                f"slots, batches of {position.batch_size}; now there are {streams}, {self._slots} and "
+                f"the StatefulDataLoader's state is of {position.replicas} replicas, {position.slots} "
+                f"slots, batches of {position.batch_size}; now there are {replicas}, {self._slots} and "
                 f"{batch_size}: "
                 "give it to loader.load_state_dict before the DataLoader is made, not to the DataLoader"
             )
@@ -210,7 +210,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         mine = self._fresh(position.of.epoch).of
         if position.of != mine:
             raise InvalidArgument(_difference(position.of, mine))
-        if get_worker_info() is not None:  # from a StatefulDataLoader: the state of this worker's own stream
+        if get_worker_info() is not None:  # from a StatefulDataLoader: the state of this worker's own replica
             self._told = True
         elif position.over:
             position = self._fresh(position.of.epoch + 1)
@@ -224,29 +224,31 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """What the consumer of one worker shard has received.
+    """What the consumer of one replica has received.
 
     begin     where its iteration began
     taken     samples of the shard; finished: there are no more
     """
 
     begin: Position
-    stream: int
+    replica: int
     taken: int
     finished: bool
 
     def position(self) -> Position:
-        return self.begin.at(self.stream, self.taken, self.finished)
+        return self.begin.at(self.replica, self.taken, self.finished)
 
 
 class _Iteration(Iterator[Any]):
-    """One epoch of one worker shard."""
+    """One epoch of one replica."""
 
-    def __init__(self, loader: Loader, begin: Position, stream: int, convert: Convert) -> None:
-        self.progress = _Progress(begin, stream, begin.taken_by([stream])[stream], stream in begin.finished)
+    def __init__(self, loader: Loader, begin: Position, replica: int, convert: Convert) -> None:
+        self.progress = _Progress(
+            begin, replica, begin.taken_by([replica])[replica], replica in begin.finished
+        )
         self._store, self._convert, self._batch_size = loader.store, convert, loader.batch_size
         self._least = loader.batch_size if loader.drop_last else 1
-        self._taken, self._end = self.progress.taken, begin.end(stream)  # taken of the store
+        self._taken, self._end = self.progress.taken, begin.end(replica)  # taken of the store
         self._closed = self.progress.finished
         self._threads: DecodeThreads | None = None
         if self._closed:
@@ -255,8 +257,8 @@ class _Iteration(Iterator[Any]):
             seed=begin.of.seed,
             epoch=begin.of.epoch,
             after=begin.after,
-            stream=stream,
-            streams=begin.streams,
+            replica=replica,
+            replicas=begin.replicas,
             skip=self._taken,
         )
         self._sequence = self._store.sequences

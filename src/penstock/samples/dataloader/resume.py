@@ -1,9 +1,9 @@
 """The position in an epoch, as a value: Loaders resume exactly, with the same number of workers or another.
 
-The shard of an epoch that one worker of one process reads is ``rank * workers + worker``; the code calls it a
-stream. A state holds what its own shards have taken. For the others it assumes that worker w of every process
-has taken what worker w of this one has, which is so in data-parallel training; merge_states joins states that
-differ.
+A replica is what reads one share of an epoch: worker ``worker`` of process ``rank`` is number
+``rank * workers + worker``. A state holds what its own replicas have taken. For the others it assumes that
+worker w of every process has taken what worker w of this one has, which is so in data-parallel training;
+merge_states joins states that differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from penstock.errors import InvalidArgument
 from penstock.samples.order import Segment
 
-VERSION = 1
-MOST_STREAMS = 1 << 20  # as in C++
+VERSION = 2
+MOST_REPLICAS = 1 << 20  # as in C++
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Position:
     """An epoch, and what has been taken of it.
 
     after     the divisions that are over
-    streams   of the division in force; 0: nothing has been divided yet
-    slots     chunks that each stream mixes
-    workers   streams of one process
-    taken     samples, by stream, of the streams that are known
-    finished  by stream, of those known: it has given all that it will
+    replicas  of the division in force; 0: nothing has been divided yet
+    slots     chunks that each replica mixes
+    workers   replicas of one process
+    taken     samples, by replica, of the replicas that are known
+    finished  by replica, of those known: it has given all that it will
     """
 
     of: Epoch
     batch_size: int
     drop_last: bool
     after: tuple[Segment, ...] = ()
-    streams: int = 0
+    replicas: int = 0
     slots: int = 0
     workers: int = 1
     taken: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -60,7 +60,7 @@ class Position:
 
     @property
     def over(self) -> bool:
-        """Whether every known stream has finished."""
+        """Whether every known replica has finished."""
         return bool(self.taken) and self.finished >= self.taken.keys()
 
     @property
@@ -68,62 +68,67 @@ class Position:
         """Samples that the division in force divides."""
         return self.of.samples - sum(sum(segment.taken) for segment in self.after)
 
-    def size(self, stream: int) -> int:
-        """Samples of a stream: they differ by one at most."""
-        return self.left // self.streams + (stream < self.left % self.streams)
+    def size(self, replica: int) -> int:
+        """Samples of a replica: they differ by one at most."""
+        return self.left // self.replicas + (replica < self.left % self.replicas)
 
-    def end(self, stream: int) -> int:
-        """How many samples of the stream are given: with drop_last whole batches, equally many of each."""
+    def end(self, replica: int) -> int:
+        """How many samples of the replica are given: with drop_last whole batches, equally many of each."""
         if not self.drop_last:
-            return self.size(stream)
-        return self.left // self.streams // self.batch_size * self.batch_size
+            return self.size(replica)
+        return self.left // self.replicas // self.batch_size * self.batch_size
 
-    def taken_by(self, streams: Iterable[int]) -> dict[int, int]:
-        """Samples that each of the streams has taken, known or assumed.
+    def taken_by(self, replicas: Iterable[int]) -> dict[int, int]:
+        """Samples that each of the replicas has taken, known or assumed.
 
         Raises InvalidArgument where the state does not say.
         """
-        batches: dict[int, set[int]] = {}  # that the known streams of a worker have given
-        for stream, taken in self.taken.items():
-            batches.setdefault(stream % self.workers, set()).add(self._batches(taken))
-        finished = {stream % self.workers for stream in self.finished}
+        batches: dict[int, set[int]] = {}  # that the known replicas of a worker have given
+        for replica, taken in self.taken.items():
+            batches.setdefault(replica % self.workers, set()).add(self._batches(taken))
+        finished = {replica % self.workers for replica in self.finished}
 
-        def assumed(stream: int) -> int:
-            worker = stream % self.workers
+        def assumed(replica: int) -> int:
+            worker = replica % self.workers
             if worker not in batches:
                 raise InvalidArgument(
-                    f"the state knows {len(self.taken)} of {self.streams} worker shards, and of worker "
+                    f"the state knows {len(self.taken)} of {self.replicas} replicas, and of worker "
                     f"{worker} nothing: give loader.load_state_dict the whole state of the DataLoader, or "
                     "penstock.samples.merge_states of all processes' states"
                 )
             if worker in finished:
-                return self.end(stream)
+                return self.end(replica)
             if len(batches[worker]) > 1:
                 raise InvalidArgument(
-                    f"the state knows {len(self.taken)} of {self.streams} worker shards, which have given "
+                    f"the state knows {len(self.taken)} of {self.replicas} replicas, which have given "
                     f"different numbers of batches ({min(batches[worker])} to {max(batches[worker])}): give "
                     "penstock.samples.merge_states the states of all processes"
                 )
-            return min(next(iter(batches[worker])) * self.batch_size, self.size(stream))
+            return min(next(iter(batches[worker])) * self.batch_size, self.size(replica))
 
-        return {stream: self.taken[stream] if stream in self.taken else assumed(stream) for stream in streams}
+        return {
+            replica: self.taken[replica] if replica in self.taken else assumed(replica)
+            for replica in replicas
+        }
 
-    def divided(self, streams: int, slots: int, workers: int) -> Position:
-        """The same epoch in so many streams: as it was divided, or what is left of it divided anew."""
+    def divided(self, replicas: int, slots: int, workers: int) -> Position:
+        """The same epoch in so many replicas: as it was divided, or what is left of it divided anew."""
         same = self
-        if streams == self.streams and workers != self.workers:
-            same = dataclasses.replace(self, workers=workers, taken=self.taken_by(range(streams)))
-        if (streams, slots) == (same.streams, same.slots) and same._even():
+        if replicas == self.replicas and workers != self.workers:
+            same = dataclasses.replace(self, workers=workers, taken=self.taken_by(range(replicas)))
+        if (replicas, slots) == (same.replicas, same.slots) and same._even():
             return same
-        taken = dict.fromkeys(range(streams), 0)
-        return dataclasses.replace(self._closed(), streams=streams, slots=slots, workers=workers, taken=taken)
+        taken = dict.fromkeys(range(replicas), 0)
+        return dataclasses.replace(
+            self._closed(), replicas=replicas, slots=slots, workers=workers, taken=taken
+        )
 
     def _even(self) -> bool:
         """Whether the processes have given equally many batches, so that each can speak for the others."""
         counts: dict[int, set[int]] = {}
-        for stream, taken in self.taken.items():
-            if stream not in self.finished:
-                counts.setdefault(stream % self.workers, set()).add(self._batches(taken))
+        for replica, taken in self.taken.items():
+            if replica not in self.finished:
+                counts.setdefault(replica % self.workers, set()).add(self._batches(taken))
         return all(len(each) == 1 for each in counts.values())
 
     def _batches(self, taken: int) -> int:
@@ -131,26 +136,26 @@ class Position:
 
     def _closed(self) -> Position:
         """The same, with the division in force over."""
-        counts = tuple(self.taken_by(range(self.streams)).values())
-        after = (*self.after, Segment(self.streams, self.slots, counts)) if any(counts) else self.after
-        return dataclasses.replace(self, after=after, streams=0, taken={}, finished=frozenset())
+        counts = tuple(self.taken_by(range(self.replicas)).values())
+        after = (*self.after, Segment(self.replicas, self.slots, counts)) if any(counts) else self.after
+        return dataclasses.replace(self, after=after, replicas=0, taken={}, finished=frozenset())
 
     def with_batches(self, batch_size: int, drop_last: bool) -> Position:
         """The same in batches of another size, for which what is left has to be divided anew."""
         same = self if batch_size == self.batch_size else self._closed()
         return dataclasses.replace(same, batch_size=batch_size, drop_last=drop_last)
 
-    def at(self, stream: int, taken: int, finished: bool) -> Position:
-        """The position of a process that knows one stream."""
-        done = frozenset([stream]) if finished else frozenset()
-        return dataclasses.replace(self, taken={stream: taken}, finished=done)
+    def at(self, replica: int, taken: int, finished: bool) -> Position:
+        """The position of a process that knows one replica."""
+        done = frozenset([replica]) if finished else frozenset()
+        return dataclasses.replace(self, taken={replica: taken}, finished=done)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The streams of a process in the order in which its batches come: the one that is due first."""
+        """The replicas of a process in the order in which its batches come: the one that is due first."""
         own = range(rank * self.workers, (rank + 1) * self.workers)
         taken = self.taken_by(own)
-        open_ = [stream for stream in own if taken[stream] < self.end(stream)]
-        due = min(open_, key=lambda stream: taken[stream] // self.batch_size, default=own[0])
+        open_ = [replica for replica in own if taken[replica] < self.end(replica)]
+        due = min(open_, key=lambda replica: taken[replica] // self.batch_size, default=own[0])
         return (*own[due - own[0] :], *own[: due - own[0]])
 
     def advanced(self, rank: int, batches: int) -> Position:
@@ -158,19 +163,21 @@ class Position:
         turns = self.of_rank(rank)
         taken = self.taken_by(turns)
         while batches > 0:
-            open_ = [stream for stream in turns if taken[stream] < self.end(stream)]
+            open_ = [replica for replica in turns if taken[replica] < self.end(replica)]
             if not open_:
                 break
             rounds = max(1, min(batches // len(open_), *(self._whole(s, taken[s]) for s in open_)))
-            for stream in open_[:batches]:
-                taken[stream] = min(taken[stream] + rounds * self.batch_size, self.end(stream))
+            for replica in open_[:batches]:
+                taken[replica] = min(taken[replica] + rounds * self.batch_size, self.end(replica))
             batches -= rounds * len(open_[:batches])
-        finished = frozenset(stream for stream in turns if batches > 0 and taken[stream] >= self.end(stream))
+        finished = frozenset(
+            replica for replica in turns if batches > 0 and taken[replica] >= self.end(replica)
+        )
         return dataclasses.replace(self, taken=taken, finished=finished)
 
-    def _whole(self, stream: int, taken: int) -> int:
-        """Batches that the stream can give before its last one."""
-        return (self.end(stream) - taken - 1) // self.batch_size
+    def _whole(self, replica: int, taken: int) -> int:
+        """Batches that the replica can give before its last one."""
+        return (self.end(replica) - taken - 1) // self.batch_size
 
     def _unread(self) -> Position:
         """What must be the same in states that belong together."""
@@ -187,11 +194,11 @@ class Position:
             "epoch": self.of.epoch,
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "after": [[segment.streams, segment.slots, list(segment.taken)] for segment in self.after],
-            "streams": self.streams,
+            "after": [[segment.replicas, segment.slots, list(segment.taken)] for segment in self.after],
+            "replicas": self.replicas,
             "slots": self.slots,
             "workers": self.workers,
-            "taken": [[stream, taken] for stream, taken in sorted(self.taken.items())],
+            "taken": [[replica, taken] for replica, taken in sorted(self.taken.items())],
             "finished": sorted(self.finished),
         }
 
@@ -223,7 +230,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _joined(positions: Sequence[Position]) -> Position:
     if not positions:
         raise InvalidArgument("there is no state to merge: give the states of all processes")
-    divided = [position for position in positions if position.streams]
+    divided = [position for position in positions if position.replicas]
     if divided and len(divided) < len(positions):
         raise InvalidArgument(
             "some states are of an epoch that has not begun, others are further: merge states of one moment"
@@ -234,12 +241,12 @@ def _joined(positions: Sequence[Position]) -> Position:
         if position._unread() != first._unread():
             raise InvalidArgument(
                 f"the states do not belong together: epoch {position.of.epoch} of seed {position.of.seed} in "
-                f"{position.streams} worker shards, and epoch {first.of.epoch} of seed {first.of.seed} in "
-                f"{first.streams}. Merge states of one run that were saved at one time"
+                f"{position.replicas} replicas, and epoch {first.of.epoch} of seed {first.of.seed} in "
+                f"{first.replicas}. Merge states of one run that were saved at one time"
             )
-        if any(taken.get(stream, count) != count for stream, count in position.taken.items()):
+        if any(taken.get(replica, count) != count for replica, count in position.taken.items()):
             raise InvalidArgument(
-                "two states say different things of one worker shard: merge one state of each process"
+                "two states say different things of one replica: merge one state of each process"
             )
         taken.update(position.taken)
     finished = frozenset().union(*(position.finished for position in positions))
@@ -273,17 +280,17 @@ def _from_state_of_loader(state: Any) -> Position:
         batch_size=found.batch_size,
         drop_last=found.drop_last,
         after=after,
-        streams=found.streams,
+        replicas=found.replicas,
         slots=found.slots,
         workers=found.workers,
         taken=dict(found.taken),
         finished=frozenset(found.finished),
     )
     if (
-        any(len(segment.taken) != segment.streams for segment in after)
+        any(len(segment.taken) != segment.replicas for segment in after)
         or position.left < 0
-        or found.streams % found.workers
-        or any(stream >= found.streams or taken > position.size(stream) for stream, taken in found.taken)
+        or found.replicas % found.workers
+        or any(replica >= found.replicas or taken > position.size(replica) for replica, taken in found.taken)
         or not position.finished <= position.taken.keys()
     ):
         raise InvalidArgument(f"{_NO_STATE} (it contradicts itself): {_REMEDY}")
@@ -293,8 +300,8 @@ def _from_state_of_loader(state: Any) -> Position:
 _NO_STATE = "this is not a state of a penstock Loader"
 _REMEDY = "give what Loader.state_dict returned, or the state_dict of a StatefulDataLoader around a Loader"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-_Streams = Annotated[int, msgspec.Meta(ge=0, le=MOST_STREAMS)]
-_Workers = Annotated[int, msgspec.Meta(ge=1, le=MOST_STREAMS)]
+_Replicas = Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)]
+_Workers = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62))]
 _Slots = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32))]
 
@@ -310,7 +317,7 @@ class _State(msgspec.Struct):
     batch_size: _Positive
     drop_last: bool
     after: Annotated[list[tuple[_Workers, _Slots, tuple[_Count, ...]]], msgspec.Meta(max_length=1024)]
-    streams: _Streams
+    replicas: _Replicas
     slots: _Slots
     workers: _Workers
     taken: list[tuple[_Count, _Count]]

@@ -25,13 +25,13 @@ CHUNK_BYTES = 256 << 10
 SMALLEST_CHUNK_BYTES = 4096
 LARGEST_CHUNK_BYTES = 1 << 30
 
-KEY_BITS, OFFSET_BITS, LENGTH_BITS, NODE_BITS = 48, 40, 23, 16
-NODE_BYTES = 1 << OFFSET_BITS  # most that one data file holds
-NODES = 1 << NODE_BITS
+KEY_BITS, OFFSET_BITS, LENGTH_BITS, DATA_FILE_BITS = 48, 40, 23, 16
+DATA_FILE_BYTES = 1 << OFFSET_BITS  # most that one data file holds
+MOST_DATA_FILES = 1 << DATA_FILE_BITS
 LARGE_LENGTH = (1 << LENGTH_BITS) - 1  # an entry of this length has its true one in large.bin
 LARGEST_NAME_BYTES = (1 << 16) - 1
 ANCHOR_NAMES = 16
-PART = re.compile(r"part-(\d{5})-of-(\d{5})")  # the folder of one of several parts
+PARTITION = re.compile(r"part-(\d{5})-of-(\d{5})")  # the folder of one of several partitions
 
 CHUNK_RECORD = np.dtype([("first", "<u8"), ("crc32c", "<u4"), ("reserved", "<u4")])
 
@@ -39,9 +39,9 @@ Words = npt.NDArray[np.uint64]
 
 
 class Entries(NamedTuple):
-    """The fields of directory entries, an array each. `present` is 0 in a file."""
+    """The fields of directory entries, an array each. `data_file`: DLFS's node. `present` is 0 in a file."""
 
-    node: Words
+    data_file: Words
     key: Words
     offset: Words
     length: Words
@@ -71,14 +71,14 @@ def bytes_of(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def data_file(node: int) -> str:
-    """The name of a node's data file."""
-    return f"data-{node:05d}.bin"
+def data_file_name(data_file: int) -> str:
+    """The name of the ``data_file``-th data file."""
+    return f"data-{data_file:05d}.bin"
 
 
-def part_name(part: int, parts: int) -> str:
-    """The folder of one of several parts."""
-    return f"part-{part:05d}-of-{parts:05d}"
+def partition_name(partition: int, partitions: int) -> str:
+    """The folder of one of several partitions."""
+    return f"part-{partition:05d}-of-{partitions:05d}"
 
 
 def lookup_bits(samples: int) -> int:
@@ -91,9 +91,9 @@ def lookup_start_dtype(samples: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype("<u4") if samples < 1 << 32 else np.dtype("<u8")
 
 
-def chunks_of(node_bytes: int, chunk_bytes: int) -> int:
+def chunks_of(data_file_bytes: int, chunk_bytes: int) -> int:
     """Chunks of a data file that holds so many bytes of samples: at least one."""
-    return max(1, -(-node_bytes // chunk_bytes))
+    return max(1, -(-data_file_bytes // chunk_bytes))
 
 
 def long_edge_bytes(chunk_bytes: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ _LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeFile:
+class DataFile:
     """One data file: what DLFS calls a storage node.
 
     samples      that lie in it
@@ -57,18 +56,21 @@ class Field:
     shape: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreManifest:
+# The file keeps its earlier names.
+_IN_THE_FILE = {"data_files": "nodes", "partition": "part", "partitions": "parts"}
+
+
+class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     """A sample store, whole.
 
     samples      how many
     chunk_bytes  the grid of the data files
-    nodes        its data files
+    data_files   its data files
     files        the others, by name
     encoding     "raw": bytes; "record": the `fields`, one after the other; "msgpack": a map
     fields       of "record", in order; empty otherwise
     classes      what labels.bin counts; empty where samples have no class
-    part, parts  which part of how many, where several processes packed one source
+    partition    which of `partitions`, where several processes packed one source
     source       what was packed, for people
     metadata     the user's own
     crc32c       of the manifest's JSON text with this field 0
@@ -76,37 +78,37 @@ class StoreManifest:
 
     samples: int
     chunk_bytes: int
-    nodes: tuple[NodeFile, ...]
+    data_files: tuple[DataFile, ...]
     files: dict[str, FileSum]
     encoding: str = "raw"
     fields: tuple[Field, ...] = ()
     classes: tuple[str, ...] = ()
-    part: int = 0
-    parts: int = 1
+    partition: int = 0
+    partitions: int = 1
     source: str = ""
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
     crc32c: int = 0
 
     @property
     def identity(self) -> str:
         """32 hexadecimal digits: the same for the same samples, names and order."""
         contents = {name: (sum_.size_bytes, sum_.crc32c) for name, sum_ in sorted(self.files.items())}
-        text = msgspec.json.encode((contents, self.chunk_bytes, self.nodes, self.encoding, self.fields))
+        text = msgspec.json.encode((contents, self.chunk_bytes, self.data_files, self.encoding, self.fields))
         return hashlib.sha256(text).hexdigest()[:32]
 
     @property
     def size_bytes(self) -> int:
         """Of all samples."""
-        return sum(node.size_bytes for node in self.nodes)
+        return sum(data_file.size_bytes for data_file in self.data_files)
 
     @property
     def chunks(self) -> int:
-        return sum(node.chunks for node in self.nodes)
+        return sum(data_file.chunks for data_file in self.data_files)
 
     def sealed(self) -> StoreManifest:
         """The same, with the right checksum."""
-        blank = dataclasses.replace(self, crc32c=0)
-        return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
+        blank = msgspec.structs.replace(self, crc32c=0)
+        return msgspec.structs.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
 
 
 def open_regular(path: Path) -> int:

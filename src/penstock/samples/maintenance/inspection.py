@@ -15,7 +15,7 @@ from penstock.samples.maintenance.structure import ENTRIES_AT_ONCE
 from penstock.samples.mixing import Mixing, expected_mixing
 from penstock.samples.order import cache_shape
 from penstock.samples.reader.catalog import Catalog
-from penstock.samples.reader.directory import Directory, members
+from penstock.samples.reader.directory import Directory, partition_folders
 from penstock.units import parse_bytes
 
 CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
@@ -74,8 +74,8 @@ class OrderMixing:
 class StoreInfo:
     """What a store holds.
 
-    parts            stores that it consists of
-    nodes            data files
+    data_files       files that hold the samples
+    partitions       stores that it consists of
     size_bytes       of all samples
     overhead_bytes   of everything else: directory, names, sums, padding
     edges            samples that cross the end of their chunk
@@ -90,8 +90,8 @@ class StoreInfo:
     overhead_bytes: int
     chunk_bytes: int
     chunks: int
-    nodes: int
-    parts: int
+    data_files: int
+    partitions: int
     encoding: str
     fields: tuple[Field, ...]
     classes: tuple[ClassCount, ...]
@@ -112,18 +112,18 @@ def info(
 ) -> StoreInfo:
     """What the store at ``path`` holds, and how well it will mix. Samples are not read.
 
-    path          of a store, or of a folder of its parts
+    path          of a store, or of a folder of its partitions
     cache_bytes   sizes of the sample cache to give the mixing of "chunk" for. One that has no room for a
                   chunk is left out; of those that hold the whole store, all but the smallest are
     batch         samples in a batch
 
-    Raises SampleError where there is no store or a part is missing, InvalidFile where it is damaged,
+    Raises SampleError where there is no store or a partition is missing, InvalidFile where it is damaged,
     InvalidArgument for a batch of nothing.
     """
     if batch < 1:
         raise InvalidArgument(f"batch={batch} is not a number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
-    catalog = Catalog([Directory.load(folder) for folder in members(path)])
+    catalog = Catalog([Directory.load(folder) for folder in partition_folders(path)])
     manifests = catalog.manifests
     size_bytes = sum(m.size_bytes for m in manifests)
     sizes, edges, long_edges = _sizes(catalog)
@@ -134,8 +134,8 @@ def info(
         overhead_bytes=sum(map(_stored_bytes, catalog.directories)) - size_bytes,
         chunk_bytes=catalog.chunk_bytes,
         chunks=sum(m.chunks for m in manifests),
-        nodes=sum(len(m.nodes) for m in manifests),
-        parts=len(manifests),
+        data_files=sum(len(m.data_files) for m in manifests),
+        partitions=len(manifests),
         encoding=catalog.encoding,
         fields=catalog.fields,
         classes=_classes(catalog),
@@ -162,7 +162,7 @@ def _sizes(catalog: Catalog) -> tuple[Sizes | None, int, int]:
     """Sizes, samples that cross the end of their chunk, and those of them that are long."""
     kept = []  # lengths of all samples, or of every so many-th
     powers = np.zeros(layout.OFFSET_BITS + 2, np.int64)  # samples by the bits that their sizes take
-    smallest, largest, edges, long_edges = layout.NODE_BYTES, 0, 0, 0
+    smallest, largest, edges, long_edges = layout.DATA_FILE_BYTES, 0, 0, 0
     for directory in catalog.directories:
         samples, chunk_bytes = directory.manifest.samples, directory.manifest.chunk_bytes
         stride = max(1, -(-samples // MOST_LENGTHS))

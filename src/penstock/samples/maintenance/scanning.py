@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples.format import layout
-from penstock.samples.format.manifest import NodeFile, open_regular
+from penstock.samples.format.manifest import DataFile, open_regular
 from penstock.samples.maintenance.structure import Extents, Numbers
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     problems: list[str]
 
 
-class DataFile(NamedTuple):
+class ScannedFile(NamedTuple):
     """A data file, and what its bytes are compared with.
 
     firsts    [chunks + 1] the first sample of each of its chunks, then the index after its last sample
@@ -54,7 +54,7 @@ class DataFile(NamedTuple):
     """
 
     path: Path
-    node: NodeFile
+    data_file: DataFile
     chunk_bytes: int
     extents: Extents
     firsts: Numbers
@@ -62,15 +62,15 @@ class DataFile(NamedTuple):
     sums: Sums
 
 
-def scan(file: DataFile) -> Iterator[Piece]:
+def scan(file: ScannedFile) -> Iterator[Piece]:
     """Compare all of ``file``, piece by piece; the next one is read while one is compared.
 
     Raises SampleError where the file cannot be opened, or a read does not end.
     """
-    if not file.node.chunks:
+    if not file.data_file.chunks:
         return
     comparison = _Comparison(file)
-    size_bytes = file.node.chunks * file.chunk_bytes
+    size_bytes = file.data_file.chunks * file.chunk_bytes
     chunks = max(1, PIECE_BYTES // file.chunk_bytes)
     # With the end of a piece comes what its last body has beyond it.
     margin_bytes = align_up(layout.long_edge_bytes(file.chunk_bytes), layout.SMALLEST_CHUNK_BYTES)
@@ -84,7 +84,7 @@ def scan(file: DataFile) -> Iterator[Piece]:
     ):
         for number, read in enumerate(stretches):
             first = number * chunks
-            yield comparison.take(read, first, min(first + chunks, file.node.chunks))
+            yield comparison.take(read, first, min(first + chunks, file.data_file.chunks))
 
 
 def _opened(path: Path) -> Any:
@@ -176,7 +176,7 @@ class _Unfinished(NamedTuple):
 class _Comparison:
     """Compares one piece after the other."""
 
-    def __init__(self, file: DataFile) -> None:
+    def __init__(self, file: ScannedFile) -> None:
         self._file = file
         self._unfinished: _Unfinished | None = None
 
@@ -211,7 +211,7 @@ class _Comparison:
             crc = read.crc(int(offsets[low]), int(ends[body - 1])) if body > low else 0
             if crc != file.records[chunk]["crc32c"] and right[low:high].all():
                 problems.append(f"{layout.CHUNKS} has a wrong checksum for chunk {chunk} of {file.path.name}")
-        if upto == file.node.chunks:
+        if upto == file.data_file.chunks:
             problems += self._padding(read)
         return Piece(end - begin, size_bytes, wrong, problems)
 
@@ -230,7 +230,7 @@ class _Comparison:
 
     def _padding(self, read: _Bytes) -> list[str]:
         """After the last sample there are zeros."""
-        begin = self._file.node.size_bytes
+        begin = self._file.data_file.size_bytes
         if read.crc(begin, read.end) == crc32c(bytes(read.end - begin)):
             return []
         return [f"{self._file.path.name} has something other than zeros after its last sample"]

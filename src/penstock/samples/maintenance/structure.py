@@ -32,7 +32,7 @@ class Extents(NamedTuple):
     firsts: Numbers
 
     def of(self, begin: int, end: int) -> tuple[Numbers, Numbers]:
-        """Offsets and true lengths of samples ``begin`` to ``end``, which lie in one node."""
+        """Offsets and true lengths of samples ``begin`` to ``end``, which lie in one data file."""
         entries, lengths = self.directory.located(slice(begin, end))
         return entries.offset.astype(np.int64), lengths
 
@@ -44,8 +44,12 @@ def check_files(directory: Directory) -> dict[str, str]:
     wrong = {name: problem for name in manifest.files if (problem := _file_problem(folder, manifest, name))}
     sizes = [
         problem
-        for number, node in enumerate(manifest.nodes)
-        if (problem := _size_problem(folder / layout.data_file(number), node.chunks * manifest.chunk_bytes))
+        for number, data_file in enumerate(manifest.data_files)
+        if (
+            problem := _size_problem(
+                folder / layout.data_file_name(number), data_file.chunks * manifest.chunk_bytes
+            )
+        )
     ]
     return {**wrong, "": "; ".join(sizes)} if sizes else wrong
 
@@ -81,7 +85,7 @@ def _size_problem(path: Path, expected_bytes: int) -> str | None:
 def check_entries(directory: Directory) -> tuple[Extents | None, list[str]]:
     """Where all samples lie, or None and why that cannot be known; and what else is wrong with chunks.bin.
 
-    In each node, samples have to lie back to back, in the order of the directory.
+    In each data file, samples have to lie back to back, in the order of the directory.
     """
     manifest, large = directory.manifest, directory.large
     if problem := _large_problem(large, manifest.samples):
@@ -92,7 +96,7 @@ def check_entries(directory: Directory) -> tuple[Extents | None, list[str]]:
         if wrong is not None:
             return None, [f"{layout.DIRECTORY}: the entry of sample {wrong} does not follow the one before"]
     found = list(zip(walk.counts.tolist(), walk.ends.tolist(), strict=True))
-    if found != [(node.samples, node.size_bytes) for node in manifest.nodes]:
+    if found != [(data_file.samples, data_file.size_bytes) for data_file in manifest.data_files]:
         return None, [f"{layout.DIRECTORY} does not fill the data files as {layout.MANIFEST} says"]
     extents = Extents(directory, walk.firsts)
     return extents, _chunk_problems(directory, walk.firsts)
@@ -101,18 +105,18 @@ def check_entries(directory: Directory) -> tuple[Extents | None, list[str]]:
 class _Walk:
     """Goes through the directory, a block of entries at a time.
 
-    counts, ends   [nodes]: samples, and the end of the last one
+    counts, ends   [data files]: samples, and the end of the last one
     firsts         [chunks + 1], as in Extents
     """
 
     def __init__(self, directory: Directory) -> None:
         self._directory, manifest = directory, directory.manifest
         self._chunk_bytes = manifest.chunk_bytes
-        self._chunks = np.array([node.chunks for node in manifest.nodes], np.int64)
+        self._chunks = np.array([data_file.chunks for data_file in manifest.data_files], np.int64)
         self._chunks_before = np.cumsum(self._chunks) - self._chunks
-        self._node = self._end = self._filled = 0
-        self.counts = np.zeros(len(manifest.nodes), np.int64)
-        self.ends = np.zeros(len(manifest.nodes), np.int64)
+        self._data_file = self._end = self._filled = 0
+        self.counts = np.zeros(len(manifest.data_files), np.int64)
+        self.ends = np.zeros(len(manifest.data_files), np.int64)
         self.firsts = np.full(manifest.chunks + 1, manifest.samples, np.int64)
 
     def take(self, begin: int) -> int | None:
@@ -124,19 +128,19 @@ class _Walk:
         if len(wrong):
             return begin + int(wrong[0])
         entries, lengths = self._directory.located(block)
-        nodes, offsets = entries.node.astype(np.int64), entries.offset.astype(np.int64)
+        data_files, offsets = entries.data_file.astype(np.int64), entries.offset.astype(np.int64)
         ends = offsets + lengths
-        before = np.concatenate(([self._node], nodes[:-1]))
-        expected = np.where(nodes == before, np.concatenate(([self._end], ends[:-1])), 0)
-        right = (nodes >= before) & (nodes < len(self._chunks)) & (offsets == expected)
+        before = np.concatenate(([self._data_file], data_files[:-1]))
+        expected = np.where(data_files == before, np.concatenate(([self._end], ends[:-1])), 0)
+        right = (data_files >= before) & (data_files < len(self._chunks)) & (offsets == expected)
         wrong = np.flatnonzero(~right | (entries.present != 0))
         if len(wrong):
             return begin + int(wrong[0])
-        self._node, self._end = int(nodes[-1]), int(ends[-1])
-        self.counts += np.bincount(nodes, minlength=len(self.counts))
-        np.maximum.at(self.ends, nodes, ends)
-        chunks = np.minimum(offsets // self._chunk_bytes, self._chunks[nodes] - 1)
-        chunks += self._chunks_before[nodes]
+        self._data_file, self._end = int(data_files[-1]), int(ends[-1])
+        self.counts += np.bincount(data_files, minlength=len(self.counts))
+        np.maximum.at(self.ends, data_files, ends)
+        chunks = np.minimum(offsets // self._chunk_bytes, self._chunks[data_files] - 1)
+        chunks += self._chunks_before[data_files]
         upto = int(chunks[-1]) + 1
         if upto > self._filled:
             self.firsts[self._filled : upto] = begin + np.searchsorted(chunks, np.arange(self._filled, upto))
@@ -147,7 +151,7 @@ class _Walk:
 def _large_problem(large: Words, samples: int) -> str | None:
     indices, lengths = large[:, 0], large[:, 1]
     ascending = np.all(indices[1:] > indices[:-1]) and (not len(indices) or int(indices[-1]) < samples)
-    possible = np.all((lengths >= layout.LARGE_LENGTH) & (lengths <= layout.NODE_BYTES))
+    possible = np.all((lengths >= layout.LARGE_LENGTH) & (lengths <= layout.DATA_FILE_BYTES))
     return None if ascending and possible else f"{layout.LARGE} contradicts itself"
 
 

@@ -137,8 +137,8 @@ def _timed(way: str, read: Read, seconds: float) -> Throughput:
 
 def _single_reads(store: Store, files: list[int]) -> Read:
     """What a program does that keeps the files open and knows where everything lies: the baseline."""
-    nodes = [len(manifest.nodes) for manifest in store.manifests]
-    firsts = (np.cumsum(nodes) - nodes).tolist()
+    data_files = [len(manifest.data_files) for manifest in store.manifests]
+    firsts = (np.cumsum(data_files) - data_files).tolist()
     random = np.random.default_rng(SEED)
 
     def read(samples: int) -> tuple[int, int]:
@@ -146,9 +146,9 @@ def _single_reads(store: Store, files: list[int]) -> Read:
         indices = random.integers(0, len(store), samples)
         for first, (directory, _, mine) in zip(firsts, store.by_directory(indices), strict=True):
             entries, lengths = directory.located(mine)
-            places = zip(entries.node.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
-            for node, offset, length in places:
-                size_bytes += len(os.pread(files[first + node], length, offset))
+            places = zip(entries.data_file.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
+            for data_file, offset, length in places:
+                size_bytes += len(os.pread(files[first + data_file], length, offset))
         return samples, size_bytes
 
     return read
@@ -187,8 +187,8 @@ def _data_files(store: Store) -> Iterator[list[int]]:
     descriptors: list[int] = []
     try:
         for directory in store.directories:
-            for number in range(len(directory.manifest.nodes)):
-                path = directory.folder / layout.data_file(number)
+            for number in range(len(directory.manifest.data_files)):
+                path = directory.folder / layout.data_file_name(number)
                 try:
                     descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
                 except OSError as error:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument
 from penstock.samples.format import layout
-from penstock.samples.maintenance.scanning import DataFile, scan
+from penstock.samples.maintenance.scanning import ScannedFile, scan
 from penstock.samples.maintenance.structure import Extents, Words, check_entries, check_files, check_labels
-from penstock.samples.reader.directory import Directory, members
+from penstock.samples.reader.directory import Directory, partition_folders
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +27,7 @@ MOST_PROBLEMS = 1000  # kept in words; damaged samples are all kept
 class DamagedSample:
     """A sample whose bytes are not those that were packed.
 
-    index   over all parts, as a mounted store counts
+    index   over all partitions, as a mounted store counts
     name    None where the names are damaged, too
     """
 
@@ -61,20 +61,20 @@ class Verification:
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Verification:
     """Read the store at ``path`` once, and compare all checksums, the directory, the names and the lookup.
 
-    path       of a store, or of a folder of its parts
+    path       of a store, or of a folder of its partitions
     progress   called now and then with the samples and the bytes that were read so far
 
     Data is read past the page cache where that works: what counts is what the disk holds. Damage is
-    reported, and everything else still compared. Raises SampleError where there is no store or a part
+    reported, and everything else still compared. Raises SampleError where there is no store or a partition
     is missing, InvalidFile where a manifest is damaged.
     """
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress={progress!r} cannot be called: give a function of samples and bytes")
     findings = _Findings(progress or (lambda samples, size_bytes: None))
-    folders = members(path)
+    folders = partition_folders(path)
     several = len(folders) > 1
     for folder in folders:
-        _verify_member(folder, f"{folder.name}/" if several else "", findings)
+        _verify_partition(folder, f"{folder.name}/" if several else "", findings)
     return Verification(
         os.fspath(path),
         findings.samples,
@@ -105,7 +105,7 @@ class _Findings:
         self._progress(*self._read)
 
 
-def _verify_member(folder: Path, prefix: str, findings: _Findings) -> None:
+def _verify_partition(folder: Path, prefix: str, findings: _Findings) -> None:
     directory = Directory.open(folder, verify=False)
     manifest = directory.manifest
     begin = findings.samples
@@ -136,11 +136,11 @@ def _damaged(directory: Directory, extents: Extents, prefix: str, findings: _Fin
     """Indices of samples in the folder whose bytes are wrong; notes what else is wrong with its data."""
     manifest = directory.manifest
     begin = 0
-    for number, node in enumerate(manifest.nodes):
-        end = begin + node.chunks
-        file = DataFile(
-            directory.folder / layout.data_file(number),
-            node,
+    for number, data_file in enumerate(manifest.data_files):
+        end = begin + data_file.chunks
+        file = ScannedFile(
+            directory.folder / layout.data_file_name(number),
+            data_file,
             manifest.chunk_bytes,
             extents,
             extents.firsts[begin : end + 1],

@@ -23,19 +23,19 @@ Keys: TypeAlias = "Sequence[Key] | Sequence[str] | npt.NDArray[np.integer[Any]]"
 
 
 class Catalog:
-    """The samples of all members, counted through.
+    """The samples of all partitions, counted through.
 
-    chunk_bytes  the largest of its members'
+    chunk_bytes  the largest of its partitions'
     classes      what labels count; empty where samples have none
     encoding     of samples: "raw", "record" or "msgpack"
     fields       of "record"
     decoder      for that encoding
-    directories  of its members, and their manifests
+    directories  of its partitions, and their manifests
     identity     32 hexadecimal digits: the same for the same samples, names and order
     """
 
     def __init__(self, directories: Sequence[Directory]) -> None:
-        """Raises InvalidArgument where the members do not go together."""
+        """Raises InvalidArgument where the partitions do not go together."""
         self.directories = tuple(directories)
         self.manifests: tuple[StoreManifest, ...] = tuple(each.manifest for each in directories)
         self.classes: tuple[str, ...] = self._same("classes")
@@ -61,7 +61,7 @@ class Catalog:
     def index(self, key: Key) -> int:
         """The index of the sample of that name, or of that index. InvalidArgument where there is none.
 
-        Where members have a name in common, it is the first one's.
+        Where partitions have a name in common, it is the first one's.
         """
         if isinstance(key, str):
             found = self._names.find(key)
@@ -114,7 +114,7 @@ class Catalog:
 
     @cached_property
     def firsts(self) -> npt.NDArray[np.uint64]:
-        """[chunks + 1]: the first sample of each chunk, over all members, then how many samples there are."""
+        """[chunks + 1]: the first sample of each chunk, over all partitions, then the number of samples."""
         firsts, begin = [], 0
         for directory in self.directories:
             firsts.append(directory.firsts[:-1] + np.uint64(begin))
@@ -122,7 +122,7 @@ class Catalog:
         return np.append(np.concatenate(firsts), np.uint64(begin))
 
     def chunk_of(self, indices: Keys) -> Indices:
-        """[n] int64: in which chunk, counted over all members, each of the samples begins."""
+        """[n] int64: in which chunk, counted over all partitions, each of the samples begins."""
         chunks = np.searchsorted(self.firsts[:-1], self.indices(indices).astype(np.uint64), side="right") - 1
         return chunks.astype(np.int64)
 
@@ -135,7 +135,7 @@ class Catalog:
         return sizes
 
     def by_directory(self, indices: Indices) -> Iterator[tuple[Directory, npt.NDArray[np.bool_], Indices]]:
-        """Each member's directory, which of the samples [n] it has, and their indices in it."""
+        """Each partition's directory, which of the samples [n] it has, and their indices in it."""
         begin = 0
         for directory in self.directories:
             end = begin + directory.manifest.samples
@@ -165,7 +165,7 @@ class Catalog:
         return checked.astype(np.int64, copy=False)
 
     def _same(self, field: str) -> Any:
-        """What all members say of themselves. Raises InvalidArgument where they differ."""
+        """What all partitions say of themselves. Raises InvalidArgument where they differ."""
         values = [getattr(manifest, field) for manifest in self.manifests]
         for directory, value in zip(self.directories, values, strict=True):
             if value != values[0]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.directory import Directory, PathLike, members
+from penstock.samples.reader.directory import Directory, PathLike, partition_folders
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -50,18 +50,18 @@ def gather(
 ) -> tuple[list[Directory], int, int]:
     """The directories of all stores that the processes hold, in the order of ranks; this rank, and world.
 
-    path   what this process holds: a store, a folder of parts, or a list of such; every process can give the
-           same, or each its own parts
+    path   what this process holds: a store, a folder of partitions, or a list of such; every process can
+           give the same, or each its own partitions
     group  of torch.distributed, with a backend for CPU tensors; all its processes call this
 
     Raises SampleError, in all processes, where one does not come in time, cannot read what it holds, cannot
-    see what another one holds, or received it damaged, and where a part is missing.
+    see what another one holds, or received it damaged, and where a partition is missing.
     """
     meeting = Meeting(group, timeout_s)
     mine: list[Directory] = []
 
     def load() -> None:
-        mine.extend(Directory.load(folder, verify) for folder in members(path))
+        mine.extend(Directory.load(folder, verify) for folder in partition_folders(path))
 
     error = _error_of(load)
     holds = [Held(os.path.abspath(each.folder), each.manifest) for each in mine]
@@ -96,13 +96,13 @@ def pack_together(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> list[StoreManifest]:
-    """Pack a source by all processes of a group, each its share, into parts in the folder ``dest``.
+    """Pack a source by all processes of a group, each its partition, into the folder ``dest``.
 
     timeout_s  longest time without a sign of life from another process
     progress   of this process, and options: as in penstock.samples.writer.pack
 
-    Gives the manifests of all parts. Raises, in all processes, SampleError where one has failed; in the one
-    that failed its own error.
+    Gives the manifests of all partitions. Raises, in all processes, SampleError where one has failed; in the
+    one that failed its own error.
     """
     from penstock.samples.writer.pack import pack
 
@@ -126,16 +126,16 @@ def pack_together(
 def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]:
     """The stores of all processes in the order of ranks, each with the first that holds it."""
     found: dict[str, tuple[int, Held]] = {}
-    parts: dict[int, set[int]] = {}
+    partitions: dict[int, set[int]] = {}
     for rank, each in enumerate(said):
         for held in each.held:
-            parts.setdefault(held.manifest.parts, set()).add(held.manifest.part)
+            partitions.setdefault(held.manifest.partitions, set()).add(held.manifest.partition)
             found.setdefault(held.manifest.identity, (rank, held))
-    for count, there in parts.items():
+    for count, there in partitions.items():
         if missing := sorted(set(range(count)) - there):
             meeting.leave()
             raise SampleError(
-                f"of {count} parts of a store, the {len(said)} processes hold {len(there)}: part "
+                f"of {count} partitions of a store, the {len(said)} processes hold {len(there)}: partition "
                 f"{', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or pack it"
             )
     return list(found.values())
@@ -170,7 +170,7 @@ class Meeting:
                 "group= needs torch.distributed: call torch.distributed.init_process_group first"
             )
         if dist.get_rank(self.group) < 0:
-            raise InvalidArgument("this process is not of the group: only its members mount with it")
+            raise InvalidArgument("this process is not of the group: only its partitions mount with it")
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
         number = next(_meetings.setdefault(self.ranks, itertools.count()))

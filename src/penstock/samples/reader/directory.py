@@ -25,6 +25,7 @@ from penstock.samples.format.layout import (
     ANCHORS,
     CHUNK_RECORD,
     CHUNKS,
+    DATA_FILE_BYTES,
     DIRECTORY,
     LABELS,
     LARGE,
@@ -32,17 +33,16 @@ from penstock.samples.format.layout import (
     LARGEST_CHUNK_BYTES,
     LOOKUP,
     MANIFEST,
+    MOST_DATA_FILES,
     NAMES,
-    NODE_BYTES,
-    NODES,
-    PART,
+    PARTITION,
     SMALLEST_CHUNK_BYTES,
     SUMS,
     Entries,
     chunks_of,
     lookup_bits,
     lookup_start_dtype,
-    part_name,
+    partition_name,
     unpack_entries,
 )
 from penstock.samples.format.manifest import AGAIN, StoreManifest
@@ -142,8 +142,8 @@ class Directory:
         Raises InvalidFile where chunks.bin contradicts itself or the manifest.
         """
         firsts = np.append(self.chunks["first"], np.uint64(self.manifest.samples))
-        chunks_before = np.cumsum([0] + [node.chunks for node in self.manifest.nodes])
-        samples_before = np.cumsum([0] + [node.samples for node in self.manifest.nodes])
+        chunks_before = np.cumsum([0] + [data_file.chunks for data_file in self.manifest.data_files])
+        samples_before = np.cumsum([0] + [data_file.samples for data_file in self.manifest.data_files])
         if np.any(firsts[1:] < firsts[:-1]) or np.any(firsts[chunks_before] != samples_before):
             raise InvalidFile(f"{self.folder / CHUNKS} contradicts {MANIFEST}. {AGAIN}")
         return firsts
@@ -160,51 +160,51 @@ class Directory:
         return names
 
 
-def members(path: PathLike | Sequence[PathLike], whole: bool = True) -> list[Path]:
+def partition_folders(path: PathLike | Sequence[PathLike], whole: bool = True) -> list[Path]:
     """The folders of the stores that ``path`` stands for, in order.
 
-    path   a store, the folder in which several processes packed their parts, or a list of such
-    whole  all parts must be there
+    path   a store, the folder in which several processes packed their partitions, or a list of such
+    whole  all partitions must be there
 
-    Raises SampleError where there is no store or a part is missing, InvalidArgument for an empty list.
+    Raises SampleError where there is no store or a partition is missing, InvalidArgument for an empty list.
     """
     if isinstance(path, str | os.PathLike):
-        return _members_of(Path(path), whole)
-    folders = [folder for each in path for folder in members(each, whole)]
+        return _folders_of(Path(path), whole)
+    folders = [folder for each in path for folder in partition_folders(each, whole)]
     if not folders:
         raise InvalidArgument("no store was given: give a path or several")
     return folders
 
 
-def _members_of(folder: Path, whole: bool) -> list[Path]:
+def _folders_of(folder: Path, whole: bool) -> list[Path]:
     if (folder / MANIFEST).exists():
         return [folder]
     try:
         listed = sorted(os.listdir(folder))
     except OSError as error:
         raise _no_store(folder, error) from error
-    parts: dict[int, set[int]] = {}
-    for match in filter(None, map(PART.fullmatch, listed)):
-        parts.setdefault(int(match[2]), set()).add(int(match[1]))
-    if not parts:
+    partitions: dict[int, set[int]] = {}
+    for match in filter(None, map(PARTITION.fullmatch, listed)):
+        partitions.setdefault(int(match[2]), set()).add(int(match[1]))
+    if not partitions:
         raise _not_packed(folder, listed)
-    if len(parts) > 1:
-        counts = " and ".join(str(count) for count in sorted(parts))
+    if len(partitions) > 1:
+        counts = " and ".join(str(count) for count in sorted(partitions))
         raise SampleError(
-            f"{folder} has parts of {counts}: two packings are mixed. Remove the one that is not wanted"
+            f"{folder} has partitions of {counts}: two packings are mixed. Remove the one that is not wanted"
         )
-    ((count, there),) = parts.items()
+    ((count, there),) = partitions.items()
     if extra := there - set(range(count)):
-        raise SampleError(f"{folder} has a part {max(extra)} of only {count}. Pack it again")
-    folders = [folder / part_name(part, count) for part in range(count)]
+        raise SampleError(f"{folder} has a partition {max(extra)} of only {count}. Pack it again")
+    folders = [folder / partition_name(partition, count) for partition in range(count)]
     if not whole:
-        return [part for part in folders if (part / MANIFEST).exists()]
-    if missing := [part.name for part in folders if not (part / MANIFEST).exists()]:
+        return [partition for partition in folders if (partition / MANIFEST).exists()]
+    if missing := [partition.name for partition in folders if not (partition / MANIFEST).exists()]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise SampleError(
-            f"{folder} is not whole: of its {count} parts, {', '.join(missing[:5])}{more} "
+            f"{folder} is not whole: of its {count} partitions, {', '.join(missing[:5])}{more} "
             f"{'is' if len(missing) == 1 else 'are'} missing or not packed to the end. Run pack again for "
-            "these ranks, or mount a list of the parts that are there"
+            "these ranks, or mount a list of the partitions that are there"
         )
     return folders
 
@@ -214,12 +214,13 @@ def _read_manifest(folder: Path) -> StoreManifest:
         manifest = manifests.read(folder)
     except OSError as error:
         raise _no_store(folder, error) from error
-    if (match := PART.fullmatch(folder.name)) and (int(match[1]), int(match[2])) != (
-        manifest.part,
-        manifest.parts,
+    if (match := PARTITION.fullmatch(folder.name)) and (int(match[1]), int(match[2])) != (
+        manifest.partition,
+        manifest.partitions,
     ):
         raise InvalidFile(
-            f"{folder} holds part {manifest.part} of {manifest.parts}, which its name denies. Rename it"
+            f"{folder} holds partition {manifest.partition} of {manifest.partitions}, which its name denies. "
+            "Rename it"
         )
     return manifest
 
@@ -244,15 +245,18 @@ def _not_packed(folder: Path, listed: Sequence[str]) -> SampleError:
 
 def _check_manifest(manifest: StoreManifest, path: Path) -> None:
     """Raises InvalidFile where its numbers cannot all be true, so that nothing else need doubt them."""
-    nodes, chunk_bytes = manifest.nodes, manifest.chunk_bytes
+    data_files, chunk_bytes = manifest.data_files, manifest.chunk_bytes
     sound = (
         SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES
         and chunk_bytes % SMALLEST_CHUNK_BYTES == 0
-        and len(nodes) <= NODES
-        and all(node.samples >= 0 and 0 <= node.size_bytes <= NODE_BYTES for node in nodes)
-        and all(node.chunks == chunks_of(node.size_bytes, chunk_bytes) for node in nodes)
-        and sum(node.samples for node in nodes) == manifest.samples
-        and 0 <= manifest.part < manifest.parts
+        and len(data_files) <= MOST_DATA_FILES
+        and all(
+            data_file.samples >= 0 and 0 <= data_file.size_bytes <= DATA_FILE_BYTES
+            for data_file in data_files
+        )
+        and all(data_file.chunks == chunks_of(data_file.size_bytes, chunk_bytes) for data_file in data_files)
+        and sum(data_file.samples for data_file in data_files) == manifest.samples
+        and 0 <= manifest.partition < manifest.partitions
     )
     if not sound:
         raise InvalidFile(f"{path} contradicts itself: no packer wrote it. {AGAIN}")

@@ -28,8 +28,8 @@ class Failure(NamedTuple):
     """What C++ says of a read that failed.
 
     kind         "read", "checksum", "timeout", "directory" or "closed"
-    member       whose sample it is
-    node         of the member: which data file
+    partition    whose sample it is
+    data_file    of the partition: which data file
     offset       in that file
     size_bytes   that were to be read
     sample       its index, -1 where there are several
@@ -37,8 +37,8 @@ class Failure(NamedTuple):
     """
 
     kind: str
-    member: int
-    node: int
+    partition: int
+    data_file: int
     offset: int
     size_bytes: int
     sample: int

@@ -97,7 +97,7 @@ def check_sums(folder: Path, manifest: StoreManifest, files: Mapping[str, Bytes]
 
 
 def _map(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
-    """The file's bytes. The file is not kept open, as Python's own mapping would: there can be many parts."""
+    """The file's bytes. The file is not kept open, as Python's own mapping would: there can be many files."""
     if size_bytes == 0:
         return np.empty(0, np.uint8)
     if ahead and hasattr(os, "posix_fadvise"):

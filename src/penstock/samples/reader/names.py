@@ -26,7 +26,7 @@ _NO_NAME = bytes(LARGEST_NAME_BYTES + 1)
 class Names(Sequence[str]):
     """The names of all samples, in stored order. Nothing is read before it is asked for.
 
-    Where members of a mount have a name in common, it finds the sample of the first of them.
+    Where partitions of a mount have a name in common, it finds the sample of the first of them.
     """
 
     def __init__(self, directories: Sequence[Directory]) -> None:
@@ -104,9 +104,9 @@ class Names(Sequence[str]):
             return [text_of(names.name(index)) for index in indices.tolist()]
 
     def _name(self, index: int) -> str:
-        member = bisect_right(self._ends, index)
-        with _checked(self._directories[member]) as names:
-            return text_of(names.name(index - (self._ends[member - 1] if member else 0)))
+        partition = bisect_right(self._ends, index)
+        with _checked(self._directories[partition]) as names:
+            return text_of(names.name(index - (self._ends[partition - 1] if partition else 0)))
 
 
 def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.layout import data_file
+from penstock.samples.format.layout import data_file_name
 from penstock.samples.order import ORDERS
 from penstock.samples.reader.directory import Directory
 from penstock.samples.reader.failures import closed, open_sized
@@ -118,8 +118,8 @@ class Reader:
         try:
             for directory in directories:
                 self._files.append([])
-                for node in range(len(directory.manifest.nodes)):
-                    self._files[-1].append(_open_data(directory, node))
+                for data_file in range(len(directory.manifest.data_files)):
+                    self._files[-1].append(_open_data(directory, data_file))
         except BaseException:
             self.close()
             raise
@@ -134,7 +134,7 @@ class Reader:
                 raise SampleError(closed())
             if self.current is None:
                 self.current = _native.SampleReader(
-                    [self._member(number) for number in range(len(self._directories))],
+                    [self._partition(number) for number in range(len(self._directories))],
                     buffers=self._buffers,
                     direct=self.io_path.io == "direct",
                     verify=self._options.verify,
@@ -203,15 +203,15 @@ class Reader:
     def _opened(self) -> list[OpenFile]:
         return [opened for files in self._files for opened in files]
 
-    def _member(self, number: int) -> _native.SampleMember:
+    def _partition(self, number: int) -> _native.SamplePartition:
         directory = self._directories[number]
-        nodes = [
-            (node.samples, node.chunks, node.size_bytes, *opened.file)
-            for node, opened in zip(directory.manifest.nodes, self._files[number], strict=True)
+        data_files = [
+            (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.file)
+            for data_file, opened in zip(directory.manifest.data_files, self._files[number], strict=True)
         ]
         chunks = directory.chunks.view(np.uint8).reshape(-1, 16)
         chunk_bytes = directory.manifest.chunk_bytes
-        return directory.entries, directory.sums, chunks, directory.large, chunk_bytes, nodes
+        return directory.entries, directory.sums, chunks, directory.large, chunk_bytes, data_files
 
 
 def _copy_threads(wanted: int | None) -> int:
@@ -222,9 +222,9 @@ def _copy_threads(wanted: int | None) -> int:
     return 0 if cores <= 2 else min(_MOST_COPY_THREADS, cores // 2)
 
 
-def _open_data(directory: Directory, node: int) -> OpenFile:
-    path = directory.folder / data_file(node)
-    wanted_bytes = directory.manifest.nodes[node].chunks * directory.manifest.chunk_bytes
+def _open_data(directory: Directory, data_file: int) -> OpenFile:
+    path = directory.folder / data_file_name(data_file)
+    wanted_bytes = directory.manifest.data_files[data_file].chunks * directory.manifest.chunk_bytes
     return from_descriptor(open_sized(path, wanted_bytes, ": samples are in it"), str(path))
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format.layout import buffer_bytes, data_file
+from penstock.samples.format.layout import buffer_bytes, data_file_name
 from penstock.samples.order import CacheShape, Segment, cache_shape
 from penstock.samples.reader.batch import Batch
 from penstock.samples.reader.catalog import Catalog, Key, Keys, identity_of
-from penstock.samples.reader.directory import Directory, PathLike, members
+from penstock.samples.reader.directory import Directory, PathLike, partition_folders
 from penstock.samples.reader.failures import Failure, cannot_read, closed
 from penstock.samples.reader.reading import Options, Reader
 from penstock.units import parse_bytes
@@ -46,7 +46,7 @@ def mount(
 ) -> Store:
     """Open a sample store for reading.
 
-    path            a store, the folder in which several processes packed their parts, or a list of such:
+    path            a store, the folder in which several processes packed their partitions, or a list of such:
                     their samples are counted through, in that order
     order           of `Store.sequence`: "chunk" reads whole chunks, and mixes those that `cache_bytes` hold;
                     "full" is a permutation of all samples, each read by itself
@@ -82,7 +82,7 @@ def mount(
         copy_threads=copy_threads,
     )
     if group is None:
-        directories = [Directory.load(folder, verify) for folder in members(path)]
+        directories = [Directory.load(folder, verify) for folder in partition_folders(path)]
     return Store(directories, options)
 
 
@@ -166,23 +166,23 @@ class Store(Catalog):
         seed: int = 0,
         epoch: int = 0,
         after: Sequence[Segment] = (),
-        stream: int | None = None,
-        streams: int | None = None,
+        replica: int | None = None,
+        replicas: int | None = None,
         skip: int = 0,
     ) -> None:
         """Begin an epoch: decide the order in which `bread` gives samples.
 
         The order is a pure function of the arguments, the store, `order`, and in chunk order `shape.slots`.
 
-        after    what was taken of this epoch while it was divided otherwise: only the rest comes
-        stream   which of ``streams`` disjoint shares this is; by default rank and world
-        skip     samples at the beginning of the share that are left out
+        after     what was taken of this epoch while it was divided otherwise: only the rest comes
+        replica   which of ``replicas`` disjoint shares this is; by default rank and world
+        skip      samples at the beginning of the share that are left out
 
         Raises InvalidArgument.
         """
-        streams = self.world if streams is None else streams
-        stream = self.rank if stream is None else stream
-        segments = [(each.streams, each.slots, list(each.taken)) for each in after]
+        replicas = self.world if replicas is None else replicas
+        replica = self.rank if replica is None else replica
+        segments = [(each.replicas, each.slots, list(each.taken)) for each in after]
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
         try:
             index = operator.index
@@ -192,14 +192,14 @@ class Store(Catalog):
                 firsts,
                 seed=index(seed),
                 epoch=index(epoch),
-                streams=index(streams),
-                stream=index(stream),
+                replicas=index(replicas),
+                replica=index(replica),
                 slots=self.shape.slots,
                 after=segments,
             )
             order.skip(index(skip))
         except (ValueError, TypeError, OverflowError) as error:
-            asked = f"{seed=}, {epoch=}, {stream=} of {streams=}, {skip=}"
+            asked = f"{seed=}, {epoch=}, {replica=} of {replicas=}, {skip=}"
             raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
         with self._turn:
             try:
@@ -232,7 +232,7 @@ class Store(Catalog):
         return 0 if feed is None else feed.taken
 
     @property
-    def stream_size(self) -> int:
+    def replica_size(self) -> int:
         """Samples of the sequence in all."""
         if self._reading.epoch_size is None:
             raise InvalidArgument("no epoch was begun, whose size could be told: call sequence() first")
@@ -292,13 +292,13 @@ class Store(Catalog):
         what = Failure(*failure.args)
         if self._reading.is_closed:  # which cancels reads
             what = what._replace(kind="closed")
-        directory = self.directories[what.member]
+        directory = self.directories[what.partition]
         whose = "a chunk's samples"
         if what.sample >= 0:
             whose = f"sample {what.sample}"
             with contextlib.suppress(InvalidFile, SampleError):  # the names may be damaged, too
                 whose += f" ({self._names[what.sample]!r})"
-        path = directory.folder / data_file(what.node)
+        path = directory.folder / data_file_name(what.data_file)
         return cannot_read(what, path, directory.manifest.chunk_bytes, whose, self._options.timeout_s)
 
     def _note_damage(self, skipped: Sequence[int]) -> None:

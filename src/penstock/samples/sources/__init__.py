@@ -47,7 +47,7 @@ def open_source(source: Any, *, format: str | None = None, **options: Any) -> So
     Raises InvalidArgument for what is none of these, SampleError where it cannot be read.
     """
     if format is None:
-        if hasattr(source, "share") and hasattr(source, "encoding"):
+        if hasattr(source, "of_rank") and hasattr(source, "encoding"):
             if options:
                 raise InvalidArgument(f"a source is open already, and takes no options: {', '.join(options)}")
             opened: Source = source

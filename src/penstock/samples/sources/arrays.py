@@ -31,7 +31,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Rows(Numbered):
-    """Arrays [samples, ...], in blocks. In a share, too, rows keep their numbers as names."""
+    """Arrays [samples, ...], in blocks. In a partition, too, rows keep their numbers as names."""
 
     arrays: dict[str, npt.NDArray[Any]]
     description: str

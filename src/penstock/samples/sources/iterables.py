@@ -11,13 +11,13 @@ from penstock.errors import InvalidArgument
 from penstock.samples.format.encoding import encode
 from penstock.samples.format.layout import bytes_of
 from penstock.samples.format.manifest import Field
-from penstock.samples.sources.source import RawSample, Shareable, check_label
+from penstock.samples.sources.source import Partitioned, RawSample, check_label
 
 _ACCEPTED = "give (name, bytes), (name, fields), (name, bytes or fields, label), bytes or fields"
 
 
 @dataclass(frozen=True)
-class Items(Shareable):
+class Items(Partitioned):
     """What an iterable gives, encoded. Several processes take turns, an item each."""
 
     again: Callable[[], Iterator[Any]]
@@ -30,10 +30,12 @@ class Items(Shareable):
 
     @property
     def samples(self) -> int | None:
-        return None if self.whole is None else len(range(self.part.rank, self.whole, self.part.world))
+        return (
+            None if self.whole is None else len(range(self.partition.rank, self.whole, self.partition.world))
+        )
 
     def __iter__(self) -> Iterator[RawSample]:
-        mine = itertools.islice(enumerate(self.again()), self.part.rank, None, self.part.world)
+        mine = itertools.islice(enumerate(self.again()), self.partition.rank, None, self.partition.world)
         for position, item in mine:
             yield self._encoded(item, position)
 

@@ -19,7 +19,7 @@ from penstock.samples.format.layout import text_of
 from penstock.samples.format.manifest import Field
 
 Item = TypeVar("Item")
-One = TypeVar("One", bound="Shareable")
+One = TypeVar("One", bound="Partitioned")
 _READ_BYTES = 4 << 20
 BLOCK_BYTES = 4 << 20  # of data in a Block, about
 MOST_CLASSES = 1 << 16  # that are numbered without names
@@ -79,53 +79,53 @@ class Source(Protocol):
     @property
     def size_bytes(self) -> int | None: ...
     def __iter__(self) -> Iterator[RawSample | Block]: ...
-    def share(self, rank: int, world: int) -> Source:
-        """The part of one process among ``world``: disjoint, and together everything."""
+    def of_rank(self, rank: int, world: int) -> Source:
+        """The partition of one process among ``world``: disjoint, and together everything."""
 
 
-class Part(NamedTuple):
-    """Which share of a source: number ``rank`` among ``world``."""
+class Partition(NamedTuple):
+    """Which part of a source one process packs: number ``rank`` among ``world``."""
 
     rank: int = 0
     world: int = 1
 
-    def divide(self, rank: int, world: int) -> Part:
-        """This share's own share."""
+    def divide(self, rank: int, world: int) -> Partition:
+        """The partition of a process; only of a whole source."""
         if not 0 <= rank < world:
-            raise InvalidArgument(f"rank={rank} is none of world={world} shares: give 0 <= rank < world")
+            raise InvalidArgument(f"rank={rank} is none of world={world} processes: give 0 <= rank < world")
         if self.world != 1:
-            raise InvalidArgument("this source is a share already: divide the whole source instead")
-        return Part(rank, world)
+            raise InvalidArgument("this source is a partition already: divide the whole source instead")
+        return Partition(rank, world)
 
     def range(self, items: int) -> range:
-        """The positions of this share among ``items``, without gaps."""
+        """The positions of this partition among ``items``, without gaps."""
         return range(items * self.rank // self.world, items * (self.rank + 1) // self.world)
 
     def has(self, position: int) -> bool:
-        """Whether an item is in this share where every ``world``-th is."""
+        """Whether an item is in this partition where every ``world``-th is."""
         return position % self.world == self.rank
 
-    def deal(self, shards: Sequence[Item]) -> tuple[Sequence[Item], Part]:
-        """The shards to read, and the share of their samples to keep: whole shards if there are enough."""
+    def deal(self, shards: Sequence[Item]) -> tuple[Sequence[Item], Partition]:
+        """The shards to read, and which of their samples to keep: whole shards if there are enough."""
         if len(shards) < self.world:
             return shards, self
         mine = self.range(len(shards))
-        return shards[mine.start : mine.stop], Part()
+        return shards[mine.start : mine.stop], Partition()
 
 
 @dataclass(frozen=True)
-class Shareable:
-    """A source that knows which share of it this is."""
+class Partitioned:
+    """A source that knows which partition of it this is."""
 
-    part: Part = field(default=Part(), kw_only=True)
+    partition: Partition = field(default=Partition(), kw_only=True)
 
-    def share(self: One, rank: int, world: int) -> One:
-        return replace(self, part=self.part.divide(rank, world))
+    def of_rank(self: One, rank: int, world: int) -> One:
+        return replace(self, partition=self.partition.divide(rank, world))
 
 
 @dataclass(frozen=True)
-class Numbered(Shareable):
-    """Samples that can be read from any number on. A share is without gaps."""
+class Numbered(Partitioned):
+    """Samples that can be read from any number on. A partition is without gaps."""
 
     def count(self) -> int:
         """Samples of the whole source."""
@@ -137,8 +137,8 @@ class Numbered(Shareable):
 
     @property
     def mine(self) -> range:
-        """The numbers of this share's samples."""
-        return self.part.range(self.count())
+        """The numbers of this partition's samples."""
+        return self.partition.range(self.count())
 
     @property
     def samples(self) -> int:
@@ -149,8 +149,8 @@ class Numbered(Shareable):
 
 
 @dataclass(frozen=True)
-class Sharded(Shareable):
-    """The samples of several files. A share has whole files, or every so many-th sample if they are few.
+class Sharded(Partitioned):
+    """The samples of several files. A partition has whole files, or every so many-th sample if they are few.
 
     shards   path and short name of each file
     """
@@ -175,17 +175,17 @@ class Sharded(Shareable):
 
     @property
     def size_bytes(self) -> int | None:
-        shards, part = self.part.deal(self.shards)
+        shards, partition = self.partition.deal(self.shards)
         if any(path.endswith("gz") for path, _ in shards):
             return None
-        return sum(os.path.getsize(path) for path, _ in shards) // part.world
+        return sum(os.path.getsize(path) for path, _ in shards) // partition.world
 
     def __iter__(self) -> Iterator[RawSample]:
-        shards, part = self.part.deal(self.shards)
+        shards, partition = self.partition.deal(self.shards)
         position = 0
         for path, shard in shards:
             for number, item in enumerate(self.read(path)):
-                if part.has(position):
+                if partition.has(position):
                     yield self.sample(path, shard, number, item)
                 position += 1
 

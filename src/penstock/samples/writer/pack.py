@@ -18,18 +18,18 @@ import numpy as np
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format import layout
-from penstock.samples.format.manifest import NodeFile, StoreManifest
+from penstock.samples.format.manifest import DataFile, StoreManifest
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
 from penstock.samples.writer.packed import Packed
-from penstock.samples.writer.progress import Recipe, claim
+from penstock.samples.writer.progress import Recipe, lock_folder
 from penstock.samples.writer.writer import Mark, StoreWriter
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
 
-_PART = re.compile(rf"\.?{layout.PART.pattern}(\.packing)?")
+_PARTITION = re.compile(rf"\.?{layout.PARTITION.pattern}(\.packing)?")
 _PROGRESS_S = 0.1
 
 Progress = Callable[[int, int], None]
@@ -55,7 +55,7 @@ def pack(
     *,
     rank: int = 0,
     world: int = 1,
-    node_bytes: int | str | None = None,
+    data_file_bytes: int | str | None = None,
     format: str | None = None,
     format_options: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -68,16 +68,16 @@ def pack(
     source          whatever penstock.samples.sources.open_source takes
     dest            a folder, new or empty, or one where the same packing was interrupted
     chunk_bytes     the grid of the data files, such as "256KiB": a multiple of 4096, up to 1 GiB
-    rank, world     this process packs its share to ``dest``/part-00003-of-00008. Mount ``dest`` when all
+    rank, world     this process packs its partition to ``dest``/part-00003-of-00008. Mount ``dest`` when all
                     have done so
-    node_bytes      most that a data file holds: 1 TiB by default
+    data_file_bytes  most that a data file holds: 1 TiB by default
     format          of the source, where it should not be found out; format_options go to it
     metadata        texts of your own, kept in the manifest
     resume          go on where packing the same source into ``dest`` was interrupted. The source must give
                     the same samples in the same order; that is checked
     overwrite       replace the store that is at ``dest``. It stays until the new one, which is packed to a
                     hidden folder beside it, is whole; then they are exchanged in one step. The disk needs
-                    room for both. Of a store in parts each part is replaced by itself
+                    room for both. Of a store in partitions each partition is replaced by itself
     progress        is called now and then with the samples and bytes so far
 
     Gives the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
@@ -87,7 +87,10 @@ def pack(
     SampleError where the store cannot be written, where the source has changed since packing was begun,
     and where two samples have one name.
     """
-    described, sizes = _check_metadata(metadata), (_check_chunk(chunk_bytes), _check_node(node_bytes))
+    described, sizes = (
+        _check_metadata(metadata),
+        (_check_chunk(chunk_bytes), _check_data_file_bytes(data_file_bytes)),
+    )
     if not 0 <= rank < world or world > 99999:
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
@@ -98,14 +101,14 @@ def pack(
     if isinstance(opened, Files) and not opened.samples:
         raise SampleError(f"{opened.description} has no regular files: nothing to pack")
     if world > 1:
-        _check_parts(folder, world)
-        opened = opened.share(rank, world)
-        folder = folder / layout.part_name(rank, world)
+        _check_partitions(folder, world)
+        opened = opened.of_rank(rank, world)
+        folder = folder / layout.partition_name(rank, world)
     recipe = Recipe(
         chunk_bytes=sizes[0],
-        node_bytes=sizes[1],
-        part=rank,
-        parts=world,
+        data_file_bytes=sizes[1],
+        partition=rank,
+        partitions=world,
         **{name: getattr(opened, name) for name in _OF_SOURCE},
     )
     return pack_source(
@@ -129,13 +132,13 @@ def pack_source(
 ) -> StoreManifest:
     """`pack`, after its arguments were checked."""
     with (
-        claim(folder, recipe, resume=resume, overwrite=overwrite) as claimed,
-        StoreWriter(claimed.folder, claimed.done) as writer,
+        lock_folder(folder, recipe, resume=resume, overwrite=overwrite) as locked,
+        StoreWriter(locked.folder, locked.done) as writer,
     ):
         _look_for_room(writer)
-        nodes = _Packer(source, writer, rhythm or Rhythm(), report).run()
-        manifest = writer.finish(nodes, source=source.description, metadata=metadata)
-        claimed.publish()
+        data_files = _Packer(source, writer, rhythm or Rhythm(), report).run()
+        manifest = writer.finish(data_files, source=source.description, metadata=metadata)
+        locked.publish()
         return manifest
 
 
@@ -145,13 +148,13 @@ class _Packer:
     def __init__(self, source: Source, writer: StoreWriter, rhythm: Rhythm, report: Progress | None) -> None:
         self._source, self._writer, self._rhythm, self._report = source, writer, rhythm, report
         self._recipe = writer.done.recipe
-        self._builder = _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.node_bytes)
+        self._builder = _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
         self._size_bytes = 0  # of all samples so far
         self._torn = False  # pieces were taken, and are not written
         self._marked_bytes, self._marked_s = 0, time.monotonic()
         self._due_s = 0.0  # when to look at the clock again
 
-    def run(self) -> tuple[NodeFile, ...]:
+    def run(self) -> tuple[DataFile, ...]:
         """Everything to the writer. Gives the data files."""
         items = self._resumed() if self._writer.done.samples else iter(self._source)
         try:
@@ -168,8 +171,8 @@ class _Packer:
         self._flush(durable=False)
         self._tell()
         return tuple(
-            NodeFile(samples=samples, chunks=chunks, size_bytes=size_bytes)
-            for samples, chunks, size_bytes in self._builder.nodes
+            DataFile(samples=samples, chunks=chunks, size_bytes=size_bytes)
+            for samples, chunks, size_bytes in self._builder.data_files
         )
 
     def _add(self, item: RawSample | Block) -> None:
@@ -239,7 +242,7 @@ class _Packer:
 
     def _restored(self, state: bytes) -> _native.SampleBuilder:
         try:
-            return _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.node_bytes, state)
+            return _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, state)
         except ValueError as error:
             folder = self._writer.folder
             raise SampleError(
@@ -304,12 +307,12 @@ def _check_chunk(chunk_bytes: int | str) -> int:
     return size_bytes
 
 
-def _check_node(node_bytes: int | str | None) -> int:
-    size_bytes = layout.NODE_BYTES if node_bytes is None else parse_bytes(node_bytes)
-    if not 1 <= size_bytes <= layout.NODE_BYTES:
-        largest = format_bytes(layout.NODE_BYTES)
+def _check_data_file_bytes(data_file_bytes: int | str | None) -> int:
+    size_bytes = layout.DATA_FILE_BYTES if data_file_bytes is None else parse_bytes(data_file_bytes)
+    if not 1 <= size_bytes <= layout.DATA_FILE_BYTES:
+        largest = format_bytes(layout.DATA_FILE_BYTES)
         raise InvalidArgument(
-            f"node_bytes={node_bytes!r} is not a size for data files: give at most {largest}"
+            f"data_file_bytes={data_file_bytes!r} is not a size for data files: give at most {largest}"
         )
     return size_bytes
 
@@ -336,14 +339,14 @@ def _check_outside(source: Any, folder: Path) -> None:
             raise InvalidArgument(f"{folder} lies in the source {real}: choose a folder outside")
 
 
-def _check_parts(folder: Path, world: int) -> None:
-    """Raises InvalidArgument where ``folder`` holds anything but parts of so many."""
+def _check_partitions(folder: Path, world: int) -> None:
+    """Raises InvalidArgument where ``folder`` holds anything but partitions of so many."""
     if not folder.is_dir():
         return
     for name in sorted(os.listdir(folder)):
-        found = _PART.fullmatch(name)
+        found = _PARTITION.fullmatch(name)
         if found is None or int(found[2]) != world:
             raise InvalidArgument(
-                f"{folder} holds {name!r}, which is not a part of a store of {world}: "
+                f"{folder} holds {name!r}, which is not a partition of a store of {world}: "
                 "choose a new or an empty folder"
             )

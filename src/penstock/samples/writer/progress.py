@@ -47,20 +47,23 @@ _DATA = re.compile(r"data-\d{5}\.bin")
 _DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+\.\d+|packing\.next")  # left by a killed process
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+# The file keeps its earlier names.
+_IN_THE_FILE = {"data_file_bytes": "node_bytes", "partition": "part", "partitions": "parts"}
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     """What decides the bytes of a store, besides the samples. Packing goes on only with the same.
 
     samples, size_bytes   of the source, where it knows them beforehand
     """
 
     chunk_bytes: int
-    node_bytes: int
+    data_file_bytes: int
     encoding: str
     fields: tuple[Field, ...]
     classes: tuple[str, ...]
-    part: int
-    parts: int
+    partition: int
+    partitions: int
     samples: int | None
     size_bytes: int | None
 
@@ -122,8 +125,8 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-class Claim(NamedTuple):
-    """A folder that belongs to this process.
+class PackingFolder(NamedTuple):
+    """A folder that this process alone packs into.
 
     folder     to write into
     done       what is already in it, durable
@@ -159,7 +162,7 @@ class Claim(NamedTuple):
 
 
 @contextlib.contextmanager
-def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Claim]:
+def lock_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[PackingFolder]:
     """The folder for this process alone, or a hidden one beside it where it has a store to be replaced.
 
     Raises InvalidArgument where the folder is not one to write into, SampleError where another process
@@ -167,7 +170,7 @@ def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Ite
     """
     with _locked(folder):
         if not overwrite or not (folder / layout.MANIFEST).exists():
-            yield Claim(folder, _prepare(folder, recipe, resume, overwrite))
+            yield PackingFolder(folder, _prepare(folder, recipe, resume, overwrite))
             return
         folder = Path(os.path.realpath(folder))
         _check_names(folder, sorted(os.listdir(folder)), overwrite)
@@ -175,7 +178,7 @@ def claim(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Ite
         with _locked(beside):
             _check_exchange(beside, folder)
             (folder / PROGRESS).unlink(missing_ok=True)  # of a packing that ended: the store is whole
-            yield Claim(beside, _prepare(beside, recipe, resume, overwrite), folder)
+            yield PackingFolder(beside, _prepare(beside, recipe, resume, overwrite), folder)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -283,10 +286,10 @@ def _ours(name: str) -> bool:
 
 
 def _check_recipe(folder: Path, old: Recipe, new: Recipe) -> None:
-    for entry in dataclasses.fields(Recipe):
-        was, is_ = getattr(old, entry.name), getattr(new, entry.name)
+    for name in Recipe.__struct_fields__:
+        was, is_ = getattr(old, name), getattr(new, name)
         if was != is_:
-            what = f"a source with {entry.name}" if entry.name in ("samples", "size_bytes") else entry.name
+            what = f"a source with {name}" if name in ("samples", "size_bytes") else name
             raise SampleError(
                 f"packing into {folder} was begun with {what}={_short(was)}, not {_short(is_)}: "
                 f"give the same to go on, or remove {folder}, or pass resume=False to pack it anew"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples.format import layout, manifest
-from penstock.samples.format.manifest import FileSum, NodeFile, StoreManifest
+from penstock.samples.format.manifest import DataFile, FileSum, StoreManifest
 from penstock.samples.writer import progress
 from penstock.samples.writer.background import Background
 from penstock.samples.writer.progress import METADATA, Packing
@@ -42,7 +42,7 @@ class Mark(NamedTuple):
 class StoreWriter:
     """Appends to the files of one store. A context manager.
 
-    folder   that progress.claim gave to this process
+    folder   that progress.lock_folder gave to this process
     done     what is in it, durable
 
     Its functions raise SampleError where something could not be written, now or before.
@@ -64,13 +64,13 @@ class StoreWriter:
         for name in self._kept:
             yield name, pieces[1][name]
 
-    def finish(self, nodes: tuple[NodeFile, ...], **described: Any) -> StoreManifest:
+    def finish(self, data_files: tuple[DataFile, ...], **described: Any) -> StoreManifest:
         """After the last pieces: the lookup, and the manifest, which makes the folder a store.
 
         described   the manifest's `source` and `metadata`
         """
         made: list[StoreManifest] = []
-        self._thread.put(lambda: made.append(self._finish(nodes, described)))
+        self._thread.put(lambda: made.append(self._finish(data_files, described)))
         self._thread.drain()
         return made[0]
 
@@ -89,8 +89,8 @@ class StoreWriter:
 
     def _write(self, pieces: _native.SamplePieces, mark: Mark | None) -> None:
         with _explained(self.folder, self.done):
-            for node, data in pieces[0]:
-                self._files.append_data(node, data)
+            for data_file, data in pieces[0]:
+                self._files.append_data(data_file, data)
             for name, part in self.kept(pieces):
                 self._files.append(name, part)
             if mark is None:
@@ -100,15 +100,15 @@ class StoreWriter:
             progress.write(done, self.folder)
             self.done = done
 
-    def _finish(self, nodes: tuple[NodeFile, ...], described: dict[str, Any]) -> StoreManifest:
+    def _finish(self, data_files: tuple[DataFile, ...], described: dict[str, Any]) -> StoreManifest:
         with _explained(self.folder, self.done):
             self._files.append(layout.LOOKUP, _lookup(self.folder).data)
             self._files.sync()
             sums, recipe = self._files.sums(), self.done.recipe
             described |= {name: getattr(recipe, name) for name in _DESCRIBED}
             made = StoreManifest(
-                samples=sum(node.samples for node in nodes),
-                nodes=nodes,
+                samples=sum(data_file.samples for data_file in data_files),
+                data_files=data_files,
                 files={name: sums[name] for name in _SUMMED if name in sums},
                 **described,
             ).sealed()
@@ -122,7 +122,7 @@ class StoreWriter:
 
 
 _SUMMED = (*METADATA[:-2], layout.LOOKUP, layout.LARGE, layout.LABELS)  # in the manifest's order
-_DESCRIBED = ("chunk_bytes", "encoding", "fields", "classes", "part", "parts")
+_DESCRIBED = ("chunk_bytes", "encoding", "fields", "classes", "partition", "partitions")
 
 
 class _Files:
@@ -134,8 +134,8 @@ class _Files:
         self._open: dict[str, int] = {}
         self._data = ""  # the data file that is being filled: earlier ones are closed
 
-    def append_data(self, node: int, data: npt.NDArray[np.uint8]) -> None:
-        name = layout.data_file(node)
+    def append_data(self, data_file: int, data: npt.NDArray[np.uint8]) -> None:
+        name = layout.data_file_name(data_file)
         if name != self._data:
             if self._data in self._open:
                 descriptor = self._open.pop(self._data)
