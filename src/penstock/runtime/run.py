@@ -439,7 +439,7 @@ class Offload:
         return Report(
             device=str(self._device_name),
             policy=plan.policy if plan is not None else NO_POLICY,
-            reason=plan.reason if plan is not None else "no plan could be made",
+            reason=plan.reason if plan is not None else self._kinds.refusal or "no plan could be made",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,

@@ -67,6 +67,7 @@ class StepKinds:
     recorded        steps that were recorded
     mismatches      steps that ran other operators than any that was traced
     minimum_bytes   smallest device budget in which the recorded steps could have run
+    refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
     def __init__(self, policy: str, hardware: Hardware, compresses: bool) -> None:
@@ -80,6 +81,7 @@ class StepKinds:
         self.recorded = 0
         self.mismatches = 0
         self.minimum_bytes = 0
+        self.refusal = ""
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
         return schedule(trace, plan, self._compresses)
@@ -199,11 +201,13 @@ class StepKinds:
             if violations:
                 raise InvalidPlan(violations)
             kind = StepKind(trace, made, self._scheduled(trace, made), left)
+            self.refusal = ""
         except PenstockError as error:
             if before is not None and before.plan is not None:
                 logger.warning("no better plan could be made, and the one in force is kept: %s", error)
                 return replace(before, recordings_left=left)
             logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
+            self.refusal = str(error)
             kind = StepKind(trace, None, unplanned(trace), 0)
         resident.release_free_memory()  # what the solver took
         return kind
