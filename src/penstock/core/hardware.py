@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from penstock.core import files
-from penstock.core.timeline import Timeline
+from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_rate
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
 LINKS = ("device_to_host", "host_to_device", "disk_write", "disk_read")
+CODERS = ("compress", "expand")  # have rates as links do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +70,9 @@ class Hardware:
                 raise InvalidArgument(f"{link}_bytes_per_s is {rate}: give a rate above 0, or 0 for no link")
             if not 0 <= (latency_s := getattr(self, f"{link}_latency_s")) < math.inf:
                 raise InvalidArgument(f"{link}_latency_s is {latency_s}: give seconds, 0 or more")
-        for name in ("compress_bytes_per_s", "expand_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}: give a rate above 0")
+        for coder in CODERS:
+            if not (rate := self.rate_bytes_per_s(coder)) > 0:
+                raise InvalidArgument(f"{coder}_bytes_per_s is {rate}: give a rate above 0")
         if not 0 <= self.copy_overhead_s < math.inf:
             raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
@@ -126,9 +127,12 @@ class Hardware:
         return float(getattr(self, f"{link}_bytes_per_s"))
 
     def transfer_s(self, link: str, size_bytes: int) -> float:
-        """Seconds that ``size_bytes`` take on ``link`` when nothing else uses it."""
+        """Seconds that ``size_bytes`` take on ``link`` when nothing else uses it; or to be compressed, or
+        expanded, where that is a key of CODERS."""
         if size_bytes == 0:
             return 0.0
+        if link in CODERS:
+            return size_bytes / self.rate_bytes_per_s(link)
         if points := self.measured_rates.get(link):
             sizes = np.log([size for size, _ in points])
             seconds = [size / rate for size, rate in points]
@@ -163,7 +167,7 @@ class Hardware:
         return max(self.transfer_s(link, size_bytes) for link in self.prefetch_links(tier))
 
     def scaled(self, factors: Mapping[str, float]) -> Hardware:
-        """The same machine with ``factors`` times the rates of some links, by name of the link."""
+        """The same machine with ``factors`` times the rates of some links or coders, by name."""
         rates: dict[str, Any] = {
             f"{link}_bytes_per_s": self.rate_bytes_per_s(link) * factor for link, factor in factors.items()
         }
@@ -182,12 +186,9 @@ class Hardware:
         factors = {}
         for link in LINKS:
             spans = [span for span in timeline.spans if span.stream == link and span.size_bytes > 0]
-            busy_s, until_s = 0.0, -math.inf
-            for span in sorted(spans, key=lambda span: span.start_s):
-                busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
-                until_s = max(until_s, span.end_s)
-            if busy_s > 0:
-                factors[link] = sum(self.transfer_s(link, span.size_bytes) for span in spans) / busy_s
+            took_s = busy_s((span.start_s, span.end_s) for span in spans)
+            if took_s > 0:
+                factors[link] = sum(self.transfer_s(link, span.size_bytes) for span in spans) / took_s
         return self.scaled(factors)
 
     def save(self, path: str | Path) -> None:

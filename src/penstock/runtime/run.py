@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
-from penstock.core.hardware import Hardware
+from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
@@ -271,7 +271,7 @@ class Offload:
             self._spill.close()
             raise
         try:
-            self.hardware = replace(
+            hardware = replace(
                 machine,
                 device_bytes=device_budget_bytes,
                 host_bytes=host_tier_bytes,
@@ -283,7 +283,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses)
+            self._kinds = StepKinds(policy, hardware, compress and self._device.compresses)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -329,6 +329,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
+        self._kinds.take_new_plan()
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True
@@ -371,6 +372,7 @@ class Offload:
         if entry is not None:
             if recording is None:
                 self._step_times_s.append(step_s)
+                self._kinds.note(kind, entry, engine.moved, step_s, step_s - engine.stall_s)
             self._stalls_s.append(engine.stall_s)
         if recording is None:
             self._clock_s.append(clock.clock_s)
@@ -409,6 +411,10 @@ class Offload:
     @property
     def plan(self) -> Plan | None:
         return self._kinds.plan
+
+    @property
+    def hardware(self) -> Hardware:
+        return self._kinds.hardware
 
     @property
     def io_paths(self) -> tuple[str, ...]:
@@ -470,6 +476,12 @@ class Offload:
             profiled_steps=self._kinds.recorded,
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
+            planned_rates_bytes_per_s={
+                link: self.hardware.rate_bytes_per_s(link)
+                for link in LINKS
+                if self.hardware.rate_bytes_per_s(link) > 0
+            },
+            replans=self._kinds.replans,
         )
 
     # -- the end -------------------------------------------------------------------------------
@@ -494,6 +506,7 @@ class Offload:
                     _lingering.append(self)
         finally:
             self._interrupts.remove()
+            self._kinds.close()
 
     def _settle(self) -> bool:
         """Bring back what is away, and give everything back; False where it does not fit."""

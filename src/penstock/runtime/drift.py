@@ -1,0 +1,102 @@
+"""Whether steps still take what their plan was made for: the rates of links and codecs, and kernel times."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from penstock.core.hardware import CODERS, LINKS, Hardware
+from penstock.core.plan import Plan
+from penstock.core.timeline import busy_s
+from penstock.core.trace import Trace
+from penstock.runtime.copy_engine import Moved
+from penstock.simulator import simulate
+
+DRIFT = 0.1  # so much more or less has to be seen in each of WINDOW steps, one after the other
+WINDOW = 5
+
+# The first steps under a plan begin where the last plan left tensors.
+UNSETTLED_STEPS = 2
+
+# What is busy for less of a step decides nothing, and is measured badly.
+LEAST_BUSY = 0.02
+
+
+class Drift:
+    """What the steps take that follow one plan, against what it was made for.
+
+    Rates are compared with those of the machine that the plan was made for, as the simulator uses them: where
+    two directions disturb each other in its prediction, they may do so in the run. Kernel times are compared
+    with those of the first steps under the plan: a step is timed as a whole, and what is measured so is a
+    little more than what was recorded kernel by kernel.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._seconds: dict[tuple[str, int], float] = {}
+        self._predicted = dict.fromkeys(CODERS, 1.0)
+        spans = [span for span in simulate(trace, plan, hardware).spans if span.stream in LINKS]
+        for link in {span.stream for span in spans}:
+            self._predicted[link] = self._speed(
+                link, [(span.start_s, span.end_s, span.size_bytes) for span in spans if span.stream == link]
+            )
+        self._steps = 0
+        self._factors: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._kernels_s: deque[float] = deque(maxlen=WINDOW)
+        self._usual_s = 0.0
+
+    def note(self, moved: Sequence[Moved], step_s: float, kernels_s: float) -> None:
+        """A step is over.
+
+        moved       what it moved, compressed and expanded
+        kernels_s   the part of it in which no kernel waited
+        """
+        self._steps += 1
+        if self._steps <= UNSETTLED_STEPS:
+            return
+        by_link: dict[str, list[tuple[float, float, int]]] = {}
+        for move in moved:
+            by_link.setdefault(move.link, []).append((move.started_s, move.finished_s, move.size_bytes))
+        self._factors.append(
+            {
+                link: self._speed(link, spans) / self._predicted[link]
+                for link, spans in by_link.items()
+                if link in self._predicted
+                and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s
+            }
+        )
+        self._kernels_s.append(kernels_s)
+        if len(self._kernels_s) == WINDOW and not self._usual_s:
+            self._usual_s = statistics.median(self._kernels_s)
+
+    def measured(self) -> Hardware | None:
+        """The machine with rates as they are now; None where they are still what they were taken to be."""
+        factors: dict[str, float] = {}
+        if len(self._factors) == WINDOW:
+            for link in set.intersection(*map(set, self._factors)):
+                factors[link] = statistics.median(step[link] for step in self._factors)
+        if not any(_has_drifted([step[link] for step in self._factors]) for link in factors):
+            return None
+        return self._hardware.scaled(factors)
+
+    @property
+    def kernels_have_drifted(self) -> bool:
+        """Whether kernels take longer, or less long, than at first under this plan."""
+        if len(self._kernels_s) < WINDOW or not self._usual_s:
+            return False
+        return _has_drifted([kernels_s / self._usual_s for kernels_s in self._kernels_s])
+
+    def _speed(self, link: str, spans: Sequence[tuple[float, float, int]]) -> float:
+        """How many times as fast the machine, one copy after the other, would move what the link moved."""
+        alone_s = 0.0
+        for _, _, size_bytes in spans:
+            seconds = self._seconds.get((link, size_bytes))
+            if seconds is None:
+                seconds = self._seconds[link, size_bytes] = self._hardware.transfer_s(link, size_bytes)
+            alone_s += seconds
+        return alone_s / max(busy_s((start_s, end_s) for start_s, end_s, _ in spans), 1e-9)
+
+
+def _has_drifted(ratios: Sequence[float]) -> bool:
+    return min(ratios) > 1 + DRIFT or max(ratios) < 1 / (1 + DRIFT)
