@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.slow_disk import Rate, SlowDisk
 
 FAST = 300e6  # bytes per second
 GIVEN = replace(HARDWARE, disk_read_bytes_per_s=FAST, disk_write_bytes_per_s=FAST)
+PAUSE_S = 0.2
 MOST_STEPS = 500  # planning takes half a second: so many steps take longer
 
 
@@ -32,8 +34,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Rate:
     return rate
 
 
-def training(goes_on: Callable[[int], bool]) -> Program:
-    """Steps of some linear layers, as long as ``goes_on`` says so of their number."""
+def training(goes_on: Callable[[int], bool], pause_s: Callable[[int], float] = lambda _: 0.0) -> Program:
+    """Steps of some linear layers, as long as ``goes_on`` says so of their number.
+
+    pause_s   that the program takes for itself in the middle of the step of this number
+    """
 
     def program(step: Step) -> Bits:
         model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
@@ -41,7 +46,9 @@ def training(goes_on: Callable[[int], bool]) -> Program:
         for number in itertools.takewhile(goes_on, itertools.count()):
             x = torch.randn(256, 256, generator=torch.Generator().manual_seed(number))
             with step():
-                model(x).square().mean().backward()
+                loss = model(x).square().mean()
+                time.sleep(pause_s(number))
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         return bits(model.parameters())
@@ -98,6 +105,35 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
     fresh = penstock.plan(trace, hardware, compress=True, device_budget_bytes=budget_bytes, time_limit_s=2.0)
     assert plan.predicted_s <= 1.1 * fresh.predicted_s
     assert report.predicted_step_s == pytest.approx(plan.predicted_s)
+
+
+def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
+    disk: Rate, budget_bytes: int, tmp_path: Path
+) -> None:
+    run: penstock.Offload
+    steps = 0
+
+    def has_seen_it() -> bool:
+        return run.trace is not None and run.trace.kernel_time_s.max() >= PAUSE_S and run.report().replans > 0
+
+    def goes_on(number: int) -> bool:
+        nonlocal steps
+        steps = number
+        return number < 13 or (number < MOST_STEPS and not has_seen_it())
+
+    torch.manual_seed(7)
+    with penstock.offload(
+        device_budget=budget_bytes,
+        spill_dir=tmp_path,
+        hardware=GIVEN,
+        smallest_bytes=4096,
+        io_paths="posix direct",
+    ) as run:
+        found = training(goes_on, lambda number: PAUSE_S * (number >= 12))(run.step)
+        report = run.report()
+    assert differences(in_memory(training(lambda number: number < steps)), found) == []
+    assert report.replans >= 1 and report.profiled_steps > 5
+    assert report.ideal_s >= PAUSE_S
 
 
 def test_a_machine_that_is_never_the_same_is_not_planned_for_all_the_time(
