@@ -345,12 +345,18 @@ class _Planning:
         self.error: Exception | None = None
         self._make = make
         self._thread = threading.Thread(target=self._run, name="penstock-planning", daemon=True)
-        self._thread.start()
-        self.join = self._thread.join
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives no thread
+            self.error = error
 
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
+
+    def join(self) -> None:
+        if self.is_running:
+            self._thread.join()
 
     def _run(self) -> None:
         try:

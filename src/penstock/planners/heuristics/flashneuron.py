@@ -6,10 +6,11 @@ it exchanges the last of those taken that do not compress for those that compres
 when its runtime would fetch them, which the planner simulates. It fails where activations alone do not make
 enough room.
 
-What never leaves is, in the paper (section 3.3), the persistent tensors and the largest workspace:
-`flashneuron`. G10's artifact, which published FlashNeuron's times, leaves room for all that the largest
-kernel uses: `flashneuron_g10`. With less, gradients find no room in 16 of its 20 cells. It also fails where
-FlashNeuron's own memory manager finds no extent that holds a tensor; penstock's runtime needs none.
+What never leaves is, in the paper (section 3.3), all that a profiled iteration has in memory beside the
+tensors that are buffered for the backward pass, such as weights and temporary workspace: `flashneuron`. G10's
+artifact, which published FlashNeuron's times, leaves room for weights and all that the largest kernel uses:
+`flashneuron_g10`. It also fails where FlashNeuron's own memory manager finds no extent that holds a tensor;
+penstock's runtime needs none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.core.columns import BoolArray, IntArray
-from penstock.core.memory_profile import resident_bytes
+from penstock.core.memory_profile import resident_bytes, spread
 from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -40,7 +41,7 @@ def flashneuron(problem: Problem) -> Decision:
     trace = problem.trace
     if trace.peak_bytes <= problem.budget_bytes:
         return _FITS
-    evictions = _chosen(problem, int(trace.kernel_workspace_bytes.max(initial=0)))
+    evictions = _chosen(problem, int(_other_bytes(trace).max(initial=0)))
     try:
         return _decision(problem, evictions)
     except InvalidArgument:  # penstock's runtime places no tensor at an address: it needs no extent
@@ -94,6 +95,8 @@ def _chosen(problem: Problem, reserved_bytes: int) -> list[Evict]:
     while bool((resident > budget_bytes).any()):
         plain = _without_compression(evictions, resident > budget_bytes)
         if plain == evictions:
+            if problem.compress:  # what phase 2 exchanged is too much: phase 1 alone may do
+                return _chosen(replace(problem, compress=False), reserved_bytes)
             raise _cannot(problem, int(resident.max()), _least_bytes(problem, reserved_bytes, options))
         evictions, resident = plain, resident_bytes(trace, plain)
     return evictions
@@ -170,6 +173,15 @@ def _buffered(trace: Trace) -> IntArray:
     crosses = ~trace.tensor_persistent[used] & (first < first_backward) & (last >= first_backward)
     found: IntArray = used[crosses]
     return found[np.argsort(first[crosses], kind="stable")]
+
+
+def _other_bytes(trace: Trace) -> IntArray:
+    """[K] bytes on the device that are neither persistent nor buffered for the backward pass."""
+    buffered = _buffered(trace)
+    born, dead = trace.tensor_birth[buffered], np.minimum(trace.tensor_death[buffered], trace.kernels)
+    held = spread(trace.kernels, born, dead, trace.tensor_bytes[buffered])
+    found: IntArray = trace.live_bytes - trace.persistent_bytes - held
+    return found
 
 
 def _kernel_bytes(trace: Trace) -> IntArray:
