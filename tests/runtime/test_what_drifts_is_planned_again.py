@@ -23,7 +23,7 @@ from tests.support.slow_disk import Rate, SlowDisk
 
 FAST = 300e6  # bytes per second
 GIVEN = replace(HARDWARE, disk_read_bytes_per_s=FAST, disk_write_bytes_per_s=FAST)
-PAUSE_S = 0.2
+PAUSES_S = 0.1, 0.25  # of the program itself: so long that what the disk does is nothing
 MOST_STEPS = 500  # planning takes half a second: so many steps take longer
 
 
@@ -114,26 +114,31 @@ def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
     steps = 0
 
     def has_seen_it() -> bool:
-        return run.trace is not None and run.trace.kernel_time_s.max() >= PAUSE_S and run.report().replans > 0
+        return (
+            run.trace is not None
+            and run.trace.kernel_time_s.max() >= PAUSES_S[1]
+            and run.report().replans > 0
+        )
 
     def goes_on(number: int) -> bool:
         nonlocal steps
         steps = number
         return number < 13 or (number < MOST_STEPS and not has_seen_it())
 
+    disk.bytes_per_s = 1e12
     torch.manual_seed(7)
     with penstock.offload(
         device_budget=budget_bytes,
         spill_dir=tmp_path,
-        hardware=GIVEN,
+        hardware=HARDWARE,
         smallest_bytes=4096,
         io_paths="posix direct",
     ) as run:
-        found = training(goes_on, lambda number: PAUSE_S * (number >= 12))(run.step)
+        found = training(goes_on, lambda number: PAUSES_S[number >= 12])(run.step)
         report = run.report()
     assert differences(in_memory(training(lambda number: number < steps)), found) == []
     assert report.replans >= 1 and report.profiled_steps > 5
-    assert report.ideal_s >= PAUSE_S
+    assert report.ideal_s >= PAUSES_S[1]
 
 
 def test_a_machine_that_is_never_the_same_is_not_planned_for_all_the_time(
@@ -240,6 +245,18 @@ def test_codecs_are_measured_too(planned: tuple[penstock.Trace, penstock.Plan]) 
     assert found is not None
     assert found.compress_bytes_per_s == pytest.approx(5e8)
     assert found.expand_bytes_per_s == pytest.approx(2e9)
+
+
+def test_what_a_copy_costs_the_thread_of_the_kernels_is_measured_too(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    moved = moves(*planned, disk_write=1 / 3)
+    for given_s, expected_s in ((1e-4, 3e-4), (0.0, 0.0)):  # 0: on a GPU, or where it is not known
+        drift = Drift(*planned, replace(GIVEN, copy_overhead_s=given_s))
+        for _ in range(UNSETTLED_STEPS + WINDOW):
+            drift.note(moved, 1e-3, 1.0, 3e-4 * len(moved))
+        found = drift.measured()
+        assert found is not None and found.copy_overhead_s == pytest.approx(expected_s)
 
 
 def test_what_is_hardly_used_decides_nothing(planned: tuple[penstock.Trace, penstock.Plan]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.core.hardware import CODERS, LINKS, Hardware
 from penstock.core.plan import Plan
@@ -18,6 +19,9 @@ WINDOW = 5
 
 # The first steps under a plan begin where the last plan left tensors.
 UNSETTLED_STEPS = 2
+
+# The clock's own work for a kernel for which nothing moves: the rest of it is what copies cost.
+KERNEL_CLOCK_S = 2e-6
 
 # What is busy for less of a step decides nothing, and is measured badly.
 LEAST_BUSY = 0.02
@@ -44,13 +48,22 @@ class Drift:
         self._steps = 0
         self._factors: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._kernels_s: deque[float] = deque(maxlen=WINDOW)
+        self._overheads_s: deque[float] = deque(maxlen=WINDOW)
         self._usual_s = 0.0
 
-    def note(self, moved: Sequence[Moved], step_s: float, kernels_s: float) -> None:
+    def note(
+        self,
+        moved: Sequence[Moved],
+        step_s: float,
+        kernels_s: float,
+        clock_s: float = 0.0,
+        operators: int = 0,
+    ) -> None:
         """A step is over.
 
         moved       what it moved, compressed and expanded
         kernels_s   the part of it in which no kernel waited
+        clock_s     the part of it that the clock took, for so many ``operators``
         """
         self._steps += 1
         if self._steps <= UNSETTLED_STEPS:
@@ -66,19 +79,27 @@ class Drift:
                 and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s
             }
         )
+        if copies := sum(len(spans) for link, spans in by_link.items() if link in LINKS):
+            self._overheads_s.append(max(clock_s - KERNEL_CLOCK_S * operators, 0.0) / copies)
         self._kernels_s.append(kernels_s)
         if len(self._kernels_s) == WINDOW and not self._usual_s:
             self._usual_s = statistics.median(self._kernels_s)
 
     def measured(self) -> Hardware | None:
-        """The machine with rates as they are now; None where they are still what they were taken to be."""
+        """The machine with rates as they are now; None where they are still what they were taken to be.
+
+        What a copy costs the thread of the kernels comes along, where that counts at all.
+        """
         factors: dict[str, float] = {}
         if len(self._factors) == WINDOW:
             for link in set.intersection(*map(set, self._factors)):
                 factors[link] = statistics.median(step[link] for step in self._factors)
         if not any(_has_drifted([step[link] for step in self._factors]) for link in factors):
             return None
-        return self._hardware.scaled(factors)
+        found = self._hardware.scaled(factors)
+        if found.copy_overhead_s > 0 and self._overheads_s:
+            found = replace(found, copy_overhead_s=statistics.median(self._overheads_s))
+        return found
 
     @property
     def kernels_have_drifted(self) -> bool:

@@ -372,7 +372,8 @@ class Offload:
         if entry is not None:
             if recording is None:
                 self._step_times_s.append(step_s)
-                self._kinds.note(kind, entry, engine.moved, step_s, step_s - engine.stall_s)
+                kernels_s = step_s - engine.stall_s
+                self._kinds.note(kind, entry, engine.moved, step_s, kernels_s, clock.clock_s, clock.operators)
             self._stalls_s.append(engine.stall_s)
         if recording is None:
             self._clock_s.append(clock.clock_s)

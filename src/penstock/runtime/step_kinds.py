@@ -206,7 +206,14 @@ class StepKinds:
     # -- what drifts ---------------------------------------------------------------------------
 
     def note(
-        self, name: str | None, kind: StepKind, moved: Sequence[Moved], step_s: float, kernels_s: float
+        self,
+        name: str | None,
+        kind: StepKind,
+        moved: Sequence[Moved],
+        step_s: float,
+        kernels_s: float,
+        clock_s: float,
+        operators: int,
     ) -> None:
         """A step of this kind that was not recorded is over: see `Drift.note`. Where something has drifted,
         it is planned again in the background."""
@@ -214,7 +221,7 @@ class StepKinds:
             return
         if kind.drift is None:
             kind.drift = Drift(kind.trace, kind.plan, kind.hardware)
-        kind.drift.note(moved, step_s, kernels_s)
+        kind.drift.note(moved, step_s, kernels_s, clock_s, operators)
         kind.steps += 1
         if self._planning is not None or kind.steps < kind.least_steps:
             return
