@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,14 @@ class Hardware:
         }
         return replace(self, **rates, measured_rates=measured)
 
+    def slowness(self, link: str, spans: Sequence[tuple[float, float, int]]) -> float:
+        """How many times as long as here, one after the other, ``spans`` took on the link: start and end in
+        seconds, and bytes, of each transfer. 0 where there is none."""
+        sizes = Counter(size_bytes for _, _, size_bytes in spans)
+        alone_s = sum(count * self.transfer_s(link, size_bytes) for size_bytes, count in sizes.items())
+        took_s = busy_s((start_s, end_s) for start_s, end_s, _ in spans)
+        return took_s / alone_s if alone_s > 0 else 0.0
+
     def calibrated(self, timeline: Timeline) -> Hardware:
         """The same machine with links as fast as they were in a measured step, to plan the next steps with.
 
@@ -185,10 +194,9 @@ class Hardware:
         """
         factors = {}
         for link in LINKS:
-            spans = [span for span in timeline.spans if span.stream == link and span.size_bytes > 0]
-            took_s = busy_s((span.start_s, span.end_s) for span in spans)
-            if took_s > 0:
-                factors[link] = sum(self.transfer_s(link, span.size_bytes) for span in spans) / took_s
+            spans = [(s.start_s, s.end_s, s.size_bytes) for s in timeline.spans if s.stream == link]
+            if (slowness := self.slowness(link, spans)) > 0:
+                factors[link] = 1 / slowness
         return self.scaled(factors)
 
     def save(self, path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from penstock.core.hardware import CODERS, LINKS, Hardware
@@ -38,13 +38,13 @@ class Drift:
 
     def __init__(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._seconds: dict[tuple[str, int], float] = {}
+        predicted = _by_link(
+            (span.stream, span.start_s, span.end_s, span.size_bytes)
+            for span in simulate(trace, plan, hardware).spans
+            if span.stream in LINKS
+        )
         self._predicted = dict.fromkeys(CODERS, 1.0)
-        spans = [span for span in simulate(trace, plan, hardware).spans if span.stream in LINKS]
-        for link in {span.stream for span in spans}:
-            self._predicted[link] = self._speed(
-                link, [(span.start_s, span.end_s, span.size_bytes) for span in spans if span.stream == link]
-            )
+        self._predicted |= {link: hardware.slowness(link, spans) for link, spans in predicted.items()}
         self._steps = 0
         self._factors: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._kernels_s: deque[float] = deque(maxlen=WINDOW)
@@ -68,17 +68,13 @@ class Drift:
         self._steps += 1
         if self._steps <= UNSETTLED_STEPS:
             return
-        by_link: dict[str, list[tuple[float, float, int]]] = {}
-        for move in moved:
-            by_link.setdefault(move.link, []).append((move.started_s, move.finished_s, move.size_bytes))
-        self._factors.append(
-            {
-                link: self._speed(link, spans) / self._predicted[link]
-                for link, spans in by_link.items()
-                if link in self._predicted
-                and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s
-            }
-        )
+        by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
+        factors = {}
+        for link, spans in by_link.items():
+            slowness = self._hardware.slowness(link, spans) if self._predicted.get(link) else 0.0
+            if slowness and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s:
+                factors[link] = self._predicted[link] / slowness
+        self._factors.append(factors)
         if copies := sum(len(spans) for link, spans in by_link.items() if link in LINKS):
             self._overheads_s.append(max(clock_s - KERNEL_CLOCK_S * operators, 0.0) / copies)
         self._kernels_s.append(kernels_s)
@@ -108,15 +104,12 @@ class Drift:
             return False
         return _has_drifted([kernels_s / self._usual_s for kernels_s in self._kernels_s])
 
-    def _speed(self, link: str, spans: Sequence[tuple[float, float, int]]) -> float:
-        """How many times as fast the machine, one copy after the other, would move what the link moved."""
-        alone_s = 0.0
-        for _, _, size_bytes in spans:
-            seconds = self._seconds.get((link, size_bytes))
-            if seconds is None:
-                seconds = self._seconds[link, size_bytes] = self._hardware.transfer_s(link, size_bytes)
-            alone_s += seconds
-        return alone_s / max(busy_s((start_s, end_s) for start_s, end_s, _ in spans), 1e-9)
+
+def _by_link(moves: Iterable[tuple[str, float, float, int]]) -> dict[str, list[tuple[float, float, int]]]:
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    for link, start_s, end_s, size_bytes in moves:
+        found.setdefault(link, []).append((start_s, end_s, size_bytes))
+    return found
 
 
 def _has_drifted(ratios: Sequence[float]) -> bool:
