@@ -2,7 +2,7 @@
 
     python benchmarks/slow_disk.py -o out/slow_disk.json
 
-A small GPT trains in half of its memory, on a disk of 200 MB/s each way: the file's bytes pass through the
+A small GPT trains in half of its memory, on a disk of a given rate each way: the file's bytes pass through the
 page cache, and each transfer is made to last as long as it would at that rate. After some steps the rate is a
 third. Compared are, in turns, seconds a step when the disk has long been slow:
 
@@ -37,7 +37,7 @@ from penstock.storage.transports import TRANSPORTS
 from penstock.units import format_rate, format_seconds
 from tests.support.slow_disk import Rate, SlowDisk
 
-FAST, SLOWER = 200e6, 3
+SLOWER = 3
 FAST_STEPS = 15  # the first five are recorded, or slow
 MEASURED_STEPS = 20
 AGAIN, SLOW, KEPT = "planned again", "planned for the slow disk", "planned for the fast disk"
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=80, help="on the slow disk; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rate", type=float, default=200.0, help="of the disk, MB/s; default: %(default)s")
     add_common_arguments(parser, "slow_disk")
     options = parser.parse_args(arguments)
     rounds = 1 if options.quick else options.rounds
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan: penstock.Plan | None = None
     for _ in range(rounds):
         for name, found in runs.items():
-            result = train(name, options.spill_dir, options.steps, plan)
+            result = train(name, options.spill_dir, options.steps, options.rate * 1e6, plan)
             plan = plan or result.pop("plan")
             result.pop("plan", None)
             found.append(result)
@@ -65,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = {
         **heading("slow_disk"),
         "config": asdict(gpt.QUICK),
-        "fast_bytes_per_s": FAST,
-        "slow_bytes_per_s": FAST / SLOWER,
+        "fast_bytes_per_s": options.rate * 1e6,
+        "slow_bytes_per_s": options.rate * 1e6 / SLOWER,
         "runs": runs,
     }
     console.print(drawn(runs))
@@ -74,9 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(name: str, spill_dir: str, steps: int, plan: penstock.Plan | None) -> dict[str, Any]:
+def train(
+    name: str, spill_dir: str, steps: int, fast_bytes_per_s: float, plan: penstock.Plan | None
+) -> dict[str, Any]:
     """Some steps on the fast disk, and then on the slow one. Gives the plan for the fast disk, too."""
-    rate = Rate(FAST / SLOWER if name == SLOW else FAST)
+    rate = Rate(fast_bytes_per_s / SLOWER if name == SLOW else fast_bytes_per_s)
     TRANSPORTS["posix"] = lambda: SlowDisk(rate)
     budget_bytes = trace_of(gpt.QUICK).peak_bytes // 2
     hardware = penstock.Hardware(
@@ -100,7 +103,7 @@ def train(name: str, spill_dir: str, steps: int, plan: penstock.Plan | None) -> 
         for step in range(FAST_STEPS + steps):
             if step == FAST_STEPS:
                 fast_plan = run.plan
-                rate.bytes_per_s = FAST / SLOWER
+                rate.bytes_per_s = fast_bytes_per_s / SLOWER
             begun_s = perf_counter()
             with run.step():
                 train_step(model, optimizer, loss, next(batches))
