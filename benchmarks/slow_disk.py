@@ -2,9 +2,9 @@
 
     python benchmarks/slow_disk.py -o out/slow_disk.json
 
-A small GPT trains in half of its memory, on a disk of a given rate each way: the file's bytes pass through the
-page cache, and each transfer is made to last as long as it would at that rate. After some steps the rate is a
-third. Compared are, in turns, seconds a step when the disk has long been slow:
+A small GPT trains in half of its memory, on a disk of a given rate each way: bytes pass through the page
+cache, and each transfer is made to last as long as it would at that rate. After some steps the rate is a third.
+Compared are, in turns, seconds a step when the disk has long been slow:
 
 - planned again: what penstock does by itself
 - planned for the slow disk: the run was told its rates at the start, and it was slow from then on
