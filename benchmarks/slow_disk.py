@@ -3,7 +3,7 @@
     python benchmarks/slow_disk.py -o out/slow_disk.json
 
 A small GPT trains in half of its memory, on a disk of a given rate each way: bytes pass through the page
-cache, and each transfer is made to last as long as it would at that rate. After some steps the rate is a third.
+cache, and each transfer is made to last as long as it would at that rate. Later the rate is a third.
 Compared are, in turns, seconds a step when the disk has long been slow:
 
 - planned again: what penstock does by itself
@@ -98,6 +98,7 @@ def train(
         io_paths="posix direct",
         smallest_bytes="16KiB",
         compress=False,
+        recompute=False,
     ) as run:
         model, optimizer, batches, loss = gpt.build(replace(gpt.QUICK, seed=0))
         for step in range(FAST_STEPS + steps):

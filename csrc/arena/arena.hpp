@@ -68,7 +68,8 @@ struct ArenaBlock {
 // recently used first, and is refused where that does not make enough room.
 //
 // A block is in memory and writable, or in memory and guarded (write-protected: a copy exists, or is
-// being written), or out (neither readable nor writable; its copy says where it is).
+// being written, or a dropped block is computed from it), or out (neither readable nor writable; its copy
+// says where it is, or it was dropped, and its owner computes it again).
 class Arena {
  public:
   explicit Arena(std::size_t reserve_bytes);
@@ -97,7 +98,8 @@ class Arena {
   std::optional<ArenaBlock> block(const void* address) const;
 
   // Of the calls below, those on a block give kUnknown where none starts at the address.
-  enum class Answer { kYes, kNo, kUnknown, kError };
+  // kAsk: of serve_fault.
+  enum class Answer { kYes, kNo, kUnknown, kError, kAsk };
 
   // A kernel begins on this thread: pins the blocks that hold these addresses, and those that it will
   // allocate, until it is over or the next one begins. Gives the number of events pending. With
@@ -121,8 +123,17 @@ class Arena {
   Answer unstage(void* address);
   Answer bring_in(void* address, int* error);
   // Everything that is out comes back, and no copy is kept. 0, or an errno; then some may still be out.
+  // What was dropped is its owner's.
   int bring_in_all();
-  enum class State { kIn, kGuarded, kOut, kStaged };
+  // Its memory goes, and nothing is kept of what it holds. kNo if it is out.
+  Answer drop(void* address);
+  // A dropped block gets the memory of another of the same size, which is dropped in turn. kNo if one of them
+  // is not what it should be; kError if the system refuses, and then both are out.
+  Answer take(void* address, void* from, int* error);
+  // A dropped block can be computed for as long as this one is not written: its owner is asked first. A
+  // negative change ends that.
+  Answer keep_for(void* address, int change, int* error);
+  enum class State { kIn, kGuarded, kOut, kStaged, kDropped };
   Answer state(void* address, State* state) const;
   // kNo if it is out.
   Answer forget_copy(void* address, int* error);
@@ -130,7 +141,8 @@ class Arena {
   std::vector<std::pair<std::uintptr_t, Block::Event>> events();
 
   // An access to `address` failed. kYes if it can be repeated after what was done, kNo if nothing was
-  // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why.
+  // to be done, kUnknown if it is in no block, kError if the bytes cannot be had: `problem` says why. kAsk if
+  // the block's owner has to compute something first.
   // `history` is of the thread that faulted, which keeps its times.
   Answer serve_fault(const void* address, bool is_write, FaultHistory& history, char* problem,
                      std::size_t problem_bytes);
@@ -179,6 +191,7 @@ class Arena {
   std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);
+  bool is_recipe(const Block& block) const { return block.recipes != 0 && !in_child_; }
   void note_event(Block& block, Block::Event event);
 
   // The way back.

@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <dlfcn.h>
+
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -139,6 +141,7 @@ const char* state(std::uintptr_t address) {
     case Arena::State::kIn: return "in";
     case Arena::State::kGuarded: return "guarded";
     case Arena::State::kStaged: return "staged";
+    case Arena::State::kDropped: return "dropped";
     case Arena::State::kOut: break;
   }
   return "out";
@@ -149,6 +152,46 @@ void forget_copy(std::uintptr_t address) {
   if (!check(arena().forget_copy(pointer(address), &error), address, error))
     throw std::runtime_error("the block at address " + std::to_string(address) +
                              " is out, and its copy is all there is: bring it in first");
+}
+
+// PyGILState_Check is in no limited interface.
+bool is_held() {
+  static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check != nullptr && check() != 0;
+}
+
+constexpr Interpreter kPython{is_held, [] { return static_cast<void*>(PyEval_SaveThread()); },
+                              [](void* held) { PyEval_RestoreThread(static_cast<PyThreadState*>(held)); }};
+
+void compute_dropped(bool computes) {
+  is_held();  // finds its function
+  set_interpreter(computes ? &kPython : nullptr);
+}
+
+nb::object wait_for_question(double seconds) {
+  std::optional<OwnerQuestion> question;
+  {
+    const nb::gil_scoped_release release;
+    question = next_question(seconds);
+  }
+  if (!question) return nb::none();
+  return nb::make_tuple(question->number, reinterpret_cast<std::uintptr_t>(question->address), question->is_write);
+}
+
+bool take(std::uintptr_t address, std::uintptr_t from) {
+  auto& current = arena();
+  int error = 0;
+  Answer answer;
+  {
+    const nb::gil_scoped_release release;
+    answer = current.take(pointer(address), pointer(from), &error);
+  }
+  return check(answer, address, error);
+}
+
+void keep_for(std::uintptr_t address, int change) {
+  int error = 0;
+  check(arena().keep_for(pointer(address), change, &error), address, error);
 }
 
 nb::list events() {
@@ -254,6 +297,19 @@ void bind_arena(nb::module_& module) {
       nb::arg("address"));
   module.def("arena_state", &state, nb::arg("address"));
   module.def("arena_forget_copy", &forget_copy, nb::arg("address"));
+  module.def(
+      "arena_drop",
+      [](std::uintptr_t address) {
+        const auto answer = arena().drop(pointer(address));
+        return check(answer, address, errno);
+      },
+      nb::arg("address"));
+  module.def("arena_take", &take, nb::arg("address"), nb::arg("source"));
+  module.def("arena_keep_for", &keep_for, nb::arg("address"), nb::arg("change"));
+  module.def("arena_compute_dropped", &compute_dropped, nb::arg("computes"));
+  module.def("arena_wait_for_question", &wait_for_question, nb::arg("seconds"),
+             nb::sig("def arena_wait_for_question(seconds: float) -> tuple[int, int, bool] | None"));
+  module.def("arena_answer", &answer_question, nb::arg("number"), nb::arg("done"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);
   module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });

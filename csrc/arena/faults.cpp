@@ -31,6 +31,18 @@ struct Request {
 
 std::array<Request, 64> requests;
 std::atomic<std::uint32_t> posted{0};
+
+// The same, for what only the owner of a block can compute.
+struct Question {
+  enum State : std::uint32_t { kFree, kTaken, kPosted, kServing, kAnswered, kFailed, kGivenUp };
+  std::atomic<std::uint32_t> state{kFree};
+  const void* address = nullptr;
+  bool is_write = false;
+};
+
+std::array<Question, 64> questions;
+std::atomic<std::uint32_t> asked{0};
+std::atomic<const Interpreter*> interpreter{nullptr};
 std::atomic<Arena*> served{nullptr};
 std::atomic<bool> in_child{false};
 std::atomic<std::int64_t> timeout_ns{120'000'000'000};
@@ -39,6 +51,7 @@ struct sigaction next_action = {};
 // Of a kind that needs no memory at its first use in a thread.
 #define PENSTOCK_STATIC_TLS __attribute__((tls_model("initial-exec")))
 PENSTOCK_STATIC_TLS thread_local bool is_server = false;
+PENSTOCK_STATIC_TLS thread_local bool is_owner = false;
 PENSTOCK_STATIC_TLS thread_local bool handing_over = false;
 PENSTOCK_STATIC_TLS thread_local const void* plain_address = nullptr;
 PENSTOCK_STATIC_TLS thread_local int plain_count = 0;
@@ -100,19 +113,55 @@ void say_problem(const char* text) {
   say("\n");
 }
 
+template <typename Slot, std::size_t count>
+Slot& take_slot(std::array<Slot, count>& slots) {
+  for (;; sched_yield())
+    for (auto& slot : slots) {
+      std::uint32_t free = Slot::kFree;
+      if (slot.state.compare_exchange_strong(free, Slot::kTaken)) return slot;
+    }
+}
+
+// Waits until the block's owner has computed what the access needs. The owner runs Python: this thread gives up
+// the interpreter meanwhile, if it has it.
+bool ask_owner(const void* address, bool is_write) {
+  const auto* python = interpreter.load();
+  if (python == nullptr || is_owner) {
+    say_problem("an access to memory that was dropped, and that nobody computes any more");
+    return false;
+  }
+  const auto deadline = now_ns() + timeout_ns.load();
+  auto& question = take_slot(questions);
+  question.address = address;
+  question.is_write = is_write;
+  question.state.store(Question::kPosted);
+  asked.fetch_add(1);
+  futex_wake(asked);
+  void* const held = python->is_held() ? python->release() : nullptr;
+  bool done = false;
+  for (;;) {
+    auto state = question.state.load();
+    done = state == Question::kAnswered;
+    if (done || state == Question::kFailed) {
+      question.state.store(Question::kFree);
+      break;
+    }
+    const auto left = deadline - now_ns();
+    if (left <= 0) {
+      if (!question.state.compare_exchange_strong(state, Question::kGivenUp)) continue;
+      say_problem("an access to memory that was dropped got no answer in time: it is not computed");
+      break;
+    }
+    futex_wait(question.state, state, left);
+  }
+  if (held != nullptr) python->take(held);
+  return done;
+}
+
 // Posts a request and waits for its answer.
 Arena::Answer ask(const void* address, bool is_write) {
   const auto deadline = now_ns() + timeout_ns.load();
-  Request* request = nullptr;
-  while (request == nullptr) {
-    for (auto& candidate : requests) {
-      std::uint32_t free = Request::kFree;
-      if (!candidate.state.compare_exchange_strong(free, Request::kTaken)) continue;
-      request = &candidate;
-      break;
-    }
-    if (request == nullptr) sched_yield();
-  }
+  auto* const request = &take_slot(requests);
   request->address = address;
   request->is_write = is_write;
   request->history = history;
@@ -150,8 +199,9 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
   if (info->si_code > 0 && !is_server && arena->contains(info->si_addr)) {
     const bool is_write = is_write_access(context);
     history.asked_ns = now_ns();
-    const auto answer =
-        in_child.load() ? serve_here(*arena, info->si_addr, is_write) : ask(info->si_addr, is_write);
+    auto answer = in_child.load() ? serve_here(*arena, info->si_addr, is_write) : ask(info->si_addr, is_write);
+    if (answer == Arena::Answer::kAsk)
+      answer = ask_owner(info->si_addr, is_write) ? Arena::Answer::kYes : Arena::Answer::kError;
     history.answered_ns = now_ns();
     if (answer != Arena::Answer::kNo || plain_address != info->si_addr) plain_count = 0;
     plain_address = info->si_addr;
@@ -240,5 +290,39 @@ bool own_faults() { return served.load() != nullptr && install(); }
 void set_fault_timeout(double seconds) { timeout_ns.store(static_cast<std::int64_t>(seconds * 1e9)); }
 
 void serve_faults_in_child() { in_child.store(true); }
+
+void set_interpreter(const Interpreter* python) {
+  interpreter.store(python);
+  asked.fetch_add(1);
+  futex_wake(asked);
+}
+
+std::optional<OwnerQuestion> next_question(double seconds) {
+  is_owner = true;
+  const auto deadline = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
+  for (;;) {
+    const auto seen = asked.load();
+    for (std::size_t i = 0; i < questions.size(); ++i) {
+      auto& question = questions[i];
+      std::uint32_t state = Question::kGivenUp;
+      question.state.compare_exchange_strong(state, Question::kFree);
+      state = Question::kPosted;
+      if (question.state.compare_exchange_strong(state, Question::kServing))
+        return OwnerQuestion{i, question.address, question.is_write};
+    }
+    const auto left = deadline - now_ns();
+    if (left <= 0 || interpreter.load() == nullptr) return std::nullopt;
+    futex_wait(asked, seen, left);
+  }
+}
+
+void answer_question(std::size_t number, bool done) {
+  auto& question = questions.at(number);
+  std::uint32_t state = Question::kServing;
+  if (question.state.compare_exchange_strong(state, done ? Question::kAnswered : Question::kFailed))
+    futex_wake(question.state);
+  else
+    question.state.store(Question::kFree);  // given up meanwhile
+}
 
 }  // namespace penstock

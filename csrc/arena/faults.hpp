@@ -1,6 +1,8 @@
 // Accesses that nobody planned: a thread that touches what is out waits until it is back.
 #pragma once
 
+#include <optional>
+
 #include "arena/arena.hpp"
 
 namespace penstock {
@@ -15,6 +17,29 @@ bool own_faults();
 
 // How long an access waits before the handler gives up: 120 s unless told.
 void set_fault_timeout(double seconds);
+
+// What the thread that touches a dropped block must do with Python, so that the block's owner can compute it.
+struct Interpreter {
+  bool (*is_held)();  // by this thread
+  void* (*release)();
+  void (*take)(void* held);
+};
+
+// Null: nobody computes dropped blocks.
+void set_interpreter(const Interpreter* python);
+
+// An access, to be answered with its number: the block that holds the address was dropped, or is about to be
+// written though others are computed from it.
+struct OwnerQuestion {
+  std::size_t number = 0;
+  const void* address = nullptr;
+  bool is_write = false;
+};
+
+// For the thread of the owner, which must touch nothing that was dropped. None came in that time: nothing.
+std::optional<OwnerQuestion> next_question(double seconds);
+// Without `done`, the access fails as one to memory that does not exist.
+void answer_question(std::size_t number, bool done);
 
 // In the child after a fork(), which has no thread that serves: the handler does it itself, and neither
 // takes nor frees memory but by mmap.

@@ -313,6 +313,19 @@ bool Frames::take_pages(std::size_t offset, std::size_t size_bytes, char* scratc
   return true;
 }
 
+bool Frames::transfer_pages(std::size_t from, std::size_t to, std::size_t size_bytes) {
+  const bool whole = move_memory(base_ + from, base_ + to, size_bytes, kPageBytes) == size_bytes;
+  const int error = errno;
+  map_nothing(base_ + from, size_bytes);
+  count_absent(from, size_bytes, +1);
+  if (whole)
+    count_absent(to, size_bytes, -1);
+  else
+    map_nothing(base_ + to, size_bytes);
+  errno = error;
+  return whole;
+}
+
 bool Frames::renew_pages(std::size_t offset, std::size_t size_bytes) {
   if (!map_fresh(base_ + offset, size_bytes)) return false;
   count_absent(offset, size_bytes, -1);

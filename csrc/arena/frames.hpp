@@ -74,6 +74,8 @@ class Frames {
   // `scratch` takes their place. False if the system refuses.
   bool drop_pages(std::size_t offset, std::size_t size_bytes);
   bool take_pages(std::size_t offset, std::size_t size_bytes, char* scratch);
+  // The memory of these pages goes behind those at `to`, which have none. As transfer_block.
+  bool transfer_pages(std::size_t from, std::size_t to, std::size_t size_bytes);
   // Pages that drop_pages took become writable, without memory until their first use.
   bool renew_pages(std::size_t offset, std::size_t size_bytes);
 

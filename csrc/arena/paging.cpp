@@ -57,16 +57,19 @@ void describe(const Block& block, const char* address, const Segment& segment, i
 
 }  // namespace
 
+// A block that a recipe needs stays guarded.
 bool Arena::make_writable(Block& block) {
   const auto unprotect = [&] {
     return protect_or_undo(address_of(block), block.memory_bytes, PROT_READ | PROT_WRITE, PROT_READ);
   };
-  if (!unprotect()) {
-    if (in_child_) return false;
-    hold_at_most(0);  // where the process's data is limited, free memory counts as well
-    if (!unprotect()) return false;
+  if (!is_recipe(block)) {
+    if (!unprotect()) {
+      if (in_child_) return false;
+      hold_at_most(0);  // where the process's data is limited, free memory counts as well
+      if (!unprotect()) return false;
+    }
+    block.guarded = false;
   }
-  block.guarded = false;
   block.written = block.dirtied = true;
   if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves
   return true;
@@ -119,7 +122,7 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
     *error = ENOSYS;
     return Answer::kError;
   }
-  if (block->written || in_child_) return Answer::kNo;
+  if (block->written || block->dropped || in_child_) return Answer::kNo;
   auto copy = hold({.segments = std::move(segments), .packing = packing, .serial = block->serial});
   std::swap(block->copy, copy);
   if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
@@ -172,7 +175,8 @@ void Arena::drop_staging(Block& block) {
 // The bytes appear at the block's address, all at once for each run of frames, and right from the first.
 // Without `guard`, its copy is given up. 0, or an errno; then the block is still out.
 int Arena::land(Block& block, Landing& landing, bool guard) {
-  if (guard && !protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
+  const bool guarded = guard || is_recipe(block);
+  if (guarded && !protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
   if (landing.in_arena) {
     const auto from = static_cast<std::size_t>(landing.address - frames_.base());
     const bool moved = frames_.transfer_block(from, block.offset, block.memory_bytes);
@@ -192,7 +196,7 @@ int Arena::land(Block& block, Landing& landing, bool guard) {
     landing = {};
   }
   block.in_memory = true;
-  block.guarded = guard;
+  block.guarded = guarded;
   block.moved_natively = false;
   if (!guard) {
     block.written = block.dirtied = true;
@@ -209,6 +213,12 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
   for (;;) {
     auto* block = again(offset, serial);
     if (block == nullptr || block->in_memory) return 0;
+    if (block->dropped) {
+      if (problem != nullptr)
+        std::snprintf(problem, problem_bytes, "%zu bytes at %p were dropped, and are computed in no other process",
+                      block->requested_bytes, static_cast<void*>(address_of(*block)));
+      return ENODATA;
+    }
     if (block->reading) {
       changed_.wait(lock);
       continue;
@@ -286,7 +296,8 @@ Arena::Answer Arena::bring_in(void* address, int* error) {
 int Arena::bring_in_all() {
   Lock lock(mutex_);
   std::vector<std::pair<std::size_t, std::uint64_t>> all;
-  for (const auto& [serial, block] : blocks_) all.emplace_back(block->offset, serial);
+  for (const auto& [serial, block] : blocks_)
+    if (!block->dropped) all.emplace_back(block->offset, serial);
   for (const auto& [offset, serial] : all) {
     const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
     if (error != 0) return error;
@@ -302,7 +313,7 @@ Arena::Answer Arena::stage(void* address, char** staging) {
   auto* block = start(address);
   *staging = nullptr;
   if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory) return Answer::kNo;
+  if (block->in_memory || block->dropped) return Answer::kNo;
   if (block->staging.address == nullptr) {
     if (pages() && !fits(block->requested_bytes, block->memory_bytes)) return Answer::kNo;
     if (!take_landing(*block, &block->staging)) {
@@ -345,6 +356,8 @@ Arena::Answer Arena::state(void* address, State* state) const {
   if (block == nullptr) return Answer::kUnknown;
   if (block->in_memory)
     *state = block->guarded ? State::kGuarded : State::kIn;
+  else if (block->dropped)
+    *state = State::kDropped;
   else
     *state = block->staging.address != nullptr ? State::kStaged : State::kOut;
   return Answer::kYes;
@@ -360,6 +373,77 @@ Arena::Answer Arena::forget_copy(void* address, int* error) {
   return Answer::kError;
 }
 
+Arena::Answer Arena::drop(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (!block->in_memory || in_child_ || !paging_problem_.empty()) return Answer::kNo;
+  if (!put_out(*block, false)) return Answer::kError;
+  block->copy.reset();
+  block->written = block->dropped = true;
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::take(void* address, void* from, int* error) {
+  Lock lock(mutex_);
+  auto* block = start(address);
+  auto* other = start(from);
+  if (block == nullptr || other == nullptr) return Answer::kUnknown;
+  if (!block->dropped || block == other || block->requested_bytes != other->requested_bytes) return Answer::kNo;
+  const auto offset = block->offset, other_offset = other->offset;
+  const auto serial = block->serial, other_serial = other->serial;
+  while (!other->in_memory || other->writing) {  // the arena needed its memory just now
+    if (other->in_memory)
+      changed_.wait(lock);
+    else if ((*error = bring_in(lock, other_offset, other_serial, Need::kAccess, nullptr, 0)) != 0)
+      return Answer::kError;
+    block = again(offset, serial);
+    other = again(other_offset, other_serial);
+    if (block == nullptr || other == nullptr) return Answer::kUnknown;
+    if (!block->dropped || other->dropped) return Answer::kNo;
+  }
+  const auto requested = block->requested_bytes;
+  const bool guarded = is_recipe(*block);
+  if (!protect(address_of(*other), other->memory_bytes, guarded ? PROT_READ : PROT_READ | PROT_WRITE)) {
+    *error = errno;
+    return Answer::kError;
+  }
+  const bool moved = block->large() ? frames_.transfer_block(other_offset, offset, other->memory_bytes)
+                                    : frames_.transfer_pages(other_offset, offset, other->owned_bytes);
+  *error = errno;
+  use_.remove(*other);
+  other->copy.reset();
+  other->in_memory = other->guarded = false;
+  other->written = other->dropped = true;
+  if (!moved) {
+    in_memory_bytes_ -= requested;
+    stats_.out_bytes += requested;
+    return Answer::kError;
+  }
+  use_.add(*block);
+  block->in_memory = true;
+  block->guarded = guarded;
+  block->written = true;
+  block->dropped = false;
+  changed_.notify();
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::keep_for(void* address, int change, int* error) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (change > 0 && block->in_memory && !block->guarded) {
+    if (!protect_or_undo(address_of(*block), block->memory_bytes, PROT_READ, PROT_READ | PROT_WRITE)) {
+      *error = errno;
+      return Answer::kError;
+    }
+    block->guarded = true;
+  }
+  block->recipes += static_cast<std::uint32_t>(change);
+  return Answer::kYes;
+}
+
 Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistory& history, char* problem,
                                  std::size_t problem_bytes) {
   Lock lock(mutex_);
@@ -368,6 +452,7 @@ Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistor
   const auto offset = block->offset;
   const auto serial = block->serial;
   bool served = false;
+  if (!in_child_ && (block->dropped || (is_write && block->in_memory && block->recipes != 0))) return Answer::kAsk;
   if (!block->in_memory) {
     const auto need = need_of(history, *block);
     if (bring_in(lock, offset, serial, need, problem, problem_bytes) != 0) return Answer::kError;

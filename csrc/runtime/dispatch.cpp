@@ -216,9 +216,10 @@ nb::object KernelClock::run(nb::handle clock, nb::handle torch_operator, nb::han
 
 nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs) {
   const double entered_s = now_s();
+  excluded_s = 0;
   Pins used(*this), written(*this), made(*this);
-  double waited_s = 0;
   std::int64_t need_bytes = 0, kernel = 0;
+  notes = false;
 
   const auto over = [&] {
     for (auto* managed : used.storages) {
@@ -257,7 +258,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         }
       }
       for (const auto* managed : written.storages)
-        asks |= managed->clean || managed->guarded || managed->state != kResident;
+        asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident;
       const bool planned = in_step && !schedule_.is_none();
       if (asks_needs)
         need_bytes = nb::cast<std::int64_t>(
@@ -271,14 +272,15 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
       }
       if (away || asks || short_of_room)
-        waited_s = nb::cast<double>(clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages),
-                                                              need_bytes));
+        clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
     } catch (...) {
       over();
       throw;
     }
   }
 
+  const bool noted = notes;
+  const nb::object before = noted ? clock.attr("_state_before")(facts.facts, args, kwargs) : nb::none();
   if (watches) clock.attr("_begin_measuring")();
   const double begun_s = now_s();
   nb::object result;
@@ -318,6 +320,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       managed->kind = activation;
       taken_bytes += managed->size_bytes;
     }
+    if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before);
   } catch (...) {
     over();
     throw;
@@ -338,7 +341,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   facts.need_bytes = taken_bytes + workspace_bytes;
   ++operators;
   left_s = now_s();
-  clock_s += begun_s - entered_s + left_s - ended_s - waited_s;
+  clock_s += begun_s - entered_s + left_s - ended_s - excluded_s;
   return result;
 }
 

@@ -63,8 +63,10 @@ class KernelClock {
   bool views_need_bytes = false;  // torch refuses views of what is away
   bool asks_needs = false;        // Python tells what a kernel takes, before it runs
   bool watches = false;           // kernels are recorded
+  bool notes = false;             // how to run the kernel that begins again
   std::int64_t step = 0, kernels = 0, operators = 0;
   double clock_s = 0, left_s = 0;
+  double excluded_s = 0;  // of what Python did for kernels, but is not the clock's own
   int activation = -1;  // index of this kind of tensor
   nb::object schedule() const { return schedule_; }
 

@@ -100,7 +100,7 @@ void Storages::bury_one() {
     managed.in_use_order = false;
   }
   forget_address(managed);
-  if (tells_all || managed.fixed || !managed.slot.is_none()) buried_(owned.object);
+  if (tells_all || managed.fixed || managed.recipes != 0 || !managed.slot.is_none()) buried_(owned.object);
 }
 
 std::vector<nb::object> Storages::all() const {

@@ -13,7 +13,7 @@ namespace penstock {
 
 namespace nb = nanobind;
 
-enum StorageState : int { kResident, kLeaving, kAway, kComing };
+enum StorageState : int { kResident, kLeaving, kAway, kComing, kDropped };
 
 struct ManagedStorage {
   nb::object reference;         // weak, to torch's storage
@@ -21,6 +21,7 @@ struct ManagedStorage {
   std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
   std::int64_t size_bytes = 0;
   std::int64_t pins = 0;
+  std::int64_t recipes = 0;  // that hold only while it is not written
   std::int64_t index = -1, step = -1, birth = -1;
   int state = kResident;
   int kind = -1;

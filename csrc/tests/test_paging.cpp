@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <atomic>
 #include <map>
 #include <thread>
 
@@ -521,4 +522,131 @@ TEST(a_child_reads_what_is_out) {
   CHECK(state(arena, block) == Arena::State::kOut);
   CHECK(arena.release(block) && arena.release(small));
   close(file);
+}
+
+TEST(a_dropped_block_gets_the_memory_of_another) {
+  Arena arena(kReserveBytes);
+  Random random(11);
+  for (int round = 0; round < 300; ++round) {
+    const auto size = round % 2 ? random(4096, 300'000) : random(256 << 10, 7 * kMiB);
+    auto* block = allocate(arena, size);
+    fill(block, size, 1);
+    const auto before = arena.stats();
+    CHECK(arena.drop(block) == Arena::Answer::kYes);
+    CHECK(state(arena, block) == Arena::State::kDropped);
+    CHECK_EQUAL(arena.in_memory_bytes(), before.in_memory_bytes - size);
+    CHECK(arena.drop(block) == Arena::Answer::kNo);
+    int error = 0;
+    CHECK(arena.bring_in(block, &error) == Arena::Answer::kError);
+    CHECK_EQUAL(error, ENODATA);
+    char* staging = nullptr;
+    CHECK(arena.stage(block, &staging) == Arena::Answer::kNo);
+    if (round % 5 == 0) {  // nobody needs it any more
+      CHECK(arena.release(block));
+      continue;
+    }
+    const bool guarded = round % 3 == 0;
+    if (guarded) CHECK(arena.keep_for(block, +1, &error) == Arena::Answer::kYes);
+    auto* made = allocate(arena, size);
+    fill(made, size, round);
+    CHECK(arena.take(block, made, &error) == Arena::Answer::kYes);
+    CHECK(arena.take(block, made, &error) == Arena::Answer::kNo);
+    CHECK(arena.release(made));
+    CHECK(holds(block, size, round));
+    CHECK(state(arena, block) == (guarded ? Arena::State::kGuarded : Arena::State::kIn));
+    CHECK_EQUAL(arena.in_memory_bytes(), before.in_memory_bytes);
+    if (!guarded) fill(block, size, 5);
+    CHECK(arena.release(block));
+  }
+  CHECK_EQUAL(arena.in_memory_bytes(), 0u);
+  CHECK_EQUAL(arena.stats().out_bytes, 0u);
+  CHECK_EQUAL(arena.stats().in_use_bytes, 0u);
+}
+
+TEST(a_block_keeps_its_memory_for_one_of_another_size) {
+  Arena arena(kReserveBytes);
+  auto* block = allocate(arena, kMiB);
+  auto* other = allocate(arena, 2 * kMiB);
+  fill(other, 2 * kMiB, 3);
+  int error = 0;
+  CHECK(arena.take(block, other, &error) == Arena::Answer::kNo);  // it was not dropped
+  CHECK(arena.drop(block) == Arena::Answer::kYes);
+  CHECK(arena.take(block, other, &error) == Arena::Answer::kNo);
+  CHECK(holds(other, 2 * kMiB, 3));
+  CHECK(arena.release(block) && arena.release(other));
+}
+
+namespace {
+
+constexpr Interpreter kNoInterpreter{[] { return false; }, []() -> void* { return nullptr; }, [](void*) {}};
+
+// Answers accesses as the owner of blocks does: what was dropped is made again, and what was to stay as it is
+// may be written.
+class Owner {
+ public:
+  explicit Owner(Arena& arena) : arena_(arena) {
+    set_interpreter(&kNoInterpreter);
+    thread_ = std::thread([this] { serve(); });
+  }
+  ~Owner() {
+    ends_ = true;
+    set_interpreter(nullptr);
+    thread_.join();
+  }
+
+  void knows(char* block, std::size_t size_bytes) { block_ = block, size_bytes_ = size_bytes; }
+  std::atomic<int> reads{0}, writes{0};
+
+ private:
+  void serve() {
+    while (!ends_) {
+      const auto question = next_question(1.0);
+      if (!question) continue;
+      int error = 0;
+      if (question->is_write && state(arena_, block_) != Arena::State::kDropped) {
+        ++writes;
+      } else {
+        ++reads;
+        auto* made = allocate(arena_, size_bytes_);
+        fill(made, size_bytes_, 7);
+        CHECK(arena_.take(block_, made, &error) == Arena::Answer::kYes);
+        CHECK(arena_.release(made));
+      }
+      if (question->is_write) CHECK(arena_.keep_for(block_, -1, &error) == Arena::Answer::kYes);
+      answer_question(question->number, true);
+    }
+  }
+
+  Arena& arena_;
+  std::atomic<char*> block_{nullptr};
+  std::atomic<std::size_t> size_bytes_{0};
+  std::atomic<bool> ends_{false};
+  std::thread thread_;
+};
+
+}  // namespace
+
+TEST(an_access_to_what_was_dropped_waits_for_its_owner) {
+  auto& arena = served_arena();
+  Owner owner(arena);
+  for (const auto size : {std::size_t{9000}, 3 * kMiB + 5000}) {
+    auto* block = allocate(arena, size);
+    owner.knows(block, size);
+    int error = 0;
+    CHECK(arena.keep_for(block, +1, &error) == Arena::Answer::kYes);
+    CHECK(arena.drop(block) == Arena::Answer::kYes);
+    const int reads = owner.reads, writes = owner.writes;
+    std::vector<std::thread> readers;
+    std::atomic<int> right{0};
+    readers.emplace_back([&] { right += holds(block, size, 7); });
+    for (auto& reader : readers) reader.join();
+    CHECK_EQUAL(right.load(), 1);
+    CHECK_EQUAL(owner.reads - reads, 1);
+    CHECK_EQUAL(owner.writes - writes, 0);
+    std::thread([&] { fill(block, size, 9); }).join();
+    CHECK_EQUAL(owner.writes - writes, 1);
+    CHECK(holds(block, size, 9));
+    CHECK(state(arena, block) == Arena::State::kIn);
+    CHECK(arena.release(block));
+  }
 }

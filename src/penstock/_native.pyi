@@ -88,7 +88,13 @@ def arena_stage(address: int) -> int: ...
 def arena_arrive(address: int, guard: bool = True) -> bool: ...
 def arena_unstage(address: int) -> None: ...
 def arena_bring_in(address: int) -> None: ...
-def arena_state(address: int) -> Literal["in", "guarded", "out", "staged"]: ...
+def arena_state(address: int) -> Literal["in", "guarded", "out", "staged", "dropped"]: ...
+def arena_drop(address: int) -> bool: ...  # False if it is out
+def arena_take(address: int, source: int) -> bool: ...  # a dropped block gets the memory of another
+def arena_keep_for(address: int, change: int) -> None: ...  # recipes that hold while it is not written
+def arena_compute_dropped(computes: bool) -> None: ...  # whether somebody asks for questions
+def arena_wait_for_question(seconds: float) -> tuple[int, int, bool] | None: ...  # number, address, write?
+def arena_answer(number: int, done: bool) -> None: ...
 def arena_forget_copy(address: int) -> None: ...
 def arena_events() -> list[tuple[int, Literal["out", "in"]]]: ...
 def arena_in_memory_bytes() -> int: ...  # of arena_stats(), without waiting for a lock
@@ -327,6 +333,7 @@ class ManagedStorage:
     gone: bool  # the device took its memory by itself, and keeps a copy of its own
     fixed: bool  # it lies outside of the arena, and counts
     pins: int  # kernels that use it now
+    recipes: int  # to run kernels again, that hold only while it is not written
     index: int  # number in the trace of the step `step`
     step: int
     birth: int  # kernel of that step that made it, else -1
@@ -394,6 +401,8 @@ class KernelClock:
     views_need_bytes: bool  # torch refuses views of what is away
     asks_needs: bool  # Python tells what a kernel takes, before it runs
     watches: bool  # kernels are recorded
+    notes: bool  # how to run the kernel that begins again
+    excluded_s: float  # of what was done for the kernel that begins, but is not the clock's own
     activation: int  # index of this kind of tensor
     def __init__(
         self,

@@ -59,7 +59,7 @@ def test_a_policy_keeps_the_bits_at_a_budget_that_it_reaches(
         found, report = offloaded(training(family), budget_bytes, tmp_path, policy=policy)
     assert report.policy == policy
     assert differences(expected(family), found) == []
-    assert report.evicted_bytes > 0 and report.loaded_bytes > 0
+    assert report.recomputed_bytes > 0 or (report.evicted_bytes > 0 and report.loaded_bytes > 0)
     assert report.peak_bytes <= budget_bytes
     assert report.trace_mismatches == 1, "the second step: the first one made the optimizer's state"
 

@@ -128,6 +128,6 @@ def check_same(
         found, report = offloaded(program, budget_bytes, spill_dir, **options)
         assert differences(expected, found) == [], f"budget {budget_bytes}"
         assert report.peak_bytes <= budget_bytes
-        assert report.loaded_bytes > 0
+        assert report.loaded_bytes > 0 or report.recomputed_bytes > 0
         reports.append((budget_bytes, report))
     return reports

@@ -32,6 +32,7 @@ class Operator(NamedTuple):
     is_kernel      False for views and for questions about metadata: they read and write no memory
     written        (position, name) of the arguments that it writes to
     is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
+    draws          it is repeatable but for the random numbers that it draws from a generator
     is_opaque      it has no schema, such as a compiled region: any of its inputs may be written
     takes_lists    of tensors, each for itself: see penstock.capture.slices
     """
@@ -40,8 +41,14 @@ class Operator(NamedTuple):
     is_kernel: bool
     written: tuple[tuple[int, str], ...]
     is_repeatable: bool
+    draws: bool = False
     is_opaque: bool = False
     takes_lists: bool = False
+
+    @property
+    def can_run_again(self) -> bool:
+        """It gives the same bits again, with the same random numbers."""
+        return self.is_repeatable or self.draws
 
 
 @cache
@@ -49,7 +56,7 @@ def describe(operator: Any) -> Operator:
     """What is known of ``operator``, a torch._ops.OpOverload or a higher-order operator."""
     schema = getattr(operator, "_schema", None)
     if schema is None:
-        return Operator(str(operator), True, (), False, True)
+        return Operator(str(operator), True, (), False, is_opaque=True)
     name = str(schema.name).removeprefix("aten::")
     silent = _SILENT_WRITES.get(name, ())
     written = tuple(
@@ -64,19 +71,17 @@ def describe(operator: Any) -> Operator:
         name,
         not (is_view or is_metadata),
         written,
-        not written and not _is_random(operator),
+        not written and not _has_tag(operator, "nondeterministic_seeded", "nondeterministic_bitwise"),
+        draws=not written
+        and _has_tag(operator, "nondeterministic_seeded")
+        and not _has_tag(operator, "nondeterministic_bitwise"),
         takes_lists=name.startswith(LIST_PREFIXES),
     )
 
 
-def _is_random(operator: Any) -> bool:
-    """Whether it gives other results if it is run again: random numbers, or sums in any order."""
+def _has_tag(operator: Any, *names: str) -> bool:
     tags = getattr(operator, "tags", ())
-    return any(
-        tag in tags
-        for name in ("nondeterministic_seeded", "nondeterministic_bitwise")
-        if (tag := getattr(torch.Tag, name, None)) is not None
-    )
+    return any((tag := getattr(torch.Tag, name, None)) is not None and tag in tags for name in names)
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:

@@ -140,7 +140,7 @@ class Tracer(TorchDispatchMode):
         written = inputs  # whatever an operator without a schema does
         if not told.is_opaque:
             written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
-        made = self._results(result, inputs, phase == FORWARD and told.is_repeatable)
+        made = self._results(result, inputs, phase == FORWARD and told.can_run_again)
         for index in written:
             self._tensors[index].producer = -1
         for index in inputs:  # what the kernel itself ends, as a compiled region does, was there while it ran

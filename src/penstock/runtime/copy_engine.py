@@ -19,7 +19,7 @@ import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
+from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
 
 logger = logging.getLogger("penstock")
@@ -113,6 +113,23 @@ class Device(Protocol):
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write to the storage."""
 
+    def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Give the storage's memory back, with no copy. False: it cannot be had now."""
+        ...
+
+    def fill(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
+    ) -> bool:
+        """What was dropped gets the bytes of ``made``, which nobody uses again. False: the system refuses."""
+        ...
+
+    def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
+        """A recipe more, or less, holds only while the storage is not written: where somebody does that
+        unannounced, `penstock.runtime.recompute` is asked first."""
+
+    def use(self, storages: Sequence[ManagedStorage]) -> None:
+        """A kernel of this thread is about to use these: they stay until the next one does."""
+
     def notice(self) -> None:
         """Tell the engine, by `note_arrived` and `note_gone`, what the device moved by itself."""
 
@@ -130,6 +147,7 @@ class CopyEngine:
     in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
     waits, moved      since `begin_step`
     check_interrupt   raises in a wait what should end it
+    recompute         makes a storage that was dropped again
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """
@@ -146,6 +164,7 @@ class CopyEngine:
         self.budget_bytes = budget_bytes
         self.victims = victims
         self.check_interrupt: Callable[[], None] = lambda: None
+        self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -329,6 +348,9 @@ class CopyEngine:
 
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
         """Wait until all of them are on the device. They are pinned, and so stay."""
+        for managed in wanted:
+            if managed.state == DROPPED:
+                self.recompute(managed)
         for managed in wanted:
             if managed.state == COMING:
                 self._device.hurry(managed)
@@ -562,6 +584,14 @@ class CopyEngine:
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
                 )
+
+    def wait_for_change(self) -> None:
+        """Until a copy completes, or `notify_change` is called. Raises SpillError after the time limit."""
+        if not self._changed.wait(self._timeout_s):
+            raise SpillError(f"what another thread recomputes is not there after {self._timeout_s} s")
+
+    def notify_change(self) -> None:
+        self._changed.notify_all()
 
     def raise_error(self) -> None:
         if self._error is not None:

@@ -10,6 +10,7 @@ move.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -32,8 +33,9 @@ from penstock.runtime.devices import Device
 from penstock.runtime.eviction_order import eviction_order
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.output_bytes import Needs
-from penstock.runtime.schedule import Evict, Prefetch, Schedule
-from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
+from penstock.runtime.recompute import Recomputation
+from penstock.runtime.schedule import Drop, Evict, Note, Prefetch, Recompute, Schedule
+from penstock.runtime.storages import DROPPED, LEAVING, ManagedStorage, Storages
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
@@ -82,6 +84,7 @@ class Clock(TorchDispatchMode):
         self.storages.tells_all = not device.memory.in_arena
         device.storages = self.storages
         engine.victims = self._victims
+        self.recomputation = Recomputation(device, engine)
         self._kernels = _native.KernelClock(
             storages=self.storages,
             memory=device.memory,
@@ -151,6 +154,7 @@ class Clock(TorchDispatchMode):
         recording   where to note what happens
         """
         with self._interrupts, self._lock:
+            self.recomputation.begin_step()
             schedules = tuple(known)
             first = schedules[0] if schedules else None
             self._alternatives = schedules[1:]
@@ -192,6 +196,7 @@ class Clock(TorchDispatchMode):
         self.phases.exit()
         with self._lock:
             self.storages.bury()
+            self.recomputation.end_step()
             self._kernels.in_step = False
             if not self.rests:
                 self._carried = {
@@ -282,21 +287,37 @@ class Clock(TorchDispatchMode):
 
     def _make_ready(
         self, used: list[ManagedStorage], away: bool, written: list[ManagedStorage], need_bytes: int
-    ) -> float:
-        """Bring what is away, give up copies of what the kernel writes, and make room. Seconds waited."""
+    ) -> None:
+        """Bring what is away, give up copies of what the kernel writes, and make room."""
         engine = self._engine
         waits = len(engine.waits)
+        recompute_s = self.recomputation.recompute_s
         with self._interrupts:
             if away:
                 engine.demand(used)
+                if self.recomputation.recompute_s > recompute_s:
+                    self._device.use(used)  # others were in use meanwhile
             for managed in written:
+                if managed.recipes:
+                    self.recomputation.will_write(managed)
                 if managed.clean or managed.guarded or managed.state:
                     engine.will_write(managed)
             if need_bytes or away:
                 ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
                 # A device that keeps the budget by itself refuses what does not fit when it is asked for.
                 engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
-        return sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
+        self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
+        self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
+
+    @staticmethod
+    def _state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        return Recomputation.state_before(facts, args, kwargs)
+
+    def _note(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any, before: Any
+    ) -> None:
+        with self._interrupts:
+            self.recomputation.note(operator, args, kwargs, result, before, self.storages.meet)
 
     def _begin_measuring(self) -> None:
         self._device.begin_measuring()
@@ -361,6 +382,9 @@ class Clock(TorchDispatchMode):
         engine = self._engine
         with self._interrupts:
             for action in self._kernels.schedule.before[kernel]:
+                if type(action) is Note:
+                    self._kernels.notes = True
+                    continue
                 managed = self._tensor(action.tensor)
                 if managed is None or not managed.movable:
                     continue
@@ -370,8 +394,20 @@ class Clock(TorchDispatchMode):
                     engine.evict(managed, action.tier, release=False, packs=action.packs)
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
+                elif type(action) is Drop:
+                    self.recomputation.drop(managed)
+                elif type(action) is Recompute:
+                    self._recompute(managed)
                 else:
                     engine.release(managed)
+
+    def _recompute(self, managed: ManagedStorage) -> None:
+        begun_s = time.perf_counter()
+        if managed.state == DROPPED:
+            self.recomputation.recompute(managed)
+        else:  # it could not be dropped
+            self._engine.prefetch(managed)
+        self._kernels.excluded_s += time.perf_counter() - begun_s
 
     def _change(self, name: str) -> None:
         """Follow another schedule that agrees with the step so far; none where there is none."""
@@ -401,6 +437,8 @@ class Clock(TorchDispatchMode):
             ):
                 # What the kernel itself ends was there while it ran.
                 recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
+            if managed.recipes:
+                self.recomputation.bury(managed)
             self._device.bury(managed)
 
     def _record(
@@ -451,7 +489,7 @@ class Clock(TorchDispatchMode):
                     record = recording.tensors[managed.index]
                     density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
                     record.density = max(record.density or 0.0, density)
-        repeats = phase == 0 and facts.is_repeatable
+        repeats = phase == 0 and facts.can_run_again
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
         workspace_bytes = self._device.workspace_bytes()

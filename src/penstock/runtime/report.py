@@ -24,6 +24,10 @@ class Report:
     minimum_bytes           smallest device budget in which the steps so far could have run
     evicted_bytes, loaded_bytes   left the device, and came back, in the last step, planned or not
     disk_written_bytes      written to the disk in the last step
+    recomputed_bytes        made by running kernels again, in the last step
+    recompute_s             spent on that
+    unrecomputed            tensors that the plan would drop, and that moved instead, since what their kernel
+                            needs was not there any more, in the last step
     endurance_bytes         that may be written to the disk in its life, as given to `offload`
     moved_bytes_by_kind     of the bytes that left in one step, by kind of tensor
     unplanned_accesses      to bytes that were away, or being copied, by code that is no operator of torch
@@ -63,6 +67,9 @@ class Report:
     clock_s: float = 0.0
     operators: int = 0
     disk_written_bytes: int = 0
+    recomputed_bytes: int = 0
+    recompute_s: float = 0.0
+    unrecomputed: int = 0
     endurance_bytes: int | None = None
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -137,6 +144,12 @@ class Report:
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
             shown = ", ".join(f"{kind} {format_bytes(moved)}" for kind, moved in kinds.items())
             lines.append(f"  evicted per step, by kind: {shown}")
+        if self.recomputed_bytes or self.unrecomputed:
+            moved = f"; {self.unrecomputed} tensors moved instead" if self.unrecomputed else ""
+            lines.append(
+                f"  recomputed per step: {format_bytes(self.recomputed_bytes)} in "
+                f"{format_seconds(self.recompute_s)}{moved}"
+            )
         if total_bytes := sum(self.moved_bytes_by_io_path.values()):
             by_share = sorted(self.moved_bytes_by_io_path.items(), key=lambda item: -item[1])
             shares = ", ".join(f"{path} ({size_bytes / total_bytes:.0%})" for path, size_bytes in by_share)

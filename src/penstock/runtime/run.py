@@ -66,13 +66,19 @@ _lingering: list[Offload] = []  # closed, with tensors that are away
 
 def _leave_to_parent() -> None:
     """In a process made by fork: copies are the parent's. What is away is read here when it is touched."""
-    for run in _open:
+    for run in (*_open, *_lingering):
         run._closed = True
         run._clock.stop()
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _recompute_for_child() -> None:
+    """A child runs no kernels of its parent's again."""
+    for run in (*_open, *_lingering):
+        run._recompute_all()
+
+
+os.register_at_fork(before=_recompute_for_child, after_in_child=_leave_to_parent)
 
 
 def offload(
@@ -95,6 +101,7 @@ def offload(
     smallest_bytes: int | str = SMALLEST_BYTES,
     endurance: int | str | None = None,
     compress: bool = True,
+    recompute: bool = True,
 ) -> Offload:
     """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
 
@@ -135,6 +142,8 @@ def offload(
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
     compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
+    recompute       plans may drop what a kernel made, and run the kernel again before it is needed, where
+                    that is faster than moving it
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
@@ -159,6 +168,7 @@ def offload(
             smallest_bytes=parse_bytes(smallest_bytes),
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
             compress=compress,
+            recompute=recompute,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -227,6 +237,7 @@ class Offload:
         smallest_bytes: int,
         endurance_bytes: int | None,
         compress: bool,
+        recompute: bool,
     ) -> None:
         require_policy(policy)
         _require_torch()
@@ -283,7 +294,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self._kinds = StepKinds(policy, hardware, compress and self._device.compresses)
+            self._kinds = StepKinds(policy, hardware, compress and self._device.compresses, recompute)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -294,6 +305,7 @@ class Offload:
             self._step_times_s: deque[float] = deque(maxlen=LAST_STEPS)
             self._last_step_s = 0.0
             self._last_moved: list[Moved] = []
+            self._last_recomputed = (0, 0.0, 0)
             self._last_swapped_bytes = (0, 0)  # by the arena itself: out of memory, and back
             self._swapped_before_bytes = (0, 0)
             self._stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
@@ -364,6 +376,8 @@ class Offload:
         self._last_step_s = step_s
         self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
         self._last_moved = engine.moved
+        again = clock.recomputation
+        self._last_recomputed = again.recomputed_bytes, again.recompute_s, again.kept
         out_bytes, in_bytes = self._swapped_before_bytes
         now_out_bytes, now_in_bytes = self._swapped_bytes()
         self._last_swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
@@ -462,6 +476,9 @@ class Offload:
             evicted_bytes=timeline.moved_bytes(moved, device.evict_link) + swapped_out_bytes,
             predicted_evicted_bytes=predicted.evicted_bytes if predicted is not None else 0,
             loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link) + swapped_in_bytes,
+            recomputed_bytes=self._last_recomputed[0],
+            recompute_s=self._last_recomputed[1],
+            unrecomputed=self._last_recomputed[2],
             disk_written_bytes=timeline.moved_bytes(moved, "disk_write") + swapped_out_bytes,
             endurance_bytes=self._endurance_bytes,
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
@@ -501,13 +518,23 @@ class Offload:
                 self._compiled_as_before()
                 self._optimizer_hook.remove()
                 _open.remove(self)
+                recomputed = self._recompute_all()
                 self._engine.drain()
-                if not self._settle():
+                if not recomputed or not self._settle():
                     # More than the budget is away: the run's disk space lasts as long as its tensors.
                     _lingering.append(self)
         finally:
             self._interrupts.remove()
             self._kinds.close()
+
+    def _recompute_all(self) -> bool:
+        """Make what was dropped again. False: some of it cannot be made now."""
+        try:
+            self._clock.recomputation.recompute_all()
+        except Exception as error:
+            logger.warning("tensors cannot be recomputed now, and are when they are touched: %s", error)
+            return False
+        return True
 
     def _settle(self) -> bool:
         """Bring back what is away, and give everything back; False where it does not fit."""
@@ -515,6 +542,7 @@ class Offload:
             self._clock.storages.bury()
             if not self._device.settle(self._clock.storages.all()):
                 return False
+        self._clock.recomputation.close()
         self._device.close()
         self._spill.close()
         return True

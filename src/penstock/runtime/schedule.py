@@ -51,7 +51,25 @@ class Prefetch(NamedTuple):
     keeps_copy: bool = True
 
 
-Action = Evict | Release | Prefetch
+class Note(NamedTuple):
+    """Note how to run the kernel again: what it makes is dropped later."""
+
+    tensor: int = -1
+
+
+class Drop(NamedTuple):
+    """Give the tensor's memory back: it is recomputed before it is needed again."""
+
+    tensor: int
+
+
+class Recompute(NamedTuple):
+    """Run the kernel again that made the tensor."""
+
+    tensor: int
+
+
+Action = Evict | Release | Prefetch | Note | Drop | Recompute
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,7 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
-    needed = resident_bytes(trace, plan.evictions)
+    needed = resident_bytes(trace, plan.evictions, plan.recomputations)
     evictions = list(_with_room(trace, plan, plan.device_budget_bytes - needed))
     for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
@@ -127,6 +145,12 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     for evict in sorted(evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
+    for producer in sorted({int(trace.tensor_recompute[entry.tensor]) for entry in plan.recomputations}):
+        before[producer].append(Note())
+    for entry in plan.recomputations:
+        before[entry.begin % count].append(Drop(entry.tensor))
+    for entry in plan.recomputations:
+        before[entry.end % count].append(Recompute(entry.tensor))
     made = unplanned(trace, before, away)
     return replace(made, is_still=not made.away_at_start and not any(made.before))
 
@@ -219,9 +243,6 @@ def _entries(lists: Lists) -> tuple[IntArray, IntArray]:
 
 def _refuse(plan: Plan, compresses: bool) -> None:
     what, options = [], []
-    if plan.recomputations:
-        what.append(f"recompute {len(plan.recomputations)} tensors")
-        options.append("--recompute")
     carried = {"raw", "csr"} if compresses else {"raw"}
     if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
         what.append(f"compress tensors ({', '.join(codecs)})")

@@ -38,6 +38,9 @@ PLANNING_LIMITS_S = (0.5, 10.0)
 # again after each of the next ones but the last, whose record is compared with the prediction.
 RECORDINGS = 3
 
+# In the background it takes at least so long, if it needs it: it gets a part of the processor only.
+LEAST_IN_BACKGROUND_S = 2.0
+
 # Of steps whose kernel times have drifted, so many are recorded.
 RECORDINGS_OF_DRIFT = 2
 
@@ -89,6 +92,7 @@ class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
     compresses      plans may use bitmask-CSR
+    recomputes      plans may recompute tensors
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
     hardware        the machine that this plan was made for
@@ -99,10 +103,11 @@ class StepKinds:
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(self, policy: str, hardware: Hardware, compresses: bool) -> None:
+    def __init__(self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool) -> None:
         self._policy = policy
         self.hardware = hardware
         self._compresses = compresses
+        self._recomputes = recomputes
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -217,10 +222,11 @@ class StepKinds:
     ) -> None:
         """A step of this kind that was not recorded is over: see `Drift.note`. Where something has drifted,
         it is planned again in the background."""
-        if kind.fixed or kind.recordings_left or kind.plan is None or not kind.plan.evictions:
+        plan = kind.plan
+        if kind.fixed or kind.recordings_left or plan is None or not (plan.evictions or plan.recomputations):
             return
         if kind.drift is None:
-            kind.drift = Drift(kind.trace, kind.plan, kind.hardware)
+            kind.drift = Drift(kind.trace, plan, kind.hardware)
         kind.drift.note(moved, step_s, kernels_s, clock_s, operators)
         kind.steps += 1
         if self._planning is not None or kind.steps < kind.least_steps:
@@ -240,7 +246,7 @@ class StepKinds:
         still. Called on a thread of its own. Raises PenstockError."""
         assert kind.plan is not None
         least_steps = min(2 * kind.least_steps, MOST_STEPS)
-        made = self._made(trace, hardware, 0)
+        made = self._made(trace, hardware, 0, max(_planning_s(trace), LEAST_IN_BACKGROUND_S))
         assert made.plan is not None
         before = replace(kind.plan, trace=trace)
         if not check(trace, before, hardware):
@@ -311,7 +317,7 @@ class StepKinds:
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS, hardware)
         try:
-            kind = self._made(trace, hardware, left)
+            kind = self._made(trace, hardware, left, _planning_s(trace))
             self.refusal = ""
         except PenstockError as error:
             if before is not None and before.plan is not None:
@@ -323,14 +329,15 @@ class StepKinds:
         resident.release_free_memory()  # what the solver took
         return kind
 
-    def _made(self, trace: Trace, hardware: Hardware, recordings_left: int) -> StepKind:
+    def _made(self, trace: Trace, hardware: Hardware, recordings_left: int, time_limit_s: float) -> StepKind:
         """A kind of step with a plan. Raises PenstockError."""
         made = make_plan(
             trace,
             hardware,
             self._policy,
+            recompute=self._recomputes,
             compress=len(trace.tensor_density) > 0,
-            time_limit_s=_planning_s(trace),
+            time_limit_s=time_limit_s,
         )
         made = replace(made, offsets=())  # storages stay where they are
         if violations := check(trace, made, hardware):

@@ -12,6 +12,9 @@ A `ManagedStorage` goes through these states. All transitions are made by `penst
         └──────────────────────────────────────────────────────────┘
                                  copy complete
 
+A resident storage that a kernel can make again may be DROPPED, and is RESIDENT when that kernel has run
+again: penstock.runtime.recompute.
+
 A resident storage is clean while its copy in ``slot`` has the same bytes: it is released at no cost.
 
 Both classes are C++, since the clock of kernels reads them for every operator: csrc/runtime/storages.hpp.
@@ -24,8 +27,8 @@ from penstock._native import ManagedStorage, Storages
 
 __all__ = ["ManagedStorage", "Storages"]
 
-RESIDENT, LEAVING, AWAY, COMING = range(4)
-STATES = ("RESIDENT", "LEAVING", "AWAY", "COMING")
+RESIDENT, LEAVING, AWAY, COMING, DROPPED = range(5)
+STATES = ("RESIDENT", "LEAVING", "AWAY", "COMING", "DROPPED")
 
 # Smaller storages cost more to move than they free. They stay, and count.
 SMALLEST_BYTES = 64 << 10

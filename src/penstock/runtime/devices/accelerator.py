@@ -28,6 +28,7 @@ import functools
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -268,6 +269,34 @@ class AcceleratorDevice:
 
     def will_write(self, managed: ManagedStorage) -> None:
         pass  # the engine takes no copy of what was written meanwhile
+
+    def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        return self.release(managed, storage)
+
+    def fill(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
+    ) -> bool:
+        current = self._driver.current_stream()
+        if not self.prepare(managed, storage):
+            return False
+        if managed.place != current:  # the memory may still be in use there
+            event = self._record(managed.place)
+            current.wait_event(event)
+            self._free_events.append(event)
+        self._bytes_of(storage).copy_(self._bytes_of(made))
+        return True
+
+    @staticmethod
+    def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, 0, (storage.nbytes(),), (1,)
+        )
+
+    def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
+        pass  # writes that no kernel makes are none
+
+    def use(self, storages: Sequence[ManagedStorage]) -> None:
+        pass  # pins keep them
 
     def notice(self) -> None:
         pass

@@ -300,6 +300,30 @@ class CpuDevice:
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone
 
+    # -- recomputation -------------------------------------------------------------------------
+
+    def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if self._is_elsewhere(managed, storage) or not _native.arena_drop(managed.address):
+            return False
+        managed.guarded = False
+        return True
+
+    def fill(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
+    ) -> bool:
+        if self._is_elsewhere(managed, storage):  # it was touched, and made, on the way there
+            return True
+        managed.guarded = managed.recipes > 0
+        return _native.arena_take(managed.address, made.data_ptr())
+
+    def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
+        if managed.address and storage.data_ptr() == managed.address:
+            _native.arena_keep_for(managed.address, change)
+            managed.guarded |= managed.state in (RESIDENT, LEAVING)
+
+    def use(self, storages: Sequence[ManagedStorage]) -> None:
+        _native.arena_touch([managed.address for managed in storages if managed.address])
+
     # -- kernels -------------------------------------------------------------------------------
 
     def begin_kernel(self) -> None:

@@ -1,0 +1,476 @@
+"""Recomputation: kernels run again, to make what was dropped once more, with the same bits.
+
+When a kernel has run whose result the schedule drops later, it is noted how to run it again: a recipe. A
+recipe holds while nobody writes to what it reads and makes; each write is announced, by the clock or by the
+device, and what was dropped is made again before it. A recipe keeps the storages it reads alive only once
+something was dropped for its sake.
+
+On a CPU an access that nobody announced, such as NumPy's, waits in the device until a thread of this module
+has made what is missing: whoever waits there may hold the interpreter, and gives it up meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock import _native
+from penstock.capture.operators import Operator, tensors_in
+from penstock.errors import PenstockError, SpillError
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import Device
+from penstock.runtime.storages import DROPPED, LEAVING, RESIDENT, ManagedStorage
+from penstock.units import format_bytes
+
+logger = logging.getLogger("penstock")
+
+# What is noted runs below autocast: its arguments were cast already.
+_BELOW_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+class _Described(NamedTuple):
+    """A tensor among the arguments, by its storage."""
+
+    managed: ManagedStorage
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> torch.Tensor:
+        storage = self.managed.storage()
+        made = torch.empty(0, dtype=self.dtype, device=self.device)
+        return made.set_(storage, self.offset, self.size, self.stride)
+
+
+class _Switches(NamedTuple):
+    """What a user can switch that changes the bits of a kernel, for this thread or the process."""
+
+    grad: bool
+    threads: int
+    onednn: bool
+    deterministic: bool
+    matmul_precision: str
+
+    @classmethod
+    def now(cls) -> _Switches:
+        return cls(
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+            torch._C._get_mkldnn_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    def set(self) -> None:
+        torch.set_grad_enabled(self.grad)
+        torch.set_num_threads(self.threads)
+        torch._C._set_mkldnn_enabled(self.onednn)
+        torch.use_deterministic_algorithms(self.deterministic)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+
+
+@dataclass(eq=False)
+class _Recipe:
+    """How to run one kernel again.
+
+    generator   that it draws from, and its state when it ran; None where it draws nothing
+    reads       storages among the arguments
+    makes       storages of its results, with their positions among them
+    need_bytes  that it takes beside what it reads
+    held        what keeps `reads` alive, since something was dropped
+    """
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: tuple[torch.Generator, torch.Tensor] | None
+    switches: _Switches
+    reads: list[ManagedStorage]
+    makes: dict[ManagedStorage, int]
+    need_bytes: int
+    held: list[torch.UntypedStorage] = field(default_factory=list)
+
+
+class Recomputation:
+    """Notes kernels, drops what they made, and runs them again.
+
+    recomputed_bytes, recompute_s   since `begin_step`; seconds without waits
+    kept                            tensors that should have been dropped, and could not be recomputed; since
+                                    `begin_step`
+    """
+
+    def __init__(self, device: Device, engine: CopyEngine) -> None:
+        self._device = device
+        self._engine = engine
+        self._recipes: dict[ManagedStorage, _Recipe] = {}  # by what they make
+        self._readers: dict[ManagedStorage, list[_Recipe]] = {}  # by what they read
+        self._running: set[ManagedStorage] = set()
+        self.recomputed_bytes = 0
+        self.recompute_s = 0.0
+        self.kept = 0
+        engine.recompute = self.recompute
+
+    def begin_step(self) -> None:
+        self.recomputed_bytes = 0
+        self.recompute_s = 0.0
+        self.kept = 0
+
+    # -- noting --------------------------------------------------------------------------------
+
+    @staticmethod
+    def state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What must be kept of a moment before the kernel runs: what it draws its random numbers from."""
+        if not facts.draws:
+            return None
+        generator = (kwargs or {}).get("generator")
+        if generator is None:
+            device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+            generator = _default_generator((kwargs or {}).get("device") or device)
+        return generator, generator.get_state()
+
+    def note(
+        self,
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+        before: Any,
+        find: Callable[[torch.UntypedStorage], ManagedStorage],
+    ) -> None:
+        """The kernel has run, and what it made is to be dropped later."""
+        reads: dict[ManagedStorage, None] = {}
+
+        def described(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if not _is_plain(value):
+                    raise _NotRepeatable
+                managed = find(value.untyped_storage())
+                reads[managed] = None
+                return _Described(
+                    managed,
+                    tuple(value.shape),
+                    value.stride(),
+                    int(value.storage_offset()),
+                    value.dtype,
+                    value.device,
+                )
+            if isinstance(value, tuple | list):
+                return type(value)(map(described, value))
+            return value
+
+        try:
+            kept_args = tuple(map(described, args))
+            kept_kwargs = {name: described(value) for name, value in (kwargs or {}).items()}
+        except (_NotRepeatable, TypeError):
+            return
+        makes: dict[ManagedStorage, int] = {}
+        for position, tensor in enumerate(tensors_in(result)):
+            managed = find(tensor.untyped_storage())
+            if managed not in reads:
+                makes.setdefault(managed, position)
+        need_bytes = sum(managed.size_bytes for managed in makes)
+        recipe = _Recipe(
+            operator, kept_args, kept_kwargs, before, _Switches.now(), list(reads), makes, need_bytes
+        )
+        for managed in makes:
+            if managed in self._recipes:
+                self._forget(self._recipes[managed])
+            self._recipes[managed] = recipe
+            self._watch(managed, +1)
+        for managed in reads:
+            self._readers.setdefault(managed, []).append(recipe)
+            self._watch(managed, +1)
+
+    def _watch(self, managed: ManagedStorage, change: int) -> None:
+        """A recipe more, or less, holds only while the storage is not written."""
+        managed.recipes += change
+        storage = managed.storage()
+        if storage is not None and managed.movable:
+            self._device.watch_writes(managed, storage, change)
+
+    def _forget(self, recipe: _Recipe) -> None:
+        """Nothing of it is dropped."""
+        for managed in recipe.makes:
+            if self._recipes.pop(managed, None) is not None:
+                self._watch(managed, -1)
+        for managed in recipe.reads:
+            readers = self._readers[managed]
+            readers.remove(recipe)
+            if not readers:
+                del self._readers[managed]
+            self._watch(managed, -1)
+        recipe.held.clear()
+
+    def _settle(self, recipe: _Recipe) -> None:
+        """Let go of what the recipe reads, where nothing of it is dropped."""
+        if not any(managed.state == DROPPED for managed in recipe.makes):
+            recipe.held.clear()
+
+    # -- dropping ------------------------------------------------------------------------------
+
+    def drop(self, managed: ManagedStorage) -> None:
+        """Give the storage's memory back, with no copy; where it cannot be recomputed, with one."""
+        if managed.state != RESIDENT or managed.clean or managed.pins:
+            self._engine.release(managed)
+            return
+        recipe = self._recipes.get(managed)
+        storage = managed.storage()
+        held = [read.storage() for read in recipe.reads] if recipe is not None else []
+        if (
+            recipe is None
+            or storage is None
+            or any(read is None for read in held)
+            or not self._device.drop(managed, storage)
+        ):
+            self.kept += 1
+            self._engine.release(managed)
+            return
+        recipe.held = held
+        managed.state = DROPPED
+        if self._device.memory.in_arena:
+            start_answering(self)
+        self._engine.memory.reserved_bytes -= managed.size_bytes
+
+    # -- running again -------------------------------------------------------------------------
+
+    def recompute(self, managed: ManagedStorage) -> None:
+        """Make what was dropped again. The engine's lock is held, once; it is let go while the kernel runs.
+
+        Raises what the kernel raises, BudgetTooSmall, SpillError.
+        """
+        engine = self._engine
+        while managed in self._running:
+            engine.wait_for_change()
+        if managed.state != DROPPED:
+            return
+        recipe = self._recipes[managed]
+        used = [managed, *recipe.reads]
+        for storage in used:
+            storage.pins += 1
+        self._running.add(managed)
+        try:
+            if any(read.state > LEAVING for read in recipe.reads):
+                engine.demand(recipe.reads)
+            engine.make_room(recipe.need_bytes, expected=True)
+            self._device.use(recipe.reads)
+            lock = engine.lock
+            began_s = time.perf_counter()
+            lock.release()
+            try:
+                made = list(tensors_in(_run(recipe)))
+            finally:
+                lock.acquire()
+            result = _storage_at(made, recipe.makes[managed])
+            if result is None or result.nbytes() != managed.size_bytes:
+                raise PenstockError(
+                    f"{recipe.operator} gives other results when it runs again: train with recompute=False"
+                )
+            target = managed.storage()
+            if target is not None and managed.state == DROPPED:
+                if not self._device.fill(managed, target, result):
+                    raise SpillError(
+                        f"{format_bytes(managed.size_bytes)} were recomputed, and cannot be put in place: "
+                        "the operating system refuses to move memory. Raise its limits (ulimit -v, "
+                        "vm.max_map_count), or train with recompute=False."
+                    )
+                managed.state = RESIDENT
+                managed.clean = False
+                self.recomputed_bytes += managed.size_bytes
+            self.recompute_s += time.perf_counter() - began_s
+            self._settle(recipe)
+        finally:
+            for storage in used:
+                storage.pins -= 1
+            self._running.discard(managed)
+            engine.notify_change()
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        """The storage is about to be written: make what depends on it first, and forget how."""
+        for recipe in list(self._readers.get(managed, ())):
+            self._finish(recipe)
+        if (own := self._recipes.get(managed)) is not None:
+            self._finish(own)
+
+    def _finish(self, recipe: _Recipe) -> None:
+        for made in recipe.makes:
+            if made.state == DROPPED and made.storage() is not None:
+                self.recompute(made)
+        self._forget(recipe)
+
+    def recompute_all(self) -> None:
+        """Make everything that was dropped again. Raises what `recompute` raises."""
+        with _disable_current_modes(), self._engine.lock:
+            for recipe in list(dict.fromkeys(self._recipes.values())):
+                self._finish(recipe)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        stop_answering(self)
+
+    def end_step(self) -> None:
+        """Forget recipes of which nothing is dropped."""
+        for recipe in list(dict.fromkeys(self._recipes.values())):
+            if not any(managed.state == DROPPED for managed in recipe.makes):
+                self._forget(recipe)
+
+    def bury(self, managed: ManagedStorage) -> None:
+        """The storage has died."""
+        for recipe in list(self._readers.get(managed, ())):
+            self._forget(recipe)  # it kept nothing alive, and so nothing was dropped
+        own = self._recipes.get(managed)
+        if own is not None and all(made.storage() is None for made in own.makes):
+            self._forget(own)
+
+    # -- accesses that nobody announced --------------------------------------------------------
+
+    def answer(self, address: int, is_write: bool) -> bool:
+        """Somebody touches what was dropped, or writes to what a recipe needs: see to it. False: it is no
+        storage of ours, or it cannot be made."""
+        with self._engine.lock:
+            block = _native.arena_block(address)
+            storages = self._device.storages
+            managed = storages.at(block[0]) if block is not None and storages is not None else None
+            if managed is None:
+                return False
+            try:
+                if managed.state == DROPPED:
+                    self.recompute(managed)
+                if is_write:
+                    self.will_write(managed)
+            except Exception as error:
+                logger.error(
+                    "%s that were dropped are needed, and cannot be recomputed: %s",
+                    format_bytes(managed.size_bytes),
+                    error,
+                )
+                return False
+            return True
+
+
+class _NotRepeatable(Exception):
+    """An argument cannot be described by its storage."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
+    )
+
+
+def _storage_at(tensors: list[torch.Tensor], position: int) -> torch.UntypedStorage | None:
+    return tensors[position].untyped_storage() if position < len(tensors) else None
+
+
+def _default_generator(device: Any) -> torch.Generator:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Any = getattr(torch, device.type).default_generators
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generator: torch.Generator = generators[index]
+    return generator
+
+
+def _run(recipe: _Recipe) -> Any:
+    """The kernel once more. Modes that the program entered before the run see it, as they saw it first."""
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, _Described):
+            return value.tensor()
+        if isinstance(value, tuple | list):
+            return type(value)(map(restored, value))
+        return value
+
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _as_then(recipe):
+        return recipe.operator(
+            *map(restored, recipe.args), **{name: restored(value) for name, value in recipe.kwargs.items()}
+        )
+
+
+@contextlib.contextmanager
+def _as_then(recipe: _Recipe) -> Iterator[None]:
+    """Random numbers, and switches, as they were when the kernel ran first."""
+    switches = _Switches.now()
+    generator, state = recipe.generator or (None, None)
+    now = generator.get_state() if generator is not None else None
+    try:
+        if switches != recipe.switches:
+            recipe.switches.set()
+        if generator is not None:
+            generator.set_state(state)
+        yield
+    finally:
+        if generator is not None:
+            generator.set_state(now)
+        if switches != recipe.switches:
+            switches.set()
+
+
+# -- the thread that answers -------------------------------------------------------------------
+
+_answering: list[Recomputation] = []
+_thread: threading.Thread | None = None
+_guard = threading.Lock()
+
+ANSWER_S = 1.0  # the thread looks so often whether it is still needed
+
+
+def start_answering(recomputation: Recomputation) -> None:
+    """From now on accesses that nobody announced are answered, on a CPU."""
+    global _thread
+    if recomputation in _answering:
+        return
+    with _guard:
+        _answering.append(recomputation)
+        if _thread is None:
+            _native.arena_compute_dropped(True)
+            _thread = threading.Thread(target=_answer, name="penstock-recompute", daemon=True)
+            _thread.start()
+
+
+def stop_answering(recomputation: Recomputation) -> None:
+    """Nothing of it is dropped any more."""
+    global _thread
+    with _guard:
+        if recomputation in _answering:
+            _answering.remove(recomputation)
+        ended = _thread if not _answering else None
+        if ended is not None:
+            _thread = None
+            _native.arena_compute_dropped(False)
+    if ended is not None:
+        ended.join(2 * ANSWER_S)
+
+
+@atexit.register  # a thread that waits in native code cannot be ended by the interpreter
+def _stop_answering_all() -> None:
+    for recomputation in list(_answering):
+        stop_answering(recomputation)
+
+
+def _answer() -> None:
+    while _thread is threading.current_thread():
+        question = _native.arena_wait_for_question(ANSWER_S)
+        if question is None:
+            continue
+        number, address, is_write = question
+        done = False
+        try:
+            done = any(recomputation.answer(address, is_write) for recomputation in list(_answering))
+        finally:
+            _native.arena_answer(number, done)
