@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -58,6 +58,14 @@ bench-limit: setup
 bench-shapes: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[bench-train]'
 	$(BIN)/python benchmarks/changing_shapes.py -o out/changing_shapes.json
+
+# Every policy on two small models, predicted against measured: some minutes.
+bench-policies: setup
+	$(BIN)/python benchmarks/policies.py -o out/policies.json
+
+# A disk that becomes three times slower in mid-run: some minutes.
+bench-slow-disk: setup
+	$(BIN)/python benchmarks/slow_disk.py -o out/slow_disk.json
 
 # Needs 10 GB of free disk and 8 GB of memory, and a machine that does nothing else for half an hour.
 bench-io: setup

@@ -48,6 +48,7 @@ class Job:
     program               a Python file that has a class `Config` and a function `build(config)`, which gives
                           (model, optimizer, batches, loss)
     device_budget_bytes   for penstock
+    policy                for penstock, a key of penstock.planners.POLICIES
     hardware_file         for penstock, what `penstock probe` wrote
     record_folder         for penstock, where to leave the record of the run; none when empty
     spill_dir             for those that write files; the system's choice when empty
@@ -58,6 +59,7 @@ class Job:
     config: Any = field(default_factory=gpt.Config)
     program: str = gpt.__file__
     device_budget_bytes: int = 0
+    policy: str = "optimal"
     hardware_file: str = ""
     record_folder: str = ""
     spill_dir: str = ""
@@ -206,7 +208,10 @@ def _plain(job: Job) -> Iterator[Method]:
 def _penstock(job: Job) -> Iterator[Method]:
     hardware = penstock.Hardware.load(job.hardware_file) if job.hardware_file else None
     with penstock.offload(
-        device_budget=job.device_budget_bytes, spill_dir=job.spill_dir or None, hardware=hardware
+        device_budget=job.device_budget_bytes,
+        spill_dir=job.spill_dir or None,
+        policy=job.policy,
+        hardware=hardware,
     ) as run:
         method = Method()
         method.around, method.run = run.step, run
@@ -280,13 +285,13 @@ def train_step(
     return loss.detach()
 
 
-def trace_of(config: gpt.Config) -> penstock.Trace:
+def trace_of(config: Any, build: Callable[[Any], Any] = gpt.build) -> penstock.Trace:
     """The step as it would be in memory. Nothing is allocated."""
     mode = penstock.fake_mode()
     with mode:
-        model, optimizer, batches, loss = gpt.build(config)
-        text = next(batches)
-    return penstock.trace(lambda: train_step(model, optimizer, loss, text), mode=mode)
+        model, optimizer, batches, loss = build(config)
+        batch = next(batches)
+    return penstock.trace(lambda: train_step(model, optimizer, loss, batch), mode=mode)
 
 
 def _warm_up() -> None:

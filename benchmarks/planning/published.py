@@ -23,7 +23,7 @@ from planning.cells import Cell, trace_of
 
 GB = 1e9
 BATCH_PAGES = 50
-VARIANTS = {"g10": "prefetch_lru", "g10_host": "G10GDSFULL", "g10_gds": "G10GDSSSD"}
+VARIANTS = {"g10_artifact": "prefetch_lru", "g10_host": "G10GDSFULL", "g10_gds": "G10GDSSSD"}
 NEAR = 0.03  # of the ideal
 
 
@@ -40,7 +40,7 @@ def simulated_on(cell: Cell) -> penstock.Hardware:
     )
 
 
-def g10_row(cell: Cell, policy: str = "g10") -> dict[str, Any]:
+def g10_row(cell: Cell, policy: str = "g10_artifact") -> dict[str, Any]:
     """What G10's plan for the cell takes, beside what was published for it."""
     trace, hardware = trace_of(cell.model), cell.hardware()
     published_s = cell.published_s.get(VARIANTS[policy])
@@ -57,13 +57,13 @@ def flashneuron_row(cell: Cell) -> dict[str, Any]:
     problem = Problem(trace, hardware, hardware.device_bytes)
     try:
         own_s: float | None = own_iteration_s(problem)
-        made = POLICIES["flashneuron"](problem)
+        made = POLICIES["flashneuron_g10"](problem)
         replay = Replay(trace, hardware, hardware.device_bytes)
         plan_s: float | None = replay.run(Intervals.of(made.evictions)).iteration_s
         error = ""
     except (InvalidArgument, SpillSpaceFull) as failed:
         own_s, plan_s, error = None, None, str(failed)
-    row = _row(cell, "flashneuron", trace.ideal_s, own_s, cell.published_s.get("FlashNeuron"))
+    row = _row(cell, "flashneuron_g10", trace.ideal_s, own_s, cell.published_s.get("FlashNeuron"))
     return row | {"plan_s": plan_s, "error": error}
 
 

@@ -58,12 +58,12 @@ def measure_cell(cell: Cell, figures: list[int], time_limit_s: float) -> list[Ou
     """
     trace, hardware = trace_of(cell.model), published.simulated_on(cell)
     compared = {11, 15, 18} & set(figures)
-    found = [as_published(trace, "g10", lambda: published.g10_row(cell))]
+    found = [as_published(trace, "g10_artifact", lambda: published.g10_row(cell))]
     if 11 in figures:
         for policy in ("g10_gds", "g10_host"):
             found.append(as_published(trace, policy, lambda policy=policy: published.g10_row(cell, policy)))
     if compared:
-        found.append(as_published(trace, "flashneuron", lambda: published.flashneuron_row(cell)))
+        found.append(as_published(trace, "flashneuron_g10", lambda: published.flashneuron_row(cell)))
         for row in paging.rows(cell):
             name = paging.POLICIES[row["policy"]]
             found.append(Outcome(name, row["faster_s"], trace.ideal_s, bound_s=trace.ideal_s))

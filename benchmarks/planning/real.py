@@ -16,7 +16,11 @@ from planning import models
 from planning.cells import DATA, SHIPPED, Cell, cells, trace_of
 from planning.runs import ALL, COMPRESS, OFFLOAD, RECOMPUTE, Outcome, Way, run, run_all
 
-LISTS = (Way("vdnn_all", "vdnn_all"), Way("flashneuron", "flashneuron"), Way("g10", "g10"))
+LISTS = (
+    Way("vdnn_all", "vdnn_all"),
+    Way("flashneuron_g10", "flashneuron_g10"),
+    Way("g10_artifact", "g10_artifact"),
+)
 ABOVE_MINIMUM = 1.2  # times the smallest budget, at least: at the very edge there is little to decide
 HOST_FRACTION = 0.2  # of the trace's peak: host memory that tensors may take
 

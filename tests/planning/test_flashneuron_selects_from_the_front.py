@@ -16,8 +16,8 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.heuristics.flashneuron import flashneuron, own_iteration_s
-from penstock.planners.problem import Problem
+from penstock.planners.heuristics.flashneuron import flashneuron, flashneuron_g10, own_iteration_s
+from penstock.planners.problem import Policy, Problem
 from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 from penstock.units import parse_bytes
@@ -44,9 +44,11 @@ def chain(density: list[float] | None = None, size: int = 4000) -> Trace:
     return replace(trace, tensor_density=full)
 
 
-def planned(trace: Trace, hardware: Hardware, budget: int, compress: bool = False) -> Plan:
+def planned(
+    trace: Trace, hardware: Hardware, budget: int, compress: bool = False, policy: Policy = flashneuron_g10
+) -> Plan:
     variants, runs = as_traced(trace, budget)
-    made = flashneuron(Problem(runs, hardware, budget, compress=compress))
+    made = policy(Problem(runs, hardware, budget, compress=compress))
     return Plan(
         policy="test",
         device_budget_bytes=budget,
@@ -56,6 +58,7 @@ def planned(trace: Trace, hardware: Hardware, budget: int, compress: bool = Fals
     )
 
 
+@pytest.mark.parametrize("policy", [flashneuron, flashneuron_g10])
 @given(
     trace=st.one_of(traces(), whole_traces()),
     hardware=machines,
@@ -64,14 +67,14 @@ def planned(trace: Trace, hardware: Hardware, budget: int, compress: bool = Fals
 )
 @settings(max_examples=100, deadline=None)
 def test_plans_are_legal_and_a_refusal_names_a_budget_that_leads_to_one(
-    trace: Trace, hardware: Hardware, fraction: float, compress: bool
+    policy: Policy, trace: Trace, hardware: Hardware, fraction: float, compress: bool
 ) -> None:
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
     made = None
     while made is None:
         try:
-            made = planned(trace, hardware, budget, compress)
+            made = planned(trace, hardware, budget, compress, policy)
         except InvalidArgument as refused:
             assert "raise" in str(refused).lower()
             named = re.search(r"needs a device budget of ([\d.]+ \w+)", str(refused))
@@ -82,6 +85,43 @@ def test_plans_are_legal_and_a_refusal_names_a_budget_that_leads_to_one(
     assert check(trace, made, hardware) == []
     assert {evict.tier for evict in made.evictions} <= {"disk"}
     assert simulate(trace, made, hardware).peak_bytes <= budget
+
+
+def test_the_paper_leaves_room_for_what_is_not_buffered() -> None:
+    # Weights of 1000 and gradients of 240: 16,000 are left for four of the six, less a byte.
+    trace = chain()
+    made = planned(trace, machine(4000.0), 1000 + 240 + 16_001, policy=flashneuron)
+    assert [evict.tensor for evict in made.evictions] == [1, 2]
+
+
+def test_a_refusal_names_the_smallest_budget_at_which_its_own_selection_is_enough() -> None:
+    # One backward kernel reads three that are offloaded at once: the paper leaves no room for them.
+    step = Step()
+    weight = step.tensor(1000, "weight", persistent=True)
+    maps: list[int] = []
+    for index in range(6):
+        maps.append(step.tensor(4000))
+        unread = [step.tensor(6000)] if index == 5 else []
+        step.kernel(f"forward{index}", 1.0, [weight, *maps[-2:-1]], [maps[-1], *unread])
+    for index, tensor in enumerate(reversed(maps)):
+        read = [weight, tensor, *(maps[:3] if index == 0 else [])]
+        step.kernel(f"backward{index}", 1.0, read, [step.tensor(40, "gradient")], phase="backward")
+    trace, hardware = step.trace(), machine(1e6)
+
+    def message(budget: int) -> str:
+        try:
+            planned(trace, hardware, budget, policy=flashneuron)
+        except InvalidArgument as refused:
+            return str(refused)
+        return ""
+
+    budgets = range(minimum_bytes(trace), trace.peak_bytes, 97)
+    budget = next(budget for budget in budgets if message(budget))
+    named = re.search(r"needs a device budget of ([\d.]+ \w+)", message(budget))
+    assert named is not None
+    least = parse_bytes(named[1])
+    assert least < trace.peak_bytes and not message(least)
+    assert all(message(tried) for tried in range(budget, least - 10, 97))
 
 
 def test_tensors_are_taken_from_the_beginning_until_the_rest_fits() -> None:

@@ -12,13 +12,13 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.heuristics.g10 import g10, g10_gds, g10_host
+from penstock.planners.heuristics.g10 import g10, g10_artifact, g10_gds, g10_host
 from penstock.planners.problem import Policy, Problem
 from penstock.planners.variants import as_traced
 from penstock.simulator import simulate
 from tests.support.traces import PAGE, Step, gpt, machine, machines, traces, whole_traces
 
-POLICIES = {"g10": g10, "g10_host": g10_host, "g10_gds": g10_gds}
+POLICIES = {"g10": g10, "g10_artifact": g10_artifact, "g10_host": g10_host, "g10_gds": g10_gds}
 
 
 def planned(policy: Policy, trace: Trace, hardware: Hardware, budget: int) -> Plan:
@@ -93,6 +93,23 @@ def test_the_disk_is_first_and_the_host_takes_what_the_disk_has_no_time_for() ->
     assert {evict.tier for evict in calm.evictions} == {"disk"}
     pressed = planned(g10, trace, machine(50.0, host_bytes=2**40), trace.peak_bytes - 450)
     assert {evict.tier for evict in pressed.evictions} == {"disk", "host"}
+
+
+def test_what_is_copied_within_a_kernel_goes_to_the_disk_by_the_paper_and_to_the_host_by_the_artifact() -> (
+    None
+):
+    trace, hardware = pyramid([100] * 8 + [10]), machine(200.0, host_bytes=2**40)
+    for policy, tier in ((g10, "disk"), (g10_artifact, "host")):
+        made = planned(policy, trace, hardware, trace.peak_bytes - 90)
+        assert {evict.tier for evict in made.evictions} == {tier}
+
+
+def test_the_artifact_alone_passes_over_periods_that_are_short_for_their_copies() -> None:
+    # 15 s away, for copies of 6.7 s each way: what Algorithm 1 leaves returns on demand.
+    trace, hardware = pyramid([100] * 8 + [10]), machine(15.0)
+    for policy, prefetch_at in ((g10, 11), (g10_artifact, 17)):
+        made = planned(policy, trace, hardware, trace.peak_bytes - 90)
+        assert [(evict.tensor, evict.prefetch_at) for evict in made.evictions] == [(0, prefetch_at)]
 
 
 def test_the_direct_variant_knows_no_host() -> None:

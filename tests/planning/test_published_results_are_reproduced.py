@@ -15,7 +15,7 @@ from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.heuristics.flashneuron import own_iteration_s
-from penstock.planners.heuristics.g10 import g10
+from penstock.planners.heuristics.g10 import g10_artifact
 from penstock.planners.problem import Problem
 from penstock.simulator.replay import Intervals, Replay
 from penstock.studies import published
@@ -71,7 +71,7 @@ def test_g10_over_batch_size() -> None:
     """In fractions of the ideal: measured, a median difference of 0.003, and 21 of 25 within 0.03."""
     differences = []
     for _, trace, times in figure_15():
-        made = g10(Problem(trace, PLANNED, GPU_BYTES))
+        made = g10_artifact(Problem(trace, PLANNED, GPU_BYTES))
         iteration_s = Replay(trace, SIMULATED, GPU_BYTES).run(Intervals.of(made.evictions)).iteration_s
         expected = times["prefetch_lru"]
         assert expected is not None
@@ -84,7 +84,7 @@ def test_g10_moves_what_its_own_schedules_move() -> None:
     """Bytes to either tier, where the published schedules say: within a tenth of all that moves."""
     for case in ("Inceptionv3-1536", "ResNet152-1280", "SENet154-1024"):
         trace = published.trace(G10_DATA / f"{case}.json.gz")
-        made = g10(Problem(trace, PLANNED, GPU_BYTES))
+        made = g10_artifact(Problem(trace, PLANNED, GPU_BYTES))
         theirs = {"host": 0, "disk": 0}
         schedule = json.loads(gzip.decompress((G10_DATA / f"plan-{case}.json.gz").read_bytes()))
         for _, tensor, action in schedule["ops"]:

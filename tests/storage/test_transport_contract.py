@@ -32,6 +32,7 @@ from penstock.storage.transports.contract import (
 from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.memory_transport import MemoryTransport
+from tests.support.slow_disk import Rate, SlowDisk
 from tests.support.transports import (
     DATA,
     FILE_BYTES,
@@ -67,6 +68,7 @@ CASES = {
     **{f"io_uring {method}": Case(UringTransport, method, workers=1) for method in UringTransport.methods},
     "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
     "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda request: 0), "direct", workers=1),
+    "slow disk": Case(lambda: SlowDisk(Rate(1e10)), "direct"),
     "memory": Case(MemoryTransport, "direct", on_disk=False),
     "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped", on_disk=False),
 }

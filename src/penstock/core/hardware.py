@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from penstock.core import files
-from penstock.core.timeline import Timeline
+from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_rate
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
 LINKS = ("device_to_host", "host_to_device", "disk_write", "disk_read")
+CODERS = ("compress", "expand")  # have rates as links do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,9 @@ class Hardware:
                 raise InvalidArgument(f"{link}_bytes_per_s is {rate}: give a rate above 0, or 0 for no link")
             if not 0 <= (latency_s := getattr(self, f"{link}_latency_s")) < math.inf:
                 raise InvalidArgument(f"{link}_latency_s is {latency_s}: give seconds, 0 or more")
-        for name in ("compress_bytes_per_s", "expand_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}: give a rate above 0")
+        for coder in CODERS:
+            if not (rate := self.rate_bytes_per_s(coder)) > 0:
+                raise InvalidArgument(f"{coder}_bytes_per_s is {rate}: give a rate above 0")
         if not 0 <= self.copy_overhead_s < math.inf:
             raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
@@ -126,9 +128,12 @@ class Hardware:
         return float(getattr(self, f"{link}_bytes_per_s"))
 
     def transfer_s(self, link: str, size_bytes: int) -> float:
-        """Seconds that ``size_bytes`` take on ``link`` when nothing else uses it."""
+        """Seconds that ``size_bytes`` take on ``link`` when nothing else uses it; or to be compressed, or
+        expanded, where that is a key of CODERS."""
         if size_bytes == 0:
             return 0.0
+        if link in CODERS:
+            return size_bytes / self.rate_bytes_per_s(link)
         if points := self.measured_rates.get(link):
             sizes = np.log([size for size, _ in points])
             seconds = [size / rate for size, rate in points]
@@ -163,7 +168,7 @@ class Hardware:
         return max(self.transfer_s(link, size_bytes) for link in self.prefetch_links(tier))
 
     def scaled(self, factors: Mapping[str, float]) -> Hardware:
-        """The same machine with ``factors`` times the rates of some links, by name of the link."""
+        """The same machine with ``factors`` times the rates of some links or coders, by name."""
         rates: dict[str, Any] = {
             f"{link}_bytes_per_s": self.rate_bytes_per_s(link) * factor for link, factor in factors.items()
         }
@@ -173,6 +178,14 @@ class Hardware:
         }
         return replace(self, **rates, measured_rates=measured)
 
+    def slowness(self, link: str, spans: Sequence[tuple[float, float, int]]) -> float:
+        """How many times as long as here, one after the other, ``spans`` took on the link: start and end in
+        seconds, and bytes, of each transfer. 0 where there is none."""
+        sizes = Counter(size_bytes for _, _, size_bytes in spans)
+        alone_s = sum(count * self.transfer_s(link, size_bytes) for size_bytes, count in sizes.items())
+        took_s = busy_s((start_s, end_s) for start_s, end_s, _ in spans)
+        return took_s / alone_s if alone_s > 0 else 0.0
+
     def calibrated(self, timeline: Timeline) -> Hardware:
         """The same machine with links as fast as they were in a measured step, to plan the next steps with.
 
@@ -181,13 +194,9 @@ class Hardware:
         """
         factors = {}
         for link in LINKS:
-            spans = [span for span in timeline.spans if span.stream == link and span.size_bytes > 0]
-            busy_s, until_s = 0.0, -math.inf
-            for span in sorted(spans, key=lambda span: span.start_s):
-                busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
-                until_s = max(until_s, span.end_s)
-            if busy_s > 0:
-                factors[link] = sum(self.transfer_s(link, span.size_bytes) for span in spans) / busy_s
+            spans = [(s.start_s, s.end_s, s.size_bytes) for s in timeline.spans if s.stream == link]
+            if (slowness := self.slowness(link, spans)) > 0:
+                factors[link] = 1 / slowness
         return self.scaled(factors)
 
     def save(self, path: str | Path) -> None:

@@ -35,8 +35,9 @@ INTERRUPTIBLE_S = 0.2  # a wait ends so soon after Ctrl-C
 
 
 class Moved(NamedTuple):
-    """One copy that is over.
+    """One copy that is over, or one compression or expansion.
 
+    link     a key of penstock.core.hardware.LINKS, or of CODERS: then size_bytes are those of the tensor
     tensor   number in the trace, -1 where the copy is of no traced tensor
     kind     index into penstock.core.trace.KINDS, -1 where it is not known
     """

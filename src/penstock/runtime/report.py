@@ -37,6 +37,9 @@ class Report:
     micro_batch             samples in each part of a batch, 0 where batches are not divided
     micro_batches           parts of the latest batch
     variants                kernels of the last step that ran as another algorithm, by its name
+    rates_bytes_per_s       of links, and of compression, in the last step
+    planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
+    replans                 times that a step was planned again since rates or kernel times had drifted
     moved_bytes_by_io_path  of the whole run, between memory and disk
     unavailable_transports  why I/O paths are missing, by transport
     """
@@ -76,6 +79,8 @@ class Report:
     variants: Mapping[str, int] = field(default_factory=dict)
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    planned_rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    replans: int = 0
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,7 +131,7 @@ class Report:
 
     def _lines(self) -> list[str]:
         """All but the table: a heading, and a line for each other thing."""
-        rates = ", ".join(f"{link} {format_rate(rate)}" for link, rate in self.rates_bytes_per_s.items())
+        rates = _rates_text(self.rates_bytes_per_s)
         lines = [
             f"penstock on {self.device}: budget {format_bytes(self.device_budget_bytes)}, "
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
@@ -138,6 +143,8 @@ class Report:
             f"{self.unplanned_accesses} unplanned accesses",
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)} in use"
             f"{'; ' + rates if rates else ''}",
+            f"  planned for {_rates_text(self.planned_rates_bytes_per_s)}; planned again {self.replans} "
+            "times, as rates or kernel times had drifted",
             f"  disk wear: {self.disk_wear}",
         ]
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
@@ -167,3 +174,7 @@ class Report:
         if self.peak_resident_bytes:
             lines.append(f"  peak resident growth of the process: {format_bytes(self.peak_resident_bytes)}")
         return lines
+
+
+def _rates_text(rates_bytes_per_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{link} {format_rate(rate)}" for link, rate in rates_bytes_per_s.items())

@@ -24,7 +24,7 @@ from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
-from penstock.core.hardware import Hardware
+from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
@@ -308,7 +308,7 @@ class Offload:
             self._spill.close()
             raise
         try:
-            self.hardware = replace(
+            hardware = replace(
                 machine,
                 device_bytes=device_budget_bytes,
                 host_bytes=host_tier_bytes,
@@ -320,7 +320,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
-            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses, recompute)
+            self._kinds = StepKinds(policy, hardware, compress and self._device.compresses, recompute)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -367,6 +367,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
+        self._kinds.take_new_plan()
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True
@@ -456,6 +457,8 @@ class Offload:
         if entry is not None:
             if recording is None:
                 self._step_times_s.append(step_s)
+                kernels_s = step_s - engine.stall_s
+                self._kinds.note(kind, entry, engine.moved, step_s, kernels_s, clock.clock_s, clock.operators)
             self._stalls_s.append(engine.stall_s)
         if recording is None:
             self._clock_s.append(clock.clock_s)
@@ -501,6 +504,10 @@ class Offload:
         return self._splitter.size or self._splitter.wanted
 
     @property
+    def hardware(self) -> Hardware:
+        return self._kinds.hardware
+
+    @property
     def io_paths(self) -> tuple[str, ...]:
         """The I/O paths of this machine between memory and disk."""
         return (*self._spill.paths, *filter(None, [self._spill.gpu_direct]))
@@ -529,7 +536,7 @@ class Offload:
         return Report(
             device=str(self._device_name),
             policy=plan.policy if plan is not None else NO_POLICY,
-            reason=plan.reason if plan is not None else "no plan could be made",
+            reason=plan.reason if plan is not None else self._kinds.refusal or "no plan could be made",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,
@@ -566,6 +573,12 @@ class Offload:
             micro_batches=self._splitter.count,
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
+            planned_rates_bytes_per_s={
+                link: self.hardware.rate_bytes_per_s(link)
+                for link in LINKS
+                if self.hardware.rate_bytes_per_s(link) > 0
+            },
+            replans=self._kinds.replans,
         )
 
     # -- the end -------------------------------------------------------------------------------
@@ -591,6 +604,7 @@ class Offload:
                     _lingering.append(self)
         finally:
             self._interrupts.remove()
+            self._kinds.close()
 
     def _recompute_all(self) -> bool:
         """Make what was dropped again. False: some of it cannot be made now."""

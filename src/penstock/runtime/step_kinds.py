@@ -1,8 +1,15 @@
-"""The kinds of step of a run: what was recorded of each, the plan in force, and when a new one is made."""
+"""The kinds of step of a run: what was recorded of each, the plan in force, and when a new one is made.
+
+The first steps of a kind are recorded, and planned between two steps. From then on `Drift` compares what
+steps take with what the plan was made for. Where rates have drifted, a new plan is made in the background,
+and taken between two steps; where kernel times have, two steps are recorded before.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +23,13 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
 from penstock.planners import plan as make_plan
 from penstock.runtime import resident
+from penstock.runtime.copy_engine import Moved
 from penstock.runtime.dispatch import Recording
+from penstock.runtime.drift import Drift
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.variants import RUNNERS
+from penstock.simulator import simulate
+from penstock.units import format_seconds
 
 # Planning takes no longer than so many steps of the trace, within these limits.
 PLANNING_STEPS = 5.0
@@ -27,6 +38,16 @@ PLANNING_LIMITS_S = (0.5, 10.0)
 # The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
 # again after each of the next ones but the last, whose record is compared with the prediction.
 RECORDINGS = 3
+
+# In the background it takes at least so long, if it needs it: it gets a part of the processor only.
+LEAST_IN_BACKGROUND_S = 2.0
+
+# Of steps whose kernel times have drifted, so many are recorded.
+RECORDINGS_OF_DRIFT = 2
+
+# So many steps of a kind follow a plan at least before the next one is made, twice as many each time: a
+# machine that is never the same is not planned for all the time.
+LEAST_STEPS, MOST_STEPS = 8, 1024
 
 # So many kinds of step are traced and planned; what else comes is carried by least recent use.
 MOST_KINDS = 8
@@ -37,7 +58,7 @@ GROWTH = 1.05
 logger = logging.getLogger("penstock")
 
 
-@dataclass
+@dataclass(eq=False)
 class StepKind:
     """Steps that run the same operators in the same order.
 
@@ -45,14 +66,23 @@ class StepKind:
     plan             in force; None where none could be made, or none was made yet
     schedule         what is carried out
     recordings_left  steps still to be recorded
+    hardware         the machine that the plan was made for
     fixed            the plan is the user's own, and stays
+    drift            what its steps take; None before one was timed
+    recorded         the step whose kernel times have drifted; None before it was recorded
+    least_steps      that follow the plan before the next one is made
     """
 
     trace: Trace
     plan: Plan | None
     schedule: Schedule
     recordings_left: int
+    hardware: Hardware
     fixed: bool = False
+    drift: Drift | None = None
+    recorded: Trace | None = None
+    least_steps: int = LEAST_STEPS
+    steps: int = 0
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""
@@ -66,14 +96,17 @@ class StepKinds:
     recomputes      plans may recompute tensors
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
+    hardware        the machine that this plan was made for
+    replans         times that a step was planned again since rates or kernel times had drifted
     recorded        steps that were recorded
     mismatches      steps that ran other operators than any that was traced
     minimum_bytes   smallest device budget in which the recorded steps could have run
+    refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
     def __init__(self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool) -> None:
         self._policy = policy
-        self._hardware = hardware
+        self.hardware = hardware
         self._compresses = compresses
         self._recomputes = recomputes
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
@@ -83,6 +116,9 @@ class StepKinds:
         self.recorded = 0
         self.mismatches = 0
         self.minimum_bytes = 0
+        self.refusal = ""
+        self.replans = 0
+        self._planning: _Planning | None = None
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
         made = schedule(trace, plan, self._compresses)
@@ -100,9 +136,10 @@ class StepKinds:
                 "this plan does not say which step it is for: make it with `penstock plan`, or give "
                 "penstock.plan's own result"
             )
-        if violations := check(plan.trace, plan, self._hardware):
+        if violations := check(plan.trace, plan, self.hardware):
             raise InvalidPlan(violations)
-        known = StepKind(plan.trace, plan, self._scheduled(plan.trace, plan), RECORDINGS, fixed=True)
+        scheduled = self._scheduled(plan.trace, plan)
+        known = StepKind(plan.trace, plan, scheduled, RECORDINGS, self.hardware, fixed=True)
         self._known[None] = [known]
         self._follow(known)
 
@@ -160,17 +197,113 @@ class StepKinds:
                 if self.plan is None:
                     self._follow(known[0])
             return False
+        was_wanted = kind.recordings_left > 0
         kind.recordings_left = max(kind.recordings_left - 1, 0)
         grown = kind.has_grown(int(trace.tensor_bytes.sum()))
         if grown:
             self._wanted.discard(name)
         if kind.fixed:
             return False
+        if kind.drift is not None and was_wanted and not grown:
+            kind.recorded = _settled(kind.recorded, trace)
+            if not kind.recordings_left:
+                self._plan_again(name, kind, kind.recorded, kind.drift.measured() or kind.hardware)
+                kind.recorded = None
+            return False
         if kind.recordings_left or grown:
             known[0] = self._planned(trace, kind)
             self._follow(known[0])
             return False
         return True
+
+    # -- what drifts ---------------------------------------------------------------------------
+
+    def note(
+        self,
+        name: str | None,
+        kind: StepKind,
+        moved: Sequence[Moved],
+        step_s: float,
+        kernels_s: float,
+        clock_s: float,
+        operators: int,
+    ) -> None:
+        """A step of this kind that was not recorded is over: see `Drift.note`. Where something has drifted,
+        it is planned again in the background."""
+        plan = kind.plan
+        if kind.fixed or kind.recordings_left or plan is None or not (plan.evictions or plan.recomputations):
+            return
+        if kind.drift is None:
+            kind.drift = Drift(kind.trace, plan, kind.hardware)
+        kind.drift.note(moved, step_s, kernels_s, clock_s, operators)
+        kind.steps += 1
+        if self._planning is not None or kind.steps < kind.least_steps:
+            return
+        if kind.drift.kernels_have_drifted:
+            kind.recordings_left = RECORDINGS_OF_DRIFT
+        elif (hardware := kind.drift.measured()) is not None:
+            self._plan_again(name, kind, kind.trace, hardware)
+
+    def _plan_again(self, name: str | None, kind: StepKind, trace: Trace, hardware: Hardware) -> None:
+        """Make a plan in the background; the one in force is followed meanwhile."""
+        if self._planning is None:
+            self._planning = _Planning(name, kind, lambda: self._better(kind, trace, hardware))
+
+    def _better(self, kind: StepKind, trace: Trace, hardware: Hardware) -> StepKind:
+        """The kind of step with a plan for what was measured: a new one, or that in force if it is as good
+        still. Called on a thread of its own. Raises PenstockError."""
+        assert kind.plan is not None
+        least_steps = min(2 * kind.least_steps, MOST_STEPS)
+        made = self._made(trace, hardware, 0, max(_planning_s(trace), LEAST_IN_BACKGROUND_S))
+        assert made.plan is not None
+        before = replace(kind.plan, trace=trace)
+        if not check(trace, before, hardware):
+            predicted = simulate(trace, before, hardware)
+            if predicted.iteration_s <= made.plan.predicted_s:
+                before = replace(
+                    before,
+                    predicted_s=predicted.iteration_s,
+                    predicted_peak_bytes=predicted.peak_bytes,
+                    lower_bound_s=min(made.plan.lower_bound_s, predicted.iteration_s),
+                )
+                made = StepKind(trace, before, self._scheduled(trace, before), 0, hardware)
+        made.least_steps = least_steps
+        return made
+
+    def take_new_plan(self) -> None:
+        """Take the plan that was made in the background, if there is one. Called between two steps."""
+        planning = self._planning
+        if planning is None or planning.is_running:
+            return
+        self._planning = None
+        name, kind, made = planning.name, planning.kind, planning.made
+        known = self._known.get(name, [])
+        if kind not in known:  # it was recorded again meanwhile, and planned
+            return
+        kind.steps, kind.least_steps, kind.drift = 0, min(2 * kind.least_steps, MOST_STEPS), None
+        if made is None:
+            logger.warning("no new plan could be made, and the one in force is kept: %s", planning.error)
+            return
+        known[known.index(kind)] = made
+        self.replans += 1
+        logger.info(
+            "rates or kernel times have drifted: a new plan takes %s a step, where the last one was to take "
+            "%s. Planned before for %s; now for %s",
+            format_seconds(_predicted_s(made)),
+            format_seconds(_predicted_s(kind)),
+            kind.hardware.in_numbers,
+            made.hardware.in_numbers,
+        )
+        if self.plan is kind.plan:
+            self._follow(made)
+
+    def close(self) -> None:
+        """Wait until nothing is planned any more: no longer than planning may take."""
+        if self._planning is not None:
+            self._planning.join()
+            self._planning = None
+
+    # -- planning ------------------------------------------------------------------------------
 
     def plan_what_waits(self) -> None:
         """Plan the first step now, where its plan was to wait for the second one."""
@@ -181,43 +314,94 @@ class StepKinds:
                 self._follow(known[position])
 
     def _follow(self, kind: StepKind) -> None:
-        self.trace, self.plan = kind.trace, kind.plan
+        self.trace, self.plan, self.hardware = kind.trace, kind.plan, kind.hardware
 
     def _planned(self, trace: Trace, before: StepKind | None, wait: bool = False) -> StepKind:
         """This kind of step with a plan for what was just recorded; without one yet where it can wait."""
         self.minimum_bytes = max(self.minimum_bytes, minimum_bytes(trace))
         left = RECORDINGS if before is None else before.recordings_left
-        if before is not None and before.trace.kernel_name == trace.kernel_name:
-            # What disturbed a kernel will not come again there, but somewhere else: kernels share the time of
-            # the fastest step as their own fastest times do.
-            times_s = before.trace.kernel_time_s, trace.kernel_time_s
-            fastest_s = np.minimum(*times_s)
-            step_s = min(float(kernels_s.sum()) for kernels_s in times_s)
-            trace = trace.with_times(fastest_s * (step_s / max(float(fastest_s.sum()), 1e-9)))
+        hardware = self.hardware if before is None else before.hardware
+        trace = _settled(None if before is None else before.trace, trace)
         if wait:
-            return StepKind(trace, None, unplanned(trace), RECORDINGS)
+            return StepKind(trace, None, unplanned(trace), RECORDINGS, hardware)
         try:
-            made = make_plan(
-                trace,
-                self._hardware,
-                self._policy,
-                recompute=self._recomputes,
-                compress=len(trace.tensor_density) > 0,
-                time_limit_s=_planning_s(trace),
-            )
-            made = replace(made, offsets=())  # storages stay where they are
-            violations = check(trace, made, self._hardware)
-            if violations:
-                raise InvalidPlan(violations)
-            kind = StepKind(trace, made, self._scheduled(trace, made), left)
+            kind = self._made(trace, hardware, left, _planning_s(trace))
+            self.refusal = ""
         except PenstockError as error:
             if before is not None and before.plan is not None:
                 logger.warning("no better plan could be made, and the one in force is kept: %s", error)
                 return replace(before, recordings_left=left)
             logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
-            kind = StepKind(trace, None, unplanned(trace), 0)
+            self.refusal = str(error)
+            kind = StepKind(trace, None, unplanned(trace), 0, hardware)
         resident.release_free_memory()  # what the solver took
         return kind
+
+    def _made(self, trace: Trace, hardware: Hardware, recordings_left: int, time_limit_s: float) -> StepKind:
+        """A kind of step with a plan. Raises PenstockError."""
+        made = make_plan(
+            trace,
+            hardware,
+            self._policy,
+            recompute=self._recomputes,
+            compress=len(trace.tensor_density) > 0,
+            time_limit_s=time_limit_s,
+        )
+        made = replace(made, offsets=())  # storages stay where they are
+        if violations := check(trace, made, hardware):
+            raise InvalidPlan(violations)
+        return StepKind(trace, made, self._scheduled(trace, made), recordings_left, hardware)
+
+
+class _Planning:
+    """A plan that is made in the background, by a thread that ends with it.
+
+    name, kind   for which
+    made         that kind of step with a new plan; None where none could be made
+    error        why
+    """
+
+    def __init__(self, name: str | None, kind: StepKind, make: Callable[[], StepKind]) -> None:
+        self.name, self.kind = name, kind
+        self.made: StepKind | None = None
+        self.error: Exception | None = None
+        self._make = make
+        self._thread = threading.Thread(target=self._run, name="penstock-planning", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives no thread
+            self.error = error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        if self.is_running:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.made = self._make()
+        except Exception as error:  # whatever it is, the plan in force is good
+            self.error = error
+        resident.release_free_memory()  # what the solver took
+
+
+def _settled(before: Trace | None, trace: Trace) -> Trace:
+    """The trace, with kernel times of which as little as possible is chance, where the same step was recorded
+    before. What disturbed a kernel will not come again there, but somewhere else: kernels share the time of
+    the fastest step as their own fastest times do."""
+    if before is None or before.kernel_name != trace.kernel_name:
+        return trace
+    times_s = before.kernel_time_s, trace.kernel_time_s
+    fastest_s = np.minimum(*times_s)
+    step_s = min(float(kernels_s.sum()) for kernels_s in times_s)
+    return trace.with_times(fastest_s * (step_s / max(float(fastest_s.sum()), 1e-9)))
+
+
+def _predicted_s(kind: StepKind) -> float:
+    return kind.plan.predicted_s if kind.plan is not None else 0.0
 
 
 def _makes_state(recording: Recording) -> bool:

@@ -6,23 +6,22 @@ import bisect
 from collections.abc import Sequence
 
 from penstock.core.columns import KINDS
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.hardware import LINKS
+from penstock.core.timeline import Sample, Span, Stall, Timeline, busy_s
 from penstock.core.trace import Trace
 from penstock.runtime.copy_engine import Moved, Wait
 from penstock.runtime.dispatch import Recording
 
 
 def rates(moved: Sequence[Moved]) -> dict[str, float]:
-    """Bytes per second of each link while it moved something."""
+    """Bytes per second of each link, and of what compresses and expands, while it moved something."""
     rates = {}
     for link in sorted({transfer.link for transfer in moved}):
-        spans = sorted((t.started_s, t.finished_s, t.size_bytes) for t in moved if t.link == link)
-        busy_s, until_s = 0.0, 0.0
-        for started_s, finished_s, _ in spans:
-            busy_s += max(0.0, finished_s - max(started_s, until_s))
-            until_s = max(until_s, finished_s)
-        if busy_s > 0:
-            rates[link] = sum(size for _, _, size in spans) / busy_s
+        took_s = busy_s(
+            (transfer.started_s, transfer.finished_s) for transfer in moved if transfer.link == link
+        )
+        if took_s > 0:
+            rates[link] = moved_bytes(moved, link) / took_s
     return rates
 
 
@@ -64,6 +63,7 @@ def timeline(
             copy.size_bytes,
         )
         for copy in sorted(moved, key=lambda copy: copy.started_s)
+        if copy.link in LINKS
     ]
     memory = []
     for span, in_memory_bytes, workspace in zip(

@@ -1,13 +1,16 @@
 """FlashNeuron (Bae et al., FAST 2021, sections 3.2 and 3.3): offload what the forward pass buffers.
 
 Phase 1 takes feature maps from the beginning of the forward pass on, until those that stay fit beside what
-never leaves: the persistent tensors, and the largest kernel's own. Phase 2 runs where the copies take
-longer than the forward pass and tensors may be compressed: it exchanges the last of those taken that do
-not compress for those that compress best. Tensors come back when its runtime would fetch them, which the
-planner simulates. The paper leaves room for weights and workspaces (section 3.3); G10's artifact, whose
-published times this reproduces, for all that the largest kernel uses: with less, gradients find no room in
-16 of its 20 cells. As published, it fails where activations alone do not make enough room, or where its
-memory manager finds no extent that holds a tensor.
+never leaves. Phase 2 runs where the copies take longer than the forward pass and tensors may be compressed:
+it exchanges the last of those taken that do not compress for those that compress best. Tensors come back
+when its runtime would fetch them, which the planner simulates. It fails where activations alone do not make
+enough room.
+
+What never leaves is, in the paper (section 3.3), all that a profiled iteration has in memory beside the
+tensors that are buffered for the backward pass, such as weights and temporary workspace: `flashneuron`. G10's
+artifact, which published FlashNeuron's times, leaves room for weights and all that the largest kernel uses:
+`flashneuron_g10`. It also fails where FlashNeuron's own memory manager finds no extent that holds a tensor;
+penstock's runtime needs none.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.core.columns import BoolArray, IntArray
-from penstock.core.memory_profile import resident_bytes
+from penstock.core.memory_profile import resident_bytes, spread
 from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.heuristics.flashneuron_simulation import simulate_flashneuron
-from penstock.planners.heuristics.prefetch import advance
+from penstock.planners.heuristics.prefetch import advance, latest_safe
 from penstock.planners.heuristics.room import Room, spill_full
 from penstock.planners.heuristics.vitality import Candidates, boundary
 from penstock.planners.problem import Decision, Problem
@@ -35,10 +38,33 @@ def flashneuron(problem: Problem) -> Decision:
     Raises InvalidArgument where offloading activations alone cannot keep to the budget, and SpillSpaceFull
     where the tier cannot hold them.
     """
+    trace = problem.trace
+    if trace.peak_bytes <= problem.budget_bytes:
+        return _FITS
+    evictions = _chosen(problem, int(_other_bytes(trace).max(initial=0)))
+    try:
+        return _decision(problem, evictions)
+    except InvalidArgument:  # penstock's runtime places no tensor at an address: it needs no extent
+        issue = latest_safe(trace, evictions, problem.hardware)
+        return Decision(
+            evictions=advance(trace, evictions, issue, problem.budget_bytes),
+            reason="activations alone make enough room; FlashNeuron's memory manager would find no extent",
+        )
+
+
+def flashneuron_g10(problem: Problem) -> Decision:
+    """The same as G10's artifact has it. Raises as `flashneuron` does, and where its memory manager fails."""
+    if problem.trace.peak_bytes <= problem.budget_bytes:
+        return _FITS
+    return _decision(problem, _chosen(problem, int(_kernel_bytes(problem.trace).max(initial=0))))
+
+
+_FITS = Decision(reason="everything fits: nothing is offloaded")
+
+
+def _decision(problem: Problem, evictions: list[Evict]) -> Decision:
+    """These evictions, fetched when FlashNeuron's own runtime would."""
     trace, budget_bytes = problem.trace, problem.budget_bytes
-    if trace.peak_bytes <= budget_bytes:
-        return Decision(reason="everything fits: nothing is offloaded")
-    evictions = _chosen(problem)
     simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
     issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
     return Decision(
@@ -49,48 +75,80 @@ def flashneuron(problem: Problem) -> Decision:
 
 
 def own_iteration_s(problem: Problem) -> float:
-    """Seconds that an iteration takes in FlashNeuron's own runtime. Raises as `flashneuron` does."""
+    """Seconds that an iteration takes in FlashNeuron's own runtime, as G10's artifact has it. Raises as
+    `flashneuron` does."""
     trace, budget_bytes = problem.trace, problem.budget_bytes
     if trace.peak_bytes <= budget_bytes:
         return trace.ideal_s
-    return simulate_flashneuron(trace, _chosen(problem), budget_bytes, problem.hardware).iteration_s
+    evictions = _chosen(problem, int(_kernel_bytes(trace).max(initial=0)))
+    return simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware).iteration_s
 
 
-def _chosen(problem: Problem) -> list[Evict]:
+def _chosen(problem: Problem, reserved_bytes: int) -> list[Evict]:
     """What is offloaded, returning on demand, with which the budget and the tier are kept to."""
     trace, budget_bytes = problem.trace, problem.budget_bytes
     tier = "disk" if problem.hardware.disk_bytes else "host"
-    evictions = _selected(problem, Candidates.of(trace), tier)
+    options = Candidates.of(trace)
+    evictions = _selected(problem, reserved_bytes, options, tier)
     _require_room(problem, evictions, tier)
     resident = resident_bytes(trace, evictions)
     while bool((resident > budget_bytes).any()):
         plain = _without_compression(evictions, resident > budget_bytes)
         if plain == evictions:
-            most = int(resident.max())
-            raise _cannot(problem, most - budget_bytes, most)
+            if problem.compress:  # what phase 2 exchanged is too much: phase 1 alone may do
+                return _chosen(replace(problem, compress=False), reserved_bytes)
+            raise _cannot(problem, int(resident.max()), _least_bytes(problem, reserved_bytes, options))
         evictions, resident = plain, resident_bytes(trace, plain)
     return evictions
 
 
-def _selected(problem: Problem, options: Candidates, tier: str) -> list[Evict]:
+def _in_order(trace: Trace, options: Candidates) -> dict[int, int]:
+    """The tensors that can be offloaded, in the order of phase 1, each with its place in the options."""
+    offered = {int(options.tensor[index]): index for index in np.flatnonzero(options.feature_map).tolist()}
+    return {tensor: offered[tensor] for tensor in _buffered(trace).tolist() if tensor in offered}
+
+
+def _least_bytes(problem: Problem, reserved_bytes: int, options: Candidates) -> int:
+    """The smallest budget, above the one given, at which what phase 1 takes is enough."""
+    trace = problem.trace
+    order = _in_order(trace, options)
+    evictions = [options.evict(index, "disk") for index in order.values()]
+    line_bytes = trace.persistent_bytes + reserved_bytes + int(trace.tensor_bytes[_buffered(trace)].sum())
+    found = trace.peak_bytes  # where nothing leaves
+    most_bytes = trace.peak_bytes - 1
+    for taken in range(len(order) + 1):
+        # The budgets at which phase 1 takes so many: beyond the line, up to the line before.
+        if taken:
+            most_bytes = min(line_bytes, trace.peak_bytes - 1)
+            line_bytes -= _size(trace, evictions[taken - 1].tensor)
+        least_bytes = max(
+            line_bytes + (taken < len(order)),
+            int(resident_bytes(trace, evictions[:taken]).max(initial=0)),
+            problem.budget_bytes + 1,
+        )
+        if least_bytes <= most_bytes:
+            found = min(found, least_bytes)
+        if line_bytes < problem.budget_bytes:
+            break
+    return found
+
+
+def _selected(problem: Problem, reserved_bytes: int, options: Candidates, tier: str) -> list[Evict]:
     """What both phases offload: on demand, in the order of the forward pass."""
     trace = problem.trace
-    buffered = _buffered(trace)
-    offered = {int(options.tensor[index]): index for index in np.flatnonzero(options.feature_map).tolist()}
-    stay_bytes = int(trace.tensor_bytes[buffered].sum())
-    line_bytes = problem.budget_bytes - trace.persistent_bytes - int(_kernel_bytes(trace).max())
-    if line_bytes <= 0:
-        needed = problem.budget_bytes - line_bytes + 1
-        raise _cannot(problem, stay_bytes - line_bytes, needed)
+    offered = _in_order(trace, options)
+    stay_bytes = int(trace.tensor_bytes[_buffered(trace)].sum())
+    line_bytes = problem.budget_bytes - trace.persistent_bytes - reserved_bytes
     chosen: list[int] = []
-    order = [tensor for tensor in buffered.tolist() if tensor in offered]
+    order = list(offered)
     for tensor in order:
         if stay_bytes < line_bytes:
             break
         chosen.append(tensor)
-        stay_bytes -= int(trace.tensor_bytes[tensor])
+        stay_bytes -= _size(trace, tensor)
     if stay_bytes > line_bytes:
-        raise _cannot(problem, stay_bytes - line_bytes, problem.budget_bytes + stay_bytes - line_bytes)
+        needed_bytes = problem.budget_bytes + stay_bytes - line_bytes
+        raise _cannot(problem, needed_bytes, _least_bytes(problem, reserved_bytes, options))
     packed = {
         tensor: trace.compressed_bytes(tensor) if problem.compress else _size(trace, tensor)
         for tensor in order
@@ -115,6 +173,15 @@ def _buffered(trace: Trace) -> IntArray:
     crosses = ~trace.tensor_persistent[used] & (first < first_backward) & (last >= first_backward)
     found: IntArray = used[crosses]
     return found[np.argsort(first[crosses], kind="stable")]
+
+
+def _other_bytes(trace: Trace) -> IntArray:
+    """[K] bytes on the device that are neither persistent nor buffered for the backward pass."""
+    buffered = _buffered(trace)
+    born, dead = trace.tensor_birth[buffered], np.minimum(trace.tensor_death[buffered], trace.kernels)
+    held = spread(trace.kernels, born, dead, trace.tensor_bytes[buffered])
+    found: IntArray = trace.live_bytes - trace.persistent_bytes - held
+    return found
 
 
 def _kernel_bytes(trace: Trace) -> IntArray:
@@ -177,10 +244,12 @@ def _require_room(problem: Problem, evictions: list[Evict], tier: str) -> None:
         room.take(tier, evict)
 
 
-def _cannot(problem: Problem, missing_bytes: int, needed_bytes: int) -> InvalidArgument:
+def _cannot(problem: Problem, needed_bytes: int, least_bytes: int) -> InvalidArgument:
+    """needed_bytes: with what it would take at this budget; least_bytes: the budget that it needs"""
+    excess_bytes = needed_bytes - problem.budget_bytes
     return InvalidArgument(
-        f"flashneuron offloads activations only, and {format_bytes_up(missing_bytes)} too much would stay: "
-        f"it needs a device budget of {format_bytes_up(needed_bytes)}, and the budget is "
+        f"flashneuron offloads activations only, and {format_bytes_up(excess_bytes)} too much would stay: "
+        f"it needs a device budget of {format_bytes_up(least_bytes)}, and the budget is "
         f"{format_bytes(problem.budget_bytes)}. Raise it, or choose a policy that moves other tensors too, "
         "such as g10"
     )

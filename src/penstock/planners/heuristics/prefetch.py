@@ -42,7 +42,9 @@ def advance(
     for wishes in (latest, earliest or ()):
         for index, wish in enumerate(wishes):
             evict, until = evictions[index], issue[index]
-            issue[index] = cyclic.earliest(slack, min(max(wish, evict.begin), until), until, sizes[index])
+            # What stays on the device has its whole size there, not that of its compressed copy.
+            first = evict.begin + (evict.codec != "raw")
+            issue[index] = cyclic.earliest(slack, min(max(wish, first), until), until, sizes[index])
             cyclic.add(slack, issue[index], until, -sizes[index])
     placed = [
         replace(evict, prefetch_at=prefetch_at)

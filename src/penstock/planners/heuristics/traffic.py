@@ -39,11 +39,14 @@ class Traffic:
         sums = self.sums_s[self.hardware.prefetch_links(tier)[-1]]
         return int(np.searchsorted(sums, sums[end] - read_s * _EXACT, side="right")) - 1
 
-    def is_full(self, tier: str, begin: int, write_s: float) -> bool:
-        """Whether nothing is left of the links to ``tier`` in any kernel that a copy from kernel ``begin`` on
-        would fill, if it ran alone. A copy that fills none finds the links full."""
+    def is_full(self, tier: str, begin: int, write_s: float, whole: bool = False) -> bool:
+        """Whether nothing is left of the links to ``tier`` in any kernel during which a copy from kernel
+        ``begin`` on would run, if it ran alone.
+
+        whole   kernels that it would fill to the end count alone: one that fills none finds the links full
+        """
         link = self.hardware.evict_links(tier)[-1]
-        last = int(np.searchsorted(self.alone_s, self.alone_s[begin] + write_s)) - 1
+        last = int(np.searchsorted(self.alone_s, self.alone_s[begin] + write_s)) - whole
         within = cyclic.parts(begin, min(max(last, begin), begin + self.kernels), self.kernels)
         return sum(float(self.free_s[link][part].sum()) for part in within) <= 1e-9 * write_s
 

@@ -12,6 +12,7 @@ import errno
 import functools
 import gc
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -178,12 +179,16 @@ class CpuDevice:
         slot: Slot = managed.slot
         address, size_bytes, keep = managed.address, _page_bytes(managed.size_bytes), storage
         slot.packing = (0, 0, 0)
+        coded: list[Moved] = []
         if managed.packs:
+            begun_s = time.perf_counter()
             room_bytes = self.memory.budget_bytes - max(self.in_memory_bytes(), self.memory.reserved_bytes)
             if (packed := _packed(managed, room_bytes)) is not None:
                 keep, slot.packing = packed
                 address, size_bytes = keep.data_ptr(), keep.nbytes()
-        report = _report("disk_write", managed, size_bytes if slot.packing[0] else managed.size_bytes, done)
+                coded = [_coded("compress", managed, begun_s)]
+        moved_bytes = size_bytes if slot.packing[0] else managed.size_bytes
+        report = _report("disk_write", managed, moved_bytes, done, coded)
         self._spill.write(
             slot.extent,
             address,
@@ -247,6 +252,7 @@ class CpuDevice:
     ) -> None:
         """What was read to the end of the staging area is bitmask-CSR."""
         packed_bytes, elements, itemsize = managed.slot.packing
+        begun_s = time.perf_counter()
         if error is None and not _native.bitmask_expand(
             self._staging[managed.key], _page_bytes(managed.size_bytes), elements, itemsize, packed_bytes
         ):
@@ -254,7 +260,7 @@ class CpuDevice:
                 f"{packed_bytes} compressed bytes on {self.place_text} are damaged: check the disk (dmesg, "
                 "smartctl), or choose another spill_dir"
             )
-        done(error, moved)
+        done(error, moved if error is not None else [*moved, _coded("expand", managed, begun_s)])
 
     def hurry(self, managed: ManagedStorage) -> None:
         if (pending := self._pending.get(managed.key)) is not None:
@@ -474,7 +480,13 @@ def _packed(
     return pages, (packed_bytes, elements, managed.packs)
 
 
-def _report(link: str, managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
+def _coded(link: str, managed: ManagedStorage, begun_s: float) -> Moved:
+    return Moved(link, begun_s, time.perf_counter(), managed.index, managed.size_bytes, managed.kind)
+
+
+def _report(
+    link: str, managed: ManagedStorage, size_bytes: int, done: Done, before: Sequence[Moved] = ()
+) -> Any:
     def on_done(transfer: Transfer) -> None:
         moved = Moved(
             link,
@@ -484,6 +496,6 @@ def _report(link: str, managed: ManagedStorage, size_bytes: int, done: Done) -> 
             size_bytes,
             managed.kind,
         )
-        done(transfer.error, [moved] if transfer.error is None else [])
+        done(transfer.error, [*before, moved] if transfer.error is None else [])
 
     return on_done

@@ -1,0 +1,116 @@
+"""Whether steps still take what their plan was made for: the rates of links and codecs, and kernel times."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from penstock.core.hardware import CODERS, LINKS, Hardware
+from penstock.core.plan import Plan
+from penstock.core.timeline import busy_s
+from penstock.core.trace import Trace
+from penstock.runtime.copy_engine import Moved
+from penstock.simulator import simulate
+
+DRIFT = 0.1  # so much more or less has to be seen in each of WINDOW steps, one after the other
+WINDOW = 5
+
+# The first steps under a plan begin where the last plan left tensors.
+UNSETTLED_STEPS = 2
+
+# The clock's own work for a kernel for which nothing moves: the rest of it is what copies cost.
+KERNEL_CLOCK_S = 2e-6
+
+# What is busy for less of a step decides nothing, and is measured badly.
+LEAST_BUSY = 0.02
+
+
+class Drift:
+    """What the steps take that follow one plan, against what it was made for.
+
+    Rates are compared with those of the machine that the plan was made for, as the simulator uses them: where
+    two directions disturb each other in its prediction, they may do so in the run. Kernel times are compared
+    with those of the first steps under the plan: a step is timed as a whole, and what is measured so is a
+    little more than what was recorded kernel by kernel.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
+        self._hardware = hardware
+        predicted = _by_link(
+            (span.stream, span.start_s, span.end_s, span.size_bytes)
+            for span in simulate(trace, plan, hardware).spans
+            if span.stream in LINKS
+        )
+        self._predicted = dict.fromkeys(CODERS, 1.0)
+        self._predicted |= {link: hardware.slowness(link, spans) for link, spans in predicted.items()}
+        self._steps = 0
+        self._factors: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._kernels_s: deque[float] = deque(maxlen=WINDOW)
+        self._overheads_s: deque[float] = deque(maxlen=WINDOW)
+        self._usual_s = 0.0
+
+    def note(
+        self,
+        moved: Sequence[Moved],
+        step_s: float,
+        kernels_s: float,
+        clock_s: float = 0.0,
+        operators: int = 0,
+    ) -> None:
+        """A step is over.
+
+        moved       what it moved, compressed and expanded
+        kernels_s   the part of it in which no kernel waited
+        clock_s     the part of it that the clock took, for so many ``operators``
+        """
+        self._steps += 1
+        if self._steps <= UNSETTLED_STEPS:
+            return
+        by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
+        factors = {}
+        for link, spans in by_link.items():
+            slowness = self._hardware.slowness(link, spans) if self._predicted.get(link) else 0.0
+            if slowness and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s:
+                factors[link] = self._predicted[link] / slowness
+        self._factors.append(factors)
+        if copies := sum(len(spans) for link, spans in by_link.items() if link in LINKS):
+            self._overheads_s.append(max(clock_s - KERNEL_CLOCK_S * operators, 0.0) / copies)
+        self._kernels_s.append(kernels_s)
+        if len(self._kernels_s) == WINDOW and not self._usual_s:
+            self._usual_s = statistics.median(self._kernels_s)
+
+    def measured(self) -> Hardware | None:
+        """The machine with rates as they are now; None where they are still what they were taken to be.
+
+        What a copy costs the thread of the kernels comes along, where that counts at all.
+        """
+        factors: dict[str, float] = {}
+        if len(self._factors) == WINDOW:
+            for link in set.intersection(*map(set, self._factors)):
+                factors[link] = statistics.median(step[link] for step in self._factors)
+        if not any(_has_drifted([step[link] for step in self._factors]) for link in factors):
+            return None
+        found = self._hardware.scaled(factors)
+        if found.copy_overhead_s > 0 and self._overheads_s:
+            found = replace(found, copy_overhead_s=statistics.median(self._overheads_s))
+        return found
+
+    @property
+    def kernels_have_drifted(self) -> bool:
+        """Whether kernels take longer, or less long, than at first under this plan."""
+        if len(self._kernels_s) < WINDOW or not self._usual_s:
+            return False
+        return _has_drifted([kernels_s / self._usual_s for kernels_s in self._kernels_s])
+
+
+def _by_link(moves: Iterable[tuple[str, float, float, int]]) -> dict[str, list[tuple[float, float, int]]]:
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    for link, start_s, end_s, size_bytes in moves:
+        found.setdefault(link, []).append((start_s, end_s, size_bytes))
+    return found
+
+
+def _has_drifted(ratios: Sequence[float]) -> bool:
+    return min(ratios) > 1 + DRIFT or max(ratios) < 1 / (1 + DRIFT)

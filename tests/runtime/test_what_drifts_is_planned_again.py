@@ -1,0 +1,291 @@
+"""A machine that changes while a run goes on is planned for again, in the background, with the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.runtime.copy_engine import Moved
+from penstock.runtime.drift import UNSETTLED_STEPS, WINDOW, Drift
+from penstock.storage.transports import TRANSPORTS
+from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offloaded
+from tests.support.slow_disk import Rate, SlowDisk
+
+FAST = 300e6  # bytes per second
+GIVEN = replace(HARDWARE, disk_read_bytes_per_s=FAST, disk_write_bytes_per_s=FAST)
+PAUSE_S = 0.05  # of the program itself: so long that what the disk does is little
+MOST_STEPS = 500  # planning takes half a second: so many steps take longer
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Rate:
+    rate = Rate(FAST)
+    monkeypatch.setitem(TRANSPORTS, "posix", lambda: SlowDisk(rate))
+    return rate
+
+
+def training(goes_on: Callable[[int], bool], pause_s: Callable[[int], float] = lambda _: 0.0) -> Program:
+    """Steps of some linear layers, as long as ``goes_on`` says so of their number.
+
+    pause_s   that the program takes for itself in the middle of the step of this number
+    """
+
+    def program(step: Step) -> Bits:
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for number in itertools.takewhile(goes_on, itertools.count()):
+            x = torch.randn(256, 256, generator=torch.Generator().manual_seed(number))
+            with step():
+                loss = model(x).square().mean()
+                time.sleep(pause_s(number))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return bits(model.parameters())
+
+    return program
+
+
+@pytest.fixture(scope="module")
+def budget_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    _, report = offloaded(training(lambda number: number < 4), "1GiB", tmp_path_factory.mktemp("spill"))
+    return int(0.45 * report.peak_bytes)
+
+
+def planners() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-planning"]
+
+
+def test_a_disk_that_becomes_three_times_slower_is_planned_for(
+    disk: Rate, budget_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = 0
+    run: penstock.Offload
+
+    def goes_on(number: int) -> bool:
+        nonlocal steps
+        steps = number
+        if number == 12:
+            disk.bytes_per_s = FAST / 3
+        return number < MOST_STEPS and run.hardware.disk_write_bytes_per_s > 0.5 * FAST
+
+    torch.manual_seed(7)
+    with (
+        caplog.at_level(logging.INFO, logger="penstock"),
+        penstock.offload(
+            device_budget=budget_bytes,
+            spill_dir=tmp_path,
+            hardware=GIVEN,
+            smallest_bytes=4096,
+            io_paths="posix direct",
+            recompute=False,
+        ) as run,
+    ):
+        found = training(goes_on)(run.step)
+        report, trace, plan, hardware = run.report(), run.trace, run.plan, run.hardware
+    assert differences(in_memory(training(lambda number: number < steps)), found) == []
+    assert report.replans >= 1
+    messages = [record.getMessage() for record in caplog.records if "have drifted" in record.getMessage()]
+    assert len(messages) == report.replans
+    assert report.planned_rates_bytes_per_s["disk_write"] == hardware.disk_write_bytes_per_s < 0.5 * FAST
+    assert hardware.disk_read_bytes_per_s < 0.5 * FAST
+    assert f"planned again {report.replans} times" in str(report)
+
+    # What is in force is as good as a plan that is made for such a disk from the start.
+    assert trace is not None and plan is not None
+    fresh = penstock.plan(trace, hardware, compress=True, device_budget_bytes=budget_bytes, time_limit_s=2.0)
+    assert plan.predicted_s <= 1.1 * fresh.predicted_s
+    assert report.predicted_step_s == pytest.approx(plan.predicted_s)
+
+
+def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
+    disk: Rate, budget_bytes: int, tmp_path: Path
+) -> None:
+    run: penstock.Offload
+    steps = 0
+
+    def has_seen_it() -> bool:
+        if run.trace is None or run.trace.kernel_time_s.max() < 2 * PAUSE_S:
+            return False
+        report = run.report()
+        return report.replans > 0 and report.profiled_steps > 5
+
+    def goes_on(number: int) -> bool:
+        nonlocal steps
+        steps = number
+        return number < MOST_STEPS // 4 and not has_seen_it()
+
+    disk.bytes_per_s = 1e12
+    torch.manual_seed(7)
+    with penstock.offload(
+        device_budget=budget_bytes,
+        spill_dir=tmp_path,
+        hardware=HARDWARE,
+        smallest_bytes=4096,
+        io_paths="posix direct",
+        recompute=False,
+    ) as run:
+        found = training(goes_on, lambda number: PAUSE_S * (1 + number // 15))(run.step)
+        report = run.report()
+    assert differences(in_memory(training(lambda number: number < steps)), found) == []
+    assert report.replans >= 1 and report.profiled_steps > 5
+    assert report.ideal_s >= 2 * PAUSE_S
+
+
+def test_a_machine_that_is_never_the_same_is_not_planned_for_all_the_time(
+    disk: Rate, budget_bytes: int, tmp_path: Path
+) -> None:
+    def goes_on(number: int) -> bool:
+        disk.bytes_per_s = FAST / (1 + 3 * (number // 10 % 2))
+        return number < 50
+
+    found, report = offloaded(
+        training(goes_on), budget_bytes, tmp_path, hardware=GIVEN, io_paths="posix direct", recompute=False
+    )
+    assert differences(in_memory(training(lambda number: number < 50)), found) == []
+    assert report.replans <= 2, "after 8 steps and 16 more; the next one after 32 more"
+
+
+def test_planning_ends_with_the_run(disk: Rate, budget_bytes: int, tmp_path: Path) -> None:
+    disk.bytes_per_s = FAST / 3
+
+    def goes_on(number: int) -> bool:
+        if planners():
+            raise KeyError("the program's own")
+        return number < MOST_STEPS
+
+    with pytest.raises(KeyError, match="own"):
+        offloaded(
+            training(goes_on),
+            budget_bytes,
+            tmp_path,
+            hardware=GIVEN,
+            io_paths="posix direct",
+            recompute=False,
+        )
+    assert not planners()
+
+
+def test_a_plan_that_was_given_stays(disk: Rate, budget_bytes: int, tmp_path: Path) -> None:
+    options = {"hardware": GIVEN, "smallest_bytes": 4096, "io_paths": "posix direct", "recompute": False}
+    with penstock.offload(device_budget=budget_bytes, spill_dir=tmp_path, **options) as run:
+        training(lambda number: number < 6)(run.step)
+        plan = run.plan
+    assert plan is not None
+    disk.bytes_per_s = FAST / 3
+    with penstock.offload(device_budget=budget_bytes, spill_dir=tmp_path, plan=plan, **options) as run:
+        training(lambda number: number < 25)(run.step)
+        assert run.plan is plan and run.report().replans == 0 and not planners()
+
+
+# -- what has drifted ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(
+    budget_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[penstock.Trace, penstock.Plan]:
+    """One whose simulated step is that of the run: nothing compressed."""
+    spill_dir = tmp_path_factory.mktemp("spill")
+    with penstock.offload(
+        device_budget=budget_bytes,
+        spill_dir=spill_dir,
+        hardware=GIVEN,
+        smallest_bytes=4096,
+        compress=False,
+        recompute=False,
+    ) as run:
+        training(lambda number: number < 6)(run.step)
+        assert run.trace is not None and run.plan is not None
+        return run.trace, run.plan
+
+
+def moves(trace: penstock.Trace, plan: penstock.Plan, **factors: float) -> list[Moved]:
+    """What the simulator moves, with every link ``factors`` times as fast."""
+    return [
+        Moved(
+            span.stream,
+            span.start_s / factors.get(span.stream, 1.0),
+            span.end_s / factors.get(span.stream, 1.0),
+            span.index,
+            span.size_bytes,
+        )
+        for span in penstock.simulate(trace, plan, GIVEN).spans
+        if span.stream.startswith("disk")
+    ]
+
+
+def test_rates_that_are_as_predicted_have_not_drifted(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    drift = Drift(*planned, GIVEN)
+    for number in range(50):
+        noise = (0.92, 1.0, 1.08, 0.3)[number % 4]  # one step in four is disturbed
+        drift.note(moves(*planned, disk_write=noise, disk_read=noise), 1e-3, 1.0 + 0.08 * (number % 2))
+        assert drift.measured() is None and not drift.kernels_have_drifted
+
+
+def test_a_rate_that_has_drifted_is_measured(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
+    drift = Drift(*planned, GIVEN)
+    measured = []
+    for _ in range(UNSETTLED_STEPS + WINDOW):
+        measured.append(drift.measured())
+        drift.note(moves(*planned, disk_write=1 / 3), 1e-3, 1.0)
+    assert measured == [None] * (UNSETTLED_STEPS + WINDOW)
+    found = drift.measured()
+    assert found is not None
+    assert found.disk_write_bytes_per_s == pytest.approx(FAST / 3)
+    assert found.disk_read_bytes_per_s == pytest.approx(FAST)
+    assert Drift(*planned, found).measured() is None
+
+
+def test_codecs_are_measured_too(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
+    drift = Drift(*planned, replace(GIVEN, compress_bytes_per_s=1e9, expand_bytes_per_s=2e9))
+    for _ in range(UNSETTLED_STEPS + WINDOW):
+        coded = [Moved("compress", 0.0, 2e-3, 1, 1_000_000), Moved("expand", 3e-3, 3.5e-3, 1, 1_000_000)]
+        drift.note(coded, 1e-2, 1.0)
+    found = drift.measured()
+    assert found is not None
+    assert found.compress_bytes_per_s == pytest.approx(5e8)
+    assert found.expand_bytes_per_s == pytest.approx(2e9)
+
+
+def test_what_a_copy_costs_the_thread_of_the_kernels_is_measured_too(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    moved = moves(*planned, disk_write=1 / 3)
+    for given_s, expected_s in ((1e-4, 3e-4), (0.0, 0.0)):  # 0: on a GPU, or where it is not known
+        drift = Drift(*planned, replace(GIVEN, copy_overhead_s=given_s))
+        for _ in range(UNSETTLED_STEPS + WINDOW):
+            drift.note(moved, 1e-3, 1.0, 3e-4 * len(moved))
+        found = drift.measured()
+        assert found is not None and found.copy_overhead_s == pytest.approx(expected_s)
+
+
+def test_what_is_hardly_used_decides_nothing(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
+    drift = Drift(*planned, GIVEN)
+    for _ in range(UNSETTLED_STEPS + WINDOW):
+        drift.note(moves(*planned, disk_write=1 / 3), 1e3, 1.0)
+    assert drift.measured() is None
+
+
+def test_kernels_that_take_longer_than_at_first_have_drifted(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    drift = Drift(*planned, GIVEN)
+    for _ in range(UNSETTLED_STEPS + WINDOW):
+        drift.note((), 1.0, 1.0)
+    for _ in range(WINDOW):
+        assert not drift.kernels_have_drifted
+        drift.note((), 1.2, 1.2)
+    assert drift.kernels_have_drifted
