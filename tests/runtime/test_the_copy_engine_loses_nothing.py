@@ -194,9 +194,9 @@ class Program(RuleBasedStateMachine):
         leaving = {
             id(m): m for m in [*self.managed.values(), *(copy.managed for copy in self.device.pending)]
         }
-        freeing = sum(m.size_bytes for m in leaving.values() if m.state == LEAVING and m.released)
+        freeing = sum(m.size_bytes for m in leaving.values() if m.freeing_bytes)
         assert freeing <= self.engine.freeing_bytes
-        assert all(m.state == LEAVING for m in leaving.values() if m.released)
+        assert all(m.state == LEAVING for m in leaving.values() if m.freeing_bytes)
 
     @invariant()
     def the_budget_holds(self) -> None:

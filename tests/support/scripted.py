@@ -86,11 +86,16 @@ class ScriptedDevice:
         )
         del self.slots[slot]
 
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        return 0
+
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         assert storage.nbytes() == managed.size_bytes, "copied out, and not there"
         self._begin(Pending(True, managed, storage, done))
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False
+    ) -> bool:
         assert self.admits_anywhere or threading.get_ident() == self.kernels_thread
         assert storage.nbytes() == 0, "prepared, and there"
         if self._in_trouble() and self.engine is not None and any(self.engine.in_flight_bytes):

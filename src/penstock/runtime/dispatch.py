@@ -367,7 +367,7 @@ class Clock(TorchDispatchMode):
                 if type(action) is Evict:
                     if action.packs:
                         engine.wait_for_room(action.packed_bytes)
-                    engine.evict(managed, action.tier, release=False, packs=action.packs)
+                    engine.evict(managed, action.tier, release=action.packs > 0, packs=action.packs)
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
                 else:

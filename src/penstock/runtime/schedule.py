@@ -25,8 +25,9 @@ from penstock.runtime.storages import NEVER
 class Evict(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
-    packs          the copy is bitmask-CSR, of elements of so many bytes; 0: it is not
-    packed_bytes   that the copy is expected to take
+    packs          it is compressed first as bitmask-CSR, of elements of so many bytes, and its memory given
+                   back as soon as that is done; 0: it is not
+    packed_bytes   that it is expected to take then
     """
 
     tensor: int
@@ -106,7 +107,7 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
     needed = resident_bytes(trace, plan.evictions)
-    evictions = list(_with_room(trace, plan, plan.device_budget_bytes - needed))
+    evictions = plan.evictions
     for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
@@ -129,23 +130,6 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     made = unplanned(trace, before, away)
     return replace(made, is_still=not made.away_at_start and not any(made.before))
-
-
-def _with_room(trace: Trace, plan: Plan, free: IntArray) -> Iterator[core.Evict]:
-    """The evictions; what comes back compressed not before there is room for all of it, which is taken from
-    ``free`` [K], in bytes. A plan counts its compressed bytes until it is used, and the run reads them to the
-    place where it expands them."""
-    count = trace.kernels
-    for evict in plan.evictions:
-        if evict.codec != "csr":
-            yield evict
-            continue
-        extra_bytes = int(trace.tensor_bytes[evict.tensor]) - trace.compressed_bytes(evict.tensor)
-        at = evict.end
-        while at > evict.prefetch_at and free[(at - 1) % count] >= extra_bytes:
-            at -= 1
-            free[at % count] -= extra_bytes
-        yield replace(evict, prefetch_at=at)
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
