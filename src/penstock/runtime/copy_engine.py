@@ -83,7 +83,11 @@ class Device(Protocol):
         """Give the space of a copy back. No copy is under way."""
 
     def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, itemsize: int, done: Callable[[int], None]
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        itemsize: int,
+        done: Callable[[int], None],
     ) -> None:
         """Compress the bytes into device memory that counts. done: with the bytes that this takes, on any
         thread; with 0 where it saves nothing, or there is no room."""
@@ -109,9 +113,7 @@ class Device(Protocol):
         meanwhile."""
         ...
 
-    def prepare(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False
-    ) -> bool:
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
         ``packed``. False: there is none now."""
         ...

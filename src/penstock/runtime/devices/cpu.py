@@ -79,7 +79,9 @@ class CpuDevice:
         self.memory.beside_bytes = -self._foreign_bytes
         self._faults_before = before.faults
         self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
-        self._staging: dict[int, tuple[int, bool]] = {}  # by key: where it is read to, and whether it stays packed
+        self._staging: dict[
+            int, tuple[int, bool]
+        ] = {}  # by key: where it is read to, and whether it stays packed
         self._packed: dict[int, _native.ArenaPacked] = {}  # by key: until they are written
         self._pending: dict[int, Transfer] = {}  # by key: reads under way
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
@@ -165,7 +167,11 @@ class CpuDevice:
         return True
 
     def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, itemsize: int, done: Callable[[int], None]
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        itemsize: int,
+        done: Callable[[int], None],
     ) -> None:
         packed = None
         if self._guard(managed, storage):
@@ -217,7 +223,9 @@ class CpuDevice:
                 return
             slot.packing = (packed.packed_bytes, packed.elements, packed.itemsize)
             size_bytes = _page_bytes(packed.packed_bytes)
-            report = _report("disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done))
+            report = _report(
+                "disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done)
+            )
             self._spill.write(slot.extent, packed.address, size_bytes, packed, report, checksum=managed.lasts)
             return
         if not self._guard(managed, storage):
@@ -275,9 +283,7 @@ class CpuDevice:
         managed.guarded = False
         return True
 
-    def prepare(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False
-    ) -> bool:
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         if self._is_elsewhere(managed, storage):
             managed.state = RESIDENT
             return False
