@@ -115,7 +115,7 @@ class Arena {
   Answer leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing = {});
   // A packed copy of a block in memory, to be given to leave_packed. Null where that saves no page, there is no room
   // for it, or the block is not in memory or being written. Encodes without the lock.
-  std::shared_ptr<const Copy> pack(void* address, std::size_t itemsize);
+  std::shared_ptr<const Copy> pack(void* address, Codec codec, std::size_t itemsize);
   // The block leaves for its packed copy. kNo if it was written since guard.
   Answer leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error);
   // The packed copy is in files, too; without `keeps`, only there. kNo if it is not what the block holds any more.

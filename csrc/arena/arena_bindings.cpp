@@ -100,11 +100,9 @@ std::vector<Segment> parts_of(const Segments& segments) {
   return parts;
 }
 
-bool leave(std::uintptr_t address, const Segments& segments, std::tuple<std::size_t, std::size_t, std::size_t> packing) {
-  const auto& [packed_bytes, elements, itemsize] = packing;
+bool leave(std::uintptr_t address, const Segments& segments, const Packing& packing) {
   int error = 0;
-  const auto answer =
-      arena().leave(pointer(address), parts_of(segments), &error, {packed_bytes, elements, itemsize});
+  const auto answer = arena().leave(pointer(address), parts_of(segments), &error, packing);
   if (answer == Answer::kError && error == EINVAL)
     throw std::invalid_argument("the segments do not hold all bytes of the block, or lie outside of it");
   return check(answer, address, error);
@@ -122,10 +120,10 @@ struct Packed {
   }
 };
 
-std::optional<Packed> pack(std::uintptr_t address, std::size_t itemsize) {
+std::optional<Packed> pack_block(std::uintptr_t address, Codec codec, std::size_t itemsize) {
   auto& current = arena();
   const nb::gil_scoped_release release;
-  auto copy = current.pack(pointer(address), itemsize);
+  auto copy = current.pack(pointer(address), codec, itemsize);
   if (!copy) return std::nullopt;
   return Packed(std::move(copy));
 }
@@ -279,15 +277,13 @@ void bind_arena(nb::module_& module) {
       [](std::uintptr_t address) { return check(arena().written(pointer(address)), address); },
       nb::arg("address"));
   module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"),
-             nb::arg("packing") = std::tuple<std::size_t, std::size_t, std::size_t>());
+             nb::arg("packing") = Packing{});
   nb::class_<Packed>(module, "ArenaPacked", "A packed copy of a block in memory: whole pages, which it ends with.")
       .def_prop_ro("address",
                    [](const Packed& self) { return reinterpret_cast<std::uintptr_t>(self.copy->memory.address); })
-      .def_prop_ro("packed_bytes", [](const Packed& self) { return self.copy->packing.packed_bytes; })
-      .def_prop_ro("elements", [](const Packed& self) { return self.copy->packing.elements; })
-      .def_prop_ro("itemsize", [](const Packed& self) { return self.copy->packing.itemsize; });
-  module.def("arena_pack", &pack, nb::arg("address"), nb::arg("itemsize"),
-             nb::sig("def arena_pack(address: int, itemsize: int) -> ArenaPacked | None"));
+      .def_prop_ro("packing", [](const Packed& self) { return self.copy->packing; });
+  module.def("arena_pack", &pack_block, nb::arg("address"), nb::arg("codec"), nb::arg("itemsize"),
+             nb::sig("def arena_pack(address: int, codec: Codec, itemsize: int) -> ArenaPacked | None"));
   module.def("arena_leave_packed", &leave_packed, nb::arg("address"), nb::arg("packed"));
   module.def("arena_packed_written", &packed_written, nb::arg("address"), nb::arg("packed"), nb::arg("segments"),
              nb::arg("keeps"));

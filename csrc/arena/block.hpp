@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "codecs/packing.hpp"
+
 namespace penstock {
 
 // Part of a block as it lies in a file.
@@ -15,11 +17,6 @@ struct Segment {
   std::uint64_t file_offset = 0;
   std::size_t begin = 0;  // in the block
   std::size_t size_bytes = 0;
-};
-
-// A copy is bitmask-CSR of so many elements, and lies at the end of the block's pages. Else `packed_bytes` is 0.
-struct Packing {
-  std::size_t packed_bytes = 0, elements = 0, itemsize = 0;
 };
 
 // Memory at other addresses than the block's: its bytes are read into it, until they move to the block's, or its
@@ -31,7 +28,8 @@ struct Landing {
 };
 
 // A copy of a block at another place: in files, or packed in memory, where it ends with the page. Immutable, but that
-// the memory may be given up, with the block's copy: copies are told apart by their address.
+// the memory may be given up, with the block's copy: copies are told apart by their address. What is packed ends where
+// the block's pages do.
 struct Copy {
   std::vector<Segment> segments;
   Packing packing{};

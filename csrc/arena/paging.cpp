@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "arena/arena.hpp"
-#include "codecs/bitmask.hpp"
 
 namespace penstock {
 
@@ -35,18 +34,18 @@ bool cover(std::vector<Segment> segments, const Block& block, const Packing& pac
 
 // Expands a packed copy that is in memory. 0, or an errno.
 int expand(const Copy& copy, char* data) {
-  const auto& packing = copy.packing;
-  const auto* const packed = copy.memory.address + round_up(packing.packed_bytes, kPageBytes) - packing.packed_bytes;
-  return bitmask_decode(packed, packing.packed_bytes, data, packing.elements, packing.itemsize) ? 0 : EBADMSG;
+  const auto packed_bytes = copy.packing.packed_bytes;
+  const auto* const packed = copy.memory.address + round_up(packed_bytes, kPageBytes) - packed_bytes;
+  return unpack(copy.packing, packed, data) ? 0 : EBADMSG;
 }
 
 // Expands what was read to the end of these bytes. 0, or an errno.
 int expand(char* data, std::size_t size_bytes, const Packing& packing) {
-  const auto head_bytes = bitmask_head_bytes(packing.elements);
-  char* const head = map_scratch(head_bytes);
+  const auto scratch_bytes = head_bytes(packing) + 1;
+  char* const head = map_scratch(scratch_bytes);
   if (head == nullptr) return ENOMEM;
-  const bool whole = bitmask_expand(data, size_bytes, packing.elements, packing.itemsize, packing.packed_bytes, head);
-  munmap(head, head_bytes);
+  const bool whole = unpack_in_place(packing, data, size_bytes, head);
+  munmap(head, scratch_bytes);
   return whole ? 0 : EBADMSG;
 }
 
@@ -140,7 +139,7 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
   return Answer::kError;
 }
 
-std::shared_ptr<const Copy> Arena::pack(void* address, std::size_t itemsize) {
+std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t itemsize) {
   Lock lock(mutex_);
   const auto* block = start(address);
   if (block == nullptr || !block->in_memory || itemsize == 0 || block->requested_bytes % itemsize != 0) return nullptr;
@@ -148,19 +147,18 @@ std::shared_ptr<const Copy> Arena::pack(void* address, std::size_t itemsize) {
   const auto serial = block->serial;
   // What another thread writes or lets leave meanwhile is served by a fault, or noticed by leave_packed.
   lock.unlock();
-  const auto packed_bytes = bitmask_head_bytes(elements) + count_kept(address, elements, itemsize) * itemsize;
+  const auto packed_bytes = packed_size(codec, address, elements, itemsize);
   lock.lock();
   const auto size_bytes = round_up(packed_bytes, kPageBytes);
   Landing memory;
-  if (size_bytes >= used || (pages() && !fits(size_bytes, size_bytes)) || !take_memory(size_bytes, &memory))
+  if (packed_bytes == 0 || size_bytes >= used || (pages() && !fits(size_bytes, size_bytes)) || !take_memory(size_bytes, &memory))
     return nullptr;
   count_in(size_bytes);
-  auto copy = hold({.packing = {packed_bytes, elements, itemsize}, .memory = memory, .serial = serial});
+  auto copy = hold({.packing = {packed_bytes, elements, itemsize, codec}, .memory = memory, .serial = serial});
   lock.unlock();
-  char* const packed = memory.address + size_bytes - packed_bytes;
-  const auto written = bitmask_encode(address, elements, itemsize, packed, packed_bytes);
+  const bool whole = penstock::pack(copy->packing, address, memory.address + size_bytes - packed_bytes);
   lock.lock();
-  if (written != packed_bytes) copy.reset();
+  if (!whole) copy.reset();
   return copy;
 }
 

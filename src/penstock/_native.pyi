@@ -1,5 +1,6 @@
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -77,25 +78,19 @@ def arena_written(address: int) -> bool: ...
 
 # segments: (file descriptor, offset in the file, offset in the block, size in bytes).
 
-# packing: (bytes, elements, bytes of an element) of bitmask-CSR, at the end of the block's pages.
-def arena_leave(
-    address: int, segments: list[tuple[int, int, int, int]], packing: tuple[int, int, int] = (0, 0, 0)
-) -> bool: ...
+# packing: of the copy; packed bytes are at the end of the block's pages.
+def arena_leave(address: int, segments: list[tuple[int, int, int, int]], packing: Packing = ...) -> bool: ...
 
 class ArenaPacked:
-    """A packed copy of a block, bitmask-CSR in memory that counts: whole pages, at whose end it lies."""
+    """A packed copy of a block, in memory that counts: whole pages, at whose end it lies."""
 
     @property
     def address(self) -> int: ...  # 0: the arena has given the memory up, and has the bytes elsewhere
     @property
-    def packed_bytes(self) -> int: ...
-    @property
-    def elements(self) -> int: ...
-    @property
-    def itemsize(self) -> int: ...
+    def packing(self) -> Packing: ...
 
 # Of a guarded block in memory. None where that saves no page, or there is no room for it.
-def arena_pack(address: int, itemsize: int) -> ArenaPacked | None: ...
+def arena_pack(address: int, codec: Codec, itemsize: int) -> ArenaPacked | None: ...
 
 # The block leaves for its packed copy. False: it was written since it was guarded.
 def arena_leave_packed(address: int, packed: ArenaPacked) -> bool: ...
@@ -131,10 +126,28 @@ def bitmask_encode(
 ) -> int | None: ...  # bytes written; None: it does not fit
 def bitmask_decode(packed: int, packed_bytes: int, data: int, elements: int, itemsize: int) -> bool: ...
 
-# In place: what is packed are the last bytes of data.
-def bitmask_expand(
-    data: int, capacity_bytes: int, elements: int, itemsize: int, packed_bytes: int
-) -> bool: ...
+class Codec(enum.Enum):
+    csr = 0
+    fp16 = 1
+    bf16 = 2
+
+class Packing:
+    """So many elements in so many packed bytes; 0: they are not packed."""
+
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, codec: Codec, packed_bytes: int, elements: int, itemsize: int) -> None: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def codec(self) -> Codec: ...
+
+def pack(packing: Packing, data: int, packed: int) -> bool: ...
+def unpack(packing: Packing, packed: int, data: int) -> bool: ...
+
+# The packed bytes are the last ones of the data.
+def unpack_in_place(packing: Packing, data: int, capacity_bytes: int) -> bool: ...
 
 Finished = list[tuple[int, int, float, float, bool]]
 

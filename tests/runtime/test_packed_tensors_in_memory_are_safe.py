@@ -1,4 +1,5 @@
-"""A tensor that is packed, and not yet written, is in memory only: whatever happens then, its bytes are there."""
+"""A tensor that is packed, and not yet written, is in memory only. Whatever happens then, its bytes are
+there."""
 
 from __future__ import annotations
 

@@ -105,6 +105,7 @@ class ScriptedDevice:
         self,
         managed: ManagedStorage,
         storage: torch.UntypedStorage,
+        codec: str,
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:

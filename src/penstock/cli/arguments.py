@@ -12,6 +12,7 @@ from typing import NoReturn
 import penstock
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.cli.output import Answer
+from penstock.core.columns import LOSSY
 from penstock.errors import InvalidSize
 from penstock.planners import POLICIES
 from penstock.samples.format.layout import CHUNK_BYTES
@@ -111,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     _budget(plan)
     _policy(plan)
     _actions(plan)
+    _lossy(plan)
     _endurance(plan)
     plan.add_argument("--compare-policies", action="store_true", help="show the plan of every policy")
     plan.add_argument("--compare-budgets", action="store_true", help="show what other device budgets bring")
@@ -146,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     _page_cache_budget(run)
     _io_costs(run)
     _endurance(run)
+    _lossy(run)
     run.add_argument(
         "--verify-spill",
         action="store_true",
@@ -406,6 +409,14 @@ def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: f
             metavar="SECONDS",
             help=f"{purpose}for planning; the best plan so far is used then; default: %(default)g",
         )
+
+
+def _lossy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lossy",
+        choices=LOSSY,
+        help="let activations saved for backward leave in this codec: backward reads them rounded",
+    )
 
 
 def _endurance(parser: argparse.ArgumentParser) -> None:

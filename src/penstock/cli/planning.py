@@ -34,6 +34,7 @@ def plan(options: Namespace) -> Answer:
         options.compress,
         options.time_limit,
         device_budget_bytes=options.device_budget,
+        lossy=options.lossy,
     )
     save(chosen, options.output)
     timeline = penstock.simulate(captured, chosen, hardware)
@@ -44,6 +45,7 @@ def plan(options: Namespace) -> Answer:
         "in_memory_s": captured.ideal_s,
         "policy": chosen.policy,
         "reason": chosen.reason,
+        "lossy": chosen.lossy,
         "predicted_s": chosen.predicted_s,
         "predicted_peak_bytes": chosen.predicted_peak_bytes,
         "evictions": len(chosen.evictions),
@@ -55,6 +57,8 @@ def plan(options: Namespace) -> Answer:
         "summary": dataclasses.asdict(summary),
     }
     shown: list[str | Table] = [f"policy {chosen.policy}: {chosen.reason}"]
+    if chosen.lossy:
+        shown.append(chosen.lossy_text)
     if options.compare_policies:
         problem = Problem(
             trace=captured,
@@ -62,6 +66,7 @@ def plan(options: Namespace) -> Answer:
             budget_bytes=chosen.device_budget_bytes,
             recompute=options.recompute,
             compress=options.compress,
+            lossy=options.lossy,
             time_limit_s=options.time_limit,
         )
         found = compare_policies(problem, known=chosen)
@@ -149,6 +154,7 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
         policy=options.policy,
         recompute=options.recompute,
         compress=options.compress,
+        lossy=options.lossy,
         time_limit_s=options.time_limit,
     )
     cells = [cell for cell in sweep(asked) if cell.summary is not None]

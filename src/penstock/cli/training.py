@@ -53,6 +53,7 @@ def run(options: Namespace) -> Answer:
                 io_costs=options.io_costs,
                 verify_spill=options.verify_spill,
                 endurance=options.endurance,
+                lossy=options.lossy,
             )
         )
         training = build()  # inside: it may be larger than the budget

@@ -2,13 +2,15 @@
 
 The forward pass and the weights are as they were; what the backward pass reads has lost precision. fp16 keeps
 11 significant bits of values from 6.1e-5 to 65504; what is larger becomes 65504, not infinity. bf16 keeps 8,
-of every magnitude.
+of every magnitude. On a CPU it is C++, csrc/codecs/packing.hpp, and elsewhere operators of torch, with the same
+bytes, but for what a NaN holds.
 """
 
 from __future__ import annotations
 
 import torch
 
+from penstock import _native
 from penstock.codecs.elements import in_memory_order
 from penstock.errors import InvalidArgument, InvalidFile
 
@@ -33,6 +35,11 @@ def decode_bf16(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _encode(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     _check(tensor)
+    if tensor.device.type == "cpu":
+        elements = in_memory_order(tensor)
+        packed = torch.empty(2 * elements.numel(), dtype=torch.uint8)
+        _native.pack(_packing(dtype, elements.numel()), elements.data_ptr(), packed.data_ptr())
+        return packed
     stored = torch.empty_like(tensor, dtype=dtype).copy_(tensor)
     if dtype is torch.float16 and tensor.numel():
         least, most = torch.aminmax(tensor)
@@ -49,8 +56,16 @@ def _decode(packed: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> tor
             "of another tensor"
         )
     tensor = torch.empty_like(like, device=packed.device)
+    if packed.device.type == "cpu":
+        _native.unpack(_packing(dtype, like.numel()), packed.data_ptr(), tensor.data_ptr())
+        return tensor
     in_memory_order(tensor).copy_(packed.view(dtype))
     return tensor
+
+
+def _packing(dtype: torch.dtype, elements: int) -> _native.Packing:
+    codec = _native.Codec.fp16 if dtype is torch.float16 else _native.Codec.bf16
+    return _native.Packing(codec, 2 * elements, elements, 4)
 
 
 def _check(tensor: torch.Tensor) -> None:

@@ -86,10 +86,11 @@ class Device(Protocol):
         self,
         managed: ManagedStorage,
         storage: torch.UntypedStorage,
+        codec: str,
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:
-        """Compress the bytes into device memory that counts. done: with the bytes that this takes, on any
+        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this takes, on any
         thread; with 0 where it saves nothing, or there is no room."""
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
@@ -127,8 +128,9 @@ class Device(Protocol):
         """A kernel waits for the copy back that is under way."""
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """The bytes are there: let the program see them, but for what stays packed. True: the slot has the same
-        bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether that is worth anything."""
+        """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
+        same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
+        that is worth anything."""
         ...
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
@@ -213,13 +215,20 @@ class CopyEngine:
     # -- out -----------------------------------------------------------------------------------
 
     def evict(
-        self, managed: ManagedStorage, tier: str | None = None, *, release: bool, packs: int = 0
+        self,
+        managed: ManagedStorage,
+        tier: str | None = None,
+        *,
+        release: bool,
+        packs: int = 0,
+        codec: str = "csr",
     ) -> None:
         """Start to copy the storage out.
 
         release   give its memory back when the copy is complete; otherwise it stays readable
         packs     compress it first, as elements of so many bytes, and give its memory back as soon as that is
                   done; 0: do not
+        codec     for that, a key of penstock.codecs.CODECS
 
         Raises SpillSpaceFull.
         """
@@ -251,7 +260,7 @@ class CopyEngine:
             return
         self._out_bytes += managed.size_bytes
         try:
-            self._device.pack(managed, storage, packs, functools.partial(self._packed, managed))
+            self._device.pack(managed, storage, codec, packs, functools.partial(self._packed, managed))
         except BaseException:
             self._out_bytes -= managed.size_bytes
             self._stay(managed)

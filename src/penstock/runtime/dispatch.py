@@ -367,7 +367,8 @@ class Clock(TorchDispatchMode):
                 if type(action) is Evict:
                     if action.packs:
                         engine.wait_for_room(action.packed_bytes)
-                    engine.evict(managed, action.tier, release=action.packs > 0, packs=action.packs)
+                    packs = action.packs
+                    engine.evict(managed, action.tier, release=packs > 0, packs=packs, codec=action.codec)
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
                 else:
@@ -444,7 +445,9 @@ class Clock(TorchDispatchMode):
             for storage in _storages_of(tensor):
                 managed = self.storages.meet(storage)
                 if managed.index in fresh:
-                    recording.tensors[managed.index].itemsize = tensor.element_size()
+                    record = recording.tensors[managed.index]
+                    record.itemsize = tensor.element_size()
+                    record.float32 = tensor.dtype is torch.float32
         if recording.zeros:
             for managed in (*written, *made):
                 if managed.address and managed.step == self._kernels.step:

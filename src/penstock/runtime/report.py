@@ -31,6 +31,7 @@ class Report:
     trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them
     moved_bytes_by_io_path  of the whole run, between memory and disk
+    lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
     """
 
@@ -65,6 +66,7 @@ class Report:
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
+    lossy: str = ""
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -127,6 +129,8 @@ class Report:
             f"{'; ' + rates if rates else ''}",
             f"  disk wear: {self.disk_wear}",
         ]
+        if self.lossy:
+            lines.append(f"  {self.lossy}")
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
             shown = ", ".join(f"{kind} {format_bytes(moved)}" for kind, moved in kinds.items())
             lines.append(f"  evicted per step, by kind: {shown}")

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
+from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -95,8 +96,10 @@ def offload(
     smallest_bytes: int | str = SMALLEST_BYTES,
     endurance: int | str | None = None,
     compress: bool = True,
+    lossy: str | None = None,
 ) -> Offload:
-    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
+    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without, unless
+    ``lossy`` is given.
 
     From now on until `close`, weights, gradients, optimizer state and activations leave the device when
     the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
@@ -135,6 +138,9 @@ def offload(
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
     compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
+    lossy           "fp16" or "bf16": float32 activations that are saved for backward may leave in it, and
+                    backward reads them rounded, so the bits are others than without. Forward, weights,
+                    gradients and the optimizer's state keep float32. On a CPU. None: nothing is rounded
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
@@ -159,6 +165,7 @@ def offload(
             smallest_bytes=parse_bytes(smallest_bytes),
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
             compress=compress,
+            lossy=lossy,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -227,8 +234,16 @@ class Offload:
         smallest_bytes: int,
         endurance_bytes: int | None,
         compress: bool,
+        lossy: str | None,
     ) -> None:
         require_policy(policy)
+        if lossy is not None and lossy not in LOSSY:
+            raise InvalidArgument(f"there is no lossy codec {lossy!r}: choose {' or '.join(LOSSY)}")
+        if plan is not None and plan.lossy not in (None, lossy):
+            raise InvalidArgument(
+                f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if that "
+                "is what you want"
+            )
         _require_torch()
         if _open:
             raise InvalidArgument(
@@ -283,7 +298,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses)
+            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses, lossy)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -440,6 +455,7 @@ class Offload:
             device=str(self._device_name),
             policy=plan.policy if plan is not None else NO_POLICY,
             reason=plan.reason if plan is not None else "no plan could be made",
+            lossy=plan.lossy_text if plan is not None else "",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,

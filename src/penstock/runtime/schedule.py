@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import plan as core
 from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import resident_bytes
-from penstock.core.plan import Plan
+from penstock.core.plan import CODECS, Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.storages import NEVER
@@ -25,13 +24,15 @@ from penstock.runtime.storages import NEVER
 class Evict(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
-    packs          it is compressed first as bitmask-CSR, of elements of so many bytes, and its memory given
-                   back as soon as that is done; 0: it is not
+    codec          in which it is compressed first, and its memory given back as soon as that is done; "raw": it
+                   is not
+    packs          bytes of an element, for that; else 0
     packed_bytes   that it is expected to take then
     """
 
     tensor: int
     tier: str
+    codec: str = "raw"
     packs: int = 0
     packed_bytes: int = 0
 
@@ -103,6 +104,7 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     Raises InvalidArgument where the runtime cannot carry it out.
     """
     _refuse(plan, compresses)
+    trace = trace.with_lossy(plan.lossy)
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
@@ -111,9 +113,10 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
-        if evict.codec == "csr":
+        if evict.codec != "raw":
             itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
-            action = action._replace(packs=itemsize, packed_bytes=trace.compressed_bytes(evict.tensor))
+            packed_bytes = trace.compressed_bytes(evict.tensor)
+            action = Evict(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes)
         before[start % count].append(action)
     for evict in sorted(evictions, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
@@ -206,7 +209,7 @@ def _refuse(plan: Plan, compresses: bool) -> None:
     if plan.recomputations:
         what.append(f"recompute {len(plan.recomputations)} tensors")
         options.append("--recompute")
-    carried = {"raw", "csr"} if compresses else {"raw"}
+    carried = set(CODECS) if compresses else {"raw"}
     if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
         what.append(f"compress tensors ({', '.join(codecs)})")
         options.append("--compress")

@@ -62,6 +62,7 @@ class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
     compresses      plans may use bitmask-CSR
+    lossy           codec in which what is saved for backward may leave
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
     recorded        steps that were recorded
@@ -69,10 +70,11 @@ class StepKinds:
     minimum_bytes   smallest device budget in which the recorded steps could have run
     """
 
-    def __init__(self, policy: str, hardware: Hardware, compresses: bool) -> None:
+    def __init__(self, policy: str, hardware: Hardware, compresses: bool, lossy: str | None = None) -> None:
         self._policy = policy
         self._hardware = hardware
         self._compresses = compresses
+        self._lossy = lossy
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -82,7 +84,7 @@ class StepKinds:
         self.minimum_bytes = 0
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
-        return schedule(trace, plan, self._compresses)
+        return schedule(trace, plan, self._compresses or self._lossy is not None)
 
     def take(self, plan: Plan) -> None:
         """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan."""
@@ -192,6 +194,7 @@ class StepKinds:
                 self._hardware,
                 self._policy,
                 compress=len(trace.tensor_density) > 0,
+                lossy=self._lossy,
                 time_limit_s=_planning_s(trace),
             )
             made = replace(made, offsets=())  # storages stay where they are

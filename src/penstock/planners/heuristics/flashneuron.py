@@ -91,17 +91,22 @@ def _selected(problem: Problem, options: Candidates, tier: str) -> list[Evict]:
         stay_bytes -= int(trace.tensor_bytes[tensor])
     if stay_bytes > line_bytes:
         raise _cannot(problem, stay_bytes - line_bytes, problem.budget_bytes + stay_bytes - line_bytes)
-    packed = {
-        tensor: trace.compressed_bytes(tensor) if problem.compress else _size(trace, tensor)
-        for tensor in order
-    }
-    if problem.compress:
+    periods = zip(*(column.tolist() for column in trace.periods), strict=True)
+    stored = dict(
+        zip(
+            ((tensor, begin) for tensor, begin, *_ in periods),
+            trace.period_bytes(problem.compress).tolist(),
+            strict=True,
+        )
+    )
+    packed = {tensor: stored[tensor, offered[tensor].begin] for tensor in order}
+    if problem.packs:
         chosen = _compression_aware(problem, chosen, order, packed, tier)
     evictions = []
     for tensor in chosen:
         evict = options.evict(offered[tensor], tier)
         if packed[tensor] < _size(trace, tensor):
-            evict = replace(evict, after=evict.begin - 1, codec="csr")
+            evict = replace(evict, after=evict.begin - 1, codec=trace.codec(tensor))
         evictions.append(evict)
     return evictions
 

@@ -31,16 +31,18 @@ from penstock.units import format_bytes_up
 logger = logging.getLogger("penstock")
 
 
+RAW = _native.Packing()
+
+
 @dataclass(slots=True)
 class Slot:
     """Where a copy of a storage is.
 
-    packing   (bytes, elements, bytes of an element) of bitmask-CSR, which ends where the storage's pages do;
-              zeros where the copy is not compressed
+    packing   of the copy, which ends where the storage's pages do where it is packed
     """
 
     extent: Extent
-    packing: tuple[int, int, int] = (0, 0, 0)
+    packing: _native.Packing = RAW
 
 
 class CpuDevice:
@@ -170,17 +172,18 @@ class CpuDevice:
         self,
         managed: ManagedStorage,
         storage: torch.UntypedStorage,
+        codec: str,
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:
         packed = None
         if self._guard(managed, storage):
-            packed = _native.arena_pack(managed.address, itemsize)
+            packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
         if packed is None:
             done(0)
             return
         self._packed[managed.key] = packed
-        done(_page_bytes(packed.packed_bytes))
+        done(_page_bytes(packed.packing.packed_bytes))
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
         packed, segments = self._packed[managed.key], self._segments(managed)
@@ -198,7 +201,11 @@ class CpuDevice:
             self._packed.pop(managed.key, None)
 
     def packed_bytes(self, managed: ManagedStorage) -> int:
-        return _page_bytes(managed.slot.packing[0]) if managed.slot is not None and not managed.gone else 0
+        return (
+            _page_bytes(managed.slot.packing.packed_bytes)
+            if managed.slot is not None and not managed.gone
+            else 0
+        )
 
     def _guard(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Notice writes from now on. False: there is nothing to copy."""
@@ -221,8 +228,8 @@ class CpuDevice:
                 managed.void = True
                 self._note_written(managed, done, None, [])
                 return
-            slot.packing = (packed.packed_bytes, packed.elements, packed.itemsize)
-            size_bytes = _page_bytes(packed.packed_bytes)
+            slot.packing = packed.packing
+            size_bytes = _page_bytes(slot.packing.packed_bytes)
             report = _report(
                 "disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done)
             )
@@ -231,7 +238,7 @@ class CpuDevice:
         if not self._guard(managed, storage):
             done(None, [])
             return
-        slot.packing = (0, 0, 0)
+        slot.packing = RAW
         report = _report("disk_write", managed, managed.size_bytes, done)
         self._spill.write(
             slot.extent,
@@ -265,7 +272,7 @@ class CpuDevice:
         report(transfer)
 
     def _segments(self, managed: ManagedStorage) -> list[tuple[int, int, int, int]]:
-        """Where the copy lies: of each piece the file, its place there and in the storage's pages, and bytes."""
+        """Where the copy lies: of each piece the file, its place there and in the storage's pages, bytes."""
         slot: Slot = managed.slot
         begin, size_bytes = _place(managed)
         segments = self._spill.segments(slot.extent, size_bytes)
@@ -305,7 +312,7 @@ class CpuDevice:
         staging, packed = self._staging[managed.key]
         if packed:
             begin = 0
-        elif slot.packing[0]:
+        elif slot.packing.packed_bytes:
             done = functools.partial(self._expand, managed, done)
         report = _report("disk_read", managed, min(size_bytes, managed.size_bytes), done)
         self._pending[managed.key] = self._spill.read(
@@ -315,12 +322,12 @@ class CpuDevice:
     def _expand(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
     ) -> None:
-        """What was read to the end of the staging area is bitmask-CSR."""
-        packed_bytes, elements, itemsize = managed.slot.packing
-        if error is None and not _native.bitmask_expand(
-            self._staging[managed.key][0], _page_bytes(managed.size_bytes), elements, itemsize, packed_bytes
+        """What was read to the end of the staging area is packed."""
+        packing = managed.slot.packing
+        if error is None and not _native.unpack_in_place(
+            packing, self._staging[managed.key][0], _page_bytes(managed.size_bytes)
         ):
-            error = SpillError(self._damage_text(packed_bytes))
+            error = SpillError(self._damage_text(packing.packed_bytes))
         done(error, moved)
 
     def _damage_text(self, packed_bytes: int) -> str:
@@ -503,7 +510,7 @@ def _page_bytes(size_bytes: int) -> int:
 
 def _place(managed: ManagedStorage) -> tuple[int, int]:
     """Where the copy lies in the storage's pages: its first byte, and how many."""
-    size_bytes = _page_bytes(managed.slot.packing[0] or managed.size_bytes)
+    size_bytes = _page_bytes(managed.slot.packing.packed_bytes or managed.size_bytes)
     return _page_bytes(managed.size_bytes) - size_bytes, size_bytes
 
 
