@@ -2,8 +2,8 @@
 
 The forward pass and the weights are as they were; what the backward pass reads has lost precision. fp16 keeps
 11 significant bits of values from 6.1e-5 to 65504; what is larger becomes 65504, not infinity. bf16 keeps 8,
-of every magnitude. On a CPU it is C++, csrc/codecs/packing.hpp, and elsewhere operators of torch, with the same
-bytes, but for what a NaN holds.
+of every magnitude. On a CPU it is C++, csrc/codecs/packing.hpp, and elsewhere operators of torch, with the
+same bytes, but for what a NaN holds.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _eviction(
         )
     elif evict.codec in LOSSY and not trace.saves_for_backward(np.array(period.begin), np.array(period.end)):
         yield (
-            f"{_who(evict)} uses the codec {evict.codec!r}, which is lossy: only what backward alone reads again "
-            "may be rounded"
+            f"{_who(evict)} uses the codec {evict.codec!r}, which is lossy: only what backward alone reads "
+            "again may be rounded"
         )
     elif evict.codec != "raw" and evict.after != begin - 1:
         yield (

@@ -288,8 +288,9 @@ class Trace:
         """[N] whether the period ``[begin, end)`` is between forward and backward."""
         phase = self.kernel_phase
         last, first = phase[np.maximum(begin - 1, 0)], phase[np.minimum(end, self.kernels - 1)]
-        crosses: BoolArray = (begin > 0) & (end < self.kernels)
-        return crosses & (last == PHASES.index("forward")) & (first == PHASES.index("backward"))
+        crosses: BoolArray = (begin > 0) & (end < self.kernels) & (last == PHASES.index("forward"))
+        crosses &= first == PHASES.index("backward")
+        return crosses
 
     def with_lossy(self, codec: str | None) -> Trace:
         """The same iteration, where what is saved for backward may leave in a lossy codec of 2 bytes an

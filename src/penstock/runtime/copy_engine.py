@@ -90,8 +90,8 @@ class Device(Protocol):
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:
-        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this takes, on any
-        thread; with 0 where it saves nothing, or there is no room."""
+        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this
+        takes, on any thread; with 0 where it saves nothing, or there is no room."""
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
         """The packed bytes are in the slot; give up those in memory, unless ``keeps``. False: they are not

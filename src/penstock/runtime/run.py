@@ -241,8 +241,8 @@ class Offload:
             raise InvalidArgument(f"there is no lossy codec {lossy!r}: choose {' or '.join(LOSSY)}")
         if plan is not None and plan.lossy not in (None, lossy):
             raise InvalidArgument(
-                f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if that "
-                "is what you want"
+                f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if "
+                "that is what you want"
             )
         _require_torch()
         if _open:

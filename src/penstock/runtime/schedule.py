@@ -24,8 +24,8 @@ from penstock.runtime.storages import NEVER
 class Evict(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
-    codec          in which it is compressed first, and its memory given back as soon as that is done; "raw": it
-                   is not
+    codec          in which it is compressed first, and its memory given back as soon as that is done;
+                   "raw": it is not
     packs          bytes of an element, for that; else 0
     packed_bytes   that it is expected to take then
     """

@@ -99,7 +99,7 @@ def _selected(problem: Problem, options: Candidates, tier: str) -> list[Evict]:
             strict=True,
         )
     )
-    packed = {tensor: stored[tensor, offered[tensor].begin] for tensor in order}
+    packed = {tensor: stored[tensor, int(options.begin[offered[tensor]])] for tensor in order}
     if problem.packs:
         chosen = _compression_aware(problem, chosen, order, packed, tier)
     evictions = []

@@ -44,6 +44,7 @@ def of_intervals(
     rows = [(e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions]
     rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
     for tensor, begin, end, action in rows:
+        assert action is not None
         for period in by_tensor.get(tensor, []):
             inside = choices.begin[period] <= begin < end <= choices.end[period]
             if inside and choices.allowed[period, action]:
