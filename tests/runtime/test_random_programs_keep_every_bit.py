@@ -41,7 +41,9 @@ def random_schedule(schedule: Schedule, rng: random.Random) -> Schedule:
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
         tensor = rng.randrange(tensors)
         prefetch = Prefetch(tensor, rng.random() < 0.5)
-        action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), prefetch])
+        packing = rng.choice([("raw", 0, 0), ("csr", 1, 64), ("csr", 4, 256)])
+        evict = Evict(tensor, rng.choice(["host", "disk"]), *packing)
+        action = rng.choice([evict, Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
     return Schedule(

@@ -56,6 +56,7 @@ class ScriptedDevice:
     ) -> None:
         self.random = random.Random(seed)
         self.admits_anywhere = anywhere
+        self.expands_in_place = anywhere
         self.trouble = trouble
         self.at_once = at_once
         self.pending: list[Pending] = []

@@ -14,6 +14,7 @@ from penstock import _native
 from penstock.codecs.elements import in_memory_order
 from penstock.errors import InvalidArgument, InvalidFile
 
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -26,11 +27,11 @@ def encode_bf16(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decode_fp16(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return _decode(packed, like, torch.float16)
+    return _decode(packed, like, "fp16")
 
 
 def decode_bf16(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return _decode(packed, like, torch.bfloat16)
+    return _decode(packed, like, "bf16")
 
 
 def _encode(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -48,18 +49,28 @@ def _encode(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return in_memory_order(stored).view(torch.uint8)
 
 
-def _decode(packed: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def decode_into(packed: torch.Tensor, elements: torch.Tensor, codec: str) -> bool:
+    """Fill the elements. False: ``packed`` is of another number of them.
+
+    elements   [N] float32, contiguous
+    """
+    if packed.numel() != 2 * elements.numel():
+        return False
+    dtype = _DTYPES[codec]
+    if packed.device.type == "cpu":
+        return _native.unpack(_packing(dtype, elements.numel()), packed.data_ptr(), elements.data_ptr())
+    elements.copy_(packed.view(dtype))
+    return True
+
+
+def _decode(packed: torch.Tensor, like: torch.Tensor, codec: str) -> torch.Tensor:
     _check(like)
-    if packed.numel() != 2 * like.numel():
+    tensor = torch.empty_like(like, device=packed.device)
+    if not decode_into(packed, in_memory_order(tensor), codec):
         raise InvalidFile(
             f"these {packed.numel()} bytes are not {like.numel()} elements of 2 bytes: they are damaged, or "
             "of another tensor"
         )
-    tensor = torch.empty_like(like, device=packed.device)
-    if packed.device.type == "cpu":
-        _native.unpack(_packing(dtype, like.numel()), packed.data_ptr(), tensor.data_ptr())
-        return tensor
-    in_memory_order(tensor).copy_(packed.view(dtype))
     return tensor
 
 

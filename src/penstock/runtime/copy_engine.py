@@ -66,11 +66,13 @@ class Device(Protocol):
     memory            what is reserved of it
     admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
     place_text        where copies go, for messages
+    expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
     """
 
     memory: DeviceMemory
     admits_anywhere: bool
     place_text: str
+    expands_in_place: bool
 
     def in_memory_bytes(self) -> int:
         """Device bytes in use now."""
@@ -461,7 +463,7 @@ class CopyEngine:
                 self._device.hurry(managed)
         missing = [managed for managed in wanted if managed.state == AWAY]
         if missing:
-            self.make_room(sum(managed.size_bytes for managed in missing))
+            self.make_room(sum(map(self._demanded_bytes, missing)))
         began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
@@ -501,10 +503,16 @@ class CopyEngine:
             raise
         return True
 
+    def _demanded_bytes(self, managed: ManagedStorage) -> int:
+        """That the storage takes on the device until it is there."""
+        arriving_bytes = self._arriving_bytes(managed, DEMAND)
+        return managed.size_bytes + (arriving_bytes if arriving_bytes < managed.size_bytes else 0)
+
     def _arriving_bytes(self, managed: ManagedStorage, priority: int) -> int:
         """That the storage takes on the device when it is back."""
-        packed_bytes = self._device.packed_bytes(managed) if priority == PREFETCH else 0
-        return packed_bytes or managed.size_bytes
+        if managed.packed_bytes or (priority == DEMAND and self._device.expands_in_place):
+            return managed.size_bytes
+        return self._device.packed_bytes(managed) or managed.size_bytes
 
     def _came(
         self,
@@ -572,6 +580,11 @@ class CopyEngine:
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self.memory.reserved_bytes = used_bytes + size_bytes
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether so many bytes fit beside what is there, and what is reserved."""
+        used_bytes = max(self._device.in_memory_bytes(), self.memory.reserved_bytes)
+        return used_bytes + size_bytes <= self.budget_bytes
 
     def wait_for_room(self, size_bytes: int) -> None:
         """Wait until so many bytes fit beside what is there, as far as what is leaving makes room."""
@@ -655,8 +668,7 @@ class CopyEngine:
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
-                used_bytes = max(self._device.in_memory_bytes(), self.memory.reserved_bytes)
-                if used_bytes + size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
+                if not self.fits(size_bytes) or not self._bring(managed, PREFETCH):
                     return
             self.prefetches.popleft()
             managed.queued = False

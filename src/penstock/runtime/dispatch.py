@@ -290,7 +290,7 @@ class Clock(TorchDispatchMode):
             if away:
                 engine.demand(used)
             for managed in written:
-                if managed.clean or managed.guarded or managed.state:
+                if managed.clean or managed.guarded or managed.state or managed.writing:
                     engine.will_write(managed)
             if need_bytes or away:
                 ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes

@@ -55,6 +55,7 @@ class CpuDevice:
     evict_link = "disk_write"
     prefetch_link = "disk_read"
     admits_anywhere = True
+    expands_in_place = True
     compresses = True
     empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
