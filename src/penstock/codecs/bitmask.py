@@ -125,7 +125,8 @@ def decode_by_operators(packed: torch.Tensor, elements: torch.Tensor) -> bool:
         piece.zero_()[kept] = values
         at += total_bytes
     starts = _starts(counts, device)
-    return at == packed.numel() and torch.equal(packed[:starts_bytes], starts.view(torch.uint8))
+    whole: bool = at == packed.numel() and torch.equal(packed[:starts_bytes], starts.view(torch.uint8))
+    return whole
 
 
 def _starts(counts: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -108,8 +108,8 @@ class Plan:
             return ""
         count = len({evict.tensor for evict in self.evictions if evict.codec in LOSSY})
         return (
-            f"lossy: {count} activations saved for backward are rounded to {self.lossy}, so gradients are "
-            "others than without; forward, weights and optimizer state keep their bits"
+            f"lossy: {count} of the activations saved for backward are rounded to {self.lossy}, so gradients "
+            "are others than without; forward, weights and optimizer state keep their bits"
         )
 
     @property

@@ -137,10 +137,11 @@ def offload(
     verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
-    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
+    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing. How many
+                    zeros there are is sampled on a CPU; on a GPU a ``plan`` of a traced step knows
     lossy           "fp16" or "bf16": float32 activations that are saved for backward may leave in it, and
                     backward reads them rounded, so the bits are others than without. Forward, weights,
-                    gradients and the optimizer's state keep float32. On a CPU. None: nothing is rounded
+                    gradients and the optimizer's state keep float32. None: nothing is rounded
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
@@ -298,7 +299,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts)
-            self._kinds = StepKinds(policy, self.hardware, compress and self._device.compresses, lossy)
+            self._kinds = StepKinds(policy, self.hardware, compress, lossy)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False

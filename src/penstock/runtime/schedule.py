@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import resident_bytes
-from penstock.core.plan import CODECS, Plan
+from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.storages import NEVER
@@ -96,14 +96,12 @@ class Schedule:
         return uses[0] + self.kernels if uses and self.persistent[tensor] else NEVER
 
 
-def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
+def schedule(trace: Trace, plan: Plan) -> Schedule:
     """What a plan for this trace asks of the runtime.
-
-    compresses   the device can
 
     Raises InvalidArgument where the runtime cannot carry it out.
     """
-    _refuse(plan, compresses)
+    _refuse(plan)
     trace = trace.with_lossy(plan.lossy)
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
@@ -204,15 +202,11 @@ def _entries(lists: Lists) -> tuple[IntArray, IntArray]:
     return lists.values, np.repeat(np.arange(len(lists.starts) - 1), np.diff(lists.starts))
 
 
-def _refuse(plan: Plan, compresses: bool) -> None:
+def _refuse(plan: Plan) -> None:
     what, options = [], []
     if plan.recomputations:
         what.append(f"recompute {len(plan.recomputations)} tensors")
         options.append("--recompute")
-    carried = set(CODECS) if compresses else {"raw"}
-    if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
-        what.append(f"compress tensors ({', '.join(codecs)})")
-        options.append("--compress")
     if any(variant >= 0 for variant in plan.variants):
         what.append("choose kernel variants")
         options.append("--variants")

@@ -61,7 +61,7 @@ class StepKind:
 class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
-    compresses      plans may use bitmask-CSR
+    compresses      plans may use bitmask-CSR, and recordings sample how many zeros there are
     lossy           codec in which what is saved for backward may leave
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
@@ -84,7 +84,7 @@ class StepKinds:
         self.minimum_bytes = 0
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
-        return schedule(trace, plan, self._compresses or self._lossy is not None)
+        return schedule(trace, plan)
 
     def take(self, plan: Plan) -> None:
         """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan."""

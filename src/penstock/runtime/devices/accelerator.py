@@ -179,7 +179,6 @@ class AcceleratorDevice:
     prefetch_link = "host_to_device"
     admits_anywhere = False  # memory must come from the stream of the kernels
     expands_in_place = False
-    compresses = True
     empties_storages = True
     keeps_budget = False
     infers_needs = True

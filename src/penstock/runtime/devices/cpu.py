@@ -56,7 +56,6 @@ class CpuDevice:
     prefetch_link = "disk_read"
     admits_anywhere = True
     expands_in_place = True
-    compresses = True
     empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
