@@ -61,8 +61,8 @@ Machine machine_of(const nb::dict& machine, const Trace& trace) {
   m.budget = nb::cast<Bytes>(machine["budget"]);
   m.shares_bus = nb::cast<bool>(machine["shares_bus"]);
   m.duplex = nb::cast<double>(machine["duplex"]);
-  m.compress_bytes_per_s = nb::cast<double>(machine["compress_bytes_per_s"]);
-  m.expand_bytes_per_s = nb::cast<double>(machine["expand_bytes_per_s"]);
+  m.compress_s = copied(nb::cast<Column<double>>(machine["compress_s"]));
+  m.expand_s = copied(nb::cast<Column<double>>(machine["expand_s"]));
   m.copy_overhead_s = nb::cast<double>(machine["copy_overhead_s"]);
   const auto links = nb::cast<nb::list>(machine["links"]);
   for (std::size_t link = 0; link < kLinks; ++link) {

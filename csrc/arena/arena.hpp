@@ -115,8 +115,22 @@ class Arena {
   Answer written(void* address) const;
   // kNo if it was written since guard; kError if the system refuses or the segments do not hold it.
   Answer leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing = {});
-  // Null if there is no room, or the block is not out.
-  Answer stage(void* address, char** staging);
+  // A packed copy of a block in memory, to be given to leave_packed. Null where that saves no page, there is no room
+  // for it, or the block is not in memory or being written. Encodes without the lock.
+  std::shared_ptr<const Copy> pack(void* address, Codec codec, std::size_t itemsize);
+  // The block leaves for its packed copy. kNo if it was written since guard.
+  Answer leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error);
+  // The packed copy is in files, too; without `keeps`, only there. kNo if it is not what the block holds any more.
+  Answer packed_written(void* address, const std::shared_ptr<const Copy>& packed, std::vector<Segment> segments,
+                        bool keeps);
+  // A packed copy in memory is given up where it is in files too. kNo if it is not.
+  Answer drop_packed(void* address);
+  // Whoever lets go of a copy outside of the arena does so here.
+  void let_go(std::shared_ptr<const Copy> copy);
+
+  // Null if there is no room, or the block is not out. With `packed`, the place is for its copy's packed bytes as they
+  // are: then `arrive` makes them its copy, it stays out, and kNo is that it has another one.
+  Answer stage(void* address, bool packed, char** staging);
   // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out
   // afterwards: what was read is not what it holds now. kError with EINVAL if it was not staged.
   Answer arrive(void* address, bool guard, int* error);
@@ -189,6 +203,8 @@ class Arena {
   std::shared_ptr<const Copy> hold(Copy copy);
   bool given_up(std::uint64_t serial) const;
   std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
+  void drop_memory(const Copy& copy);
+  bool evict_packed(Lock& lock);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);
   bool is_recipe(const Block& block) const { return block.recipes != 0 && !in_child_; }
@@ -196,6 +212,7 @@ class Arena {
 
   // The way back.
   bool take_landing(const Block& block, Landing* landing);
+  bool take_memory(std::size_t size_bytes, Landing* landing);
   void drop_landing(Landing& landing);
   void drop_staging(Block& block);
   int land(Block& block, Landing& landing, bool guard);

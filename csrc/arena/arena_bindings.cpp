@@ -92,24 +92,58 @@ void set_swap_file(int direct, std::optional<int> buffered, std::size_t capacity
     throw std::runtime_error("the swap file holds blocks: bring them in or free them first");
 }
 
-bool leave(std::uintptr_t address,
-           const std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>& segments,
-           std::tuple<std::size_t, std::size_t, std::size_t> packing) {
-  const auto& [packed_bytes, elements, itemsize] = packing;
+using Segments = std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>;
+
+std::vector<Segment> parts_of(const Segments& segments) {
   std::vector<Segment> parts;
   parts.reserve(segments.size());
   for (const auto& [file, file_offset, begin, size_bytes] : segments)
     parts.push_back({file, file_offset, begin, size_bytes});
+  return parts;
+}
+
+bool leave(std::uintptr_t address, const Segments& segments, const Packing& packing) {
   int error = 0;
-  const auto answer = arena().leave(pointer(address), std::move(parts), &error, {packed_bytes, elements, itemsize});
+  const auto answer = arena().leave(pointer(address), parts_of(segments), &error, packing);
   if (answer == Answer::kError && error == EINVAL)
     throw std::invalid_argument("the segments do not hold all bytes of the block, or lie outside of it");
   return check(answer, address, error);
 }
 
-std::uintptr_t stage(std::uintptr_t address) {
+// A packed copy of a block, kept while it is written.
+struct Packed {
+  std::shared_ptr<const Copy> copy;
+
+  explicit Packed(std::shared_ptr<const Copy> made) : copy(std::move(made)) {}
+  Packed(Packed&&) = default;
+  Packed(const Packed&) = delete;
+  ~Packed() {
+    if (copy) arena().let_go(std::move(copy));
+  }
+};
+
+std::optional<Packed> pack_block(std::uintptr_t address, Codec codec, std::size_t itemsize) {
+  auto& current = arena();
+  const nb::gil_scoped_release release;
+  auto copy = current.pack(pointer(address), codec, itemsize);
+  if (!copy) return std::nullopt;
+  return Packed(std::move(copy));
+}
+
+bool leave_packed(std::uintptr_t address, const Packed& packed) {
+  int error = 0;
+  const auto answer = arena().leave_packed(pointer(address), packed.copy, &error);
+  return check(answer, address, error);
+}
+
+bool packed_written(std::uintptr_t address, const Packed& packed, const Segments& segments, bool keeps) {
+  const auto answer = arena().packed_written(pointer(address), packed.copy, parts_of(segments), keeps);
+  return check(answer, address, EINVAL);
+}
+
+std::uintptr_t stage(std::uintptr_t address, bool packed) {
   char* staging = nullptr;
-  check(arena().stage(pointer(address), &staging), address);
+  check(arena().stage(pointer(address), packed, &staging), address);
   return reinterpret_cast<std::uintptr_t>(staging);
 }
 
@@ -286,8 +320,21 @@ void bind_arena(nb::module_& module) {
       [](std::uintptr_t address) { return check(arena().written(pointer(address)), address); },
       nb::arg("address"));
   module.def("arena_leave", &leave, nb::arg("address"), nb::arg("segments"),
-             nb::arg("packing") = std::tuple<std::size_t, std::size_t, std::size_t>());
-  module.def("arena_stage", &stage, nb::arg("address"));
+             nb::arg("packing") = Packing{});
+  nb::class_<Packed>(module, "ArenaPacked", "A packed copy of a block in memory: whole pages, which it ends with.")
+      .def_prop_ro("address",
+                   [](const Packed& self) { return reinterpret_cast<std::uintptr_t>(self.copy->memory.address); })
+      .def_prop_ro("packing", [](const Packed& self) { return self.copy->packing; });
+  module.def("arena_pack", &pack_block, nb::arg("address"), nb::arg("codec"), nb::arg("itemsize"),
+             nb::sig("def arena_pack(address: int, codec: Codec, itemsize: int) -> ArenaPacked | None"));
+  module.def("arena_leave_packed", &leave_packed, nb::arg("address"), nb::arg("packed"));
+  module.def("arena_packed_written", &packed_written, nb::arg("address"), nb::arg("packed"), nb::arg("segments"),
+             nb::arg("keeps"));
+  module.def(
+      "arena_drop_packed",
+      [](std::uintptr_t address) { return check(arena().drop_packed(pointer(address)), address); },
+      nb::arg("address"));
+  module.def("arena_stage", &stage, nb::arg("address"), nb::arg("packed") = false);
   module.def("arena_arrive", &arrive, nb::arg("address"), nb::arg("guard") = true);
   module.def(
       "arena_unstage", [](std::uintptr_t address) { check(arena().unstage(pointer(address)), address); },

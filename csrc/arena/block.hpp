@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "codecs/packing.hpp"
+
 namespace penstock {
 
 // Part of a block as it lies in a file.
@@ -17,25 +19,27 @@ struct Segment {
   std::size_t size_bytes = 0;
 };
 
-// A copy is bitmask-CSR of so many elements, and lies at the end of the block's pages. Else `packed_bytes` is 0.
-struct Packing {
-  std::size_t packed_bytes = 0, elements = 0, itemsize = 0;
-};
-
-// A copy of a block outside of memory. Immutable: a block's copies are told apart by their address.
-struct Copy {
-  std::vector<Segment> segments;
-  Packing packing{};
-  bool in_swap_file = false;  // its one segment is the arena's own
-  std::uint64_t serial = 0;   // of the block
-  std::uint64_t forks = 0;    // of the process before it was made
-};
-
-// Memory at other addresses that a block's bytes are read into, until they move to the block's.
+// Memory at other addresses than the block's: its bytes are read into it, until they move to the block's, or its
+// packed bytes are there.
 struct Landing {
   char* address = nullptr;
   std::size_t size_bytes = 0;
   bool in_arena = false;  // like a block's; else a mapping of its own
+};
+
+// A copy of a block at another place: in files, or packed in memory, where it ends with the page. Immutable, but that
+// the memory may be given up, with the block's copy: copies are told apart by their address. What is packed ends where
+// the block's pages do.
+struct Copy {
+  std::vector<Segment> segments;
+  Packing packing{};
+  mutable Landing memory{};
+  mutable std::shared_ptr<const Copy> below;  // of one in memory: the same bytes in files, if they are there
+  bool in_swap_file = false;  // its one segment is the arena's own
+  std::uint64_t serial = 0;   // of the block
+  std::uint64_t forks = 0;    // of the process before it was made
+
+  bool in_memory() const { return memory.address != nullptr; }
 };
 
 struct Block {
@@ -59,6 +63,8 @@ struct Block {
 
   Landing staging;  // for a read that Python drives
   std::shared_ptr<const Copy> staged_copy;
+  std::size_t staged_bytes = 0;  // that count
+  bool staged_packed = false;
 
   std::uint64_t pinned_tick = 0;  // pinned while this is the arena's tick
   std::int64_t faulted_ns = 0;    // when a fault brought it in

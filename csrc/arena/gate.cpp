@@ -84,6 +84,9 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
         if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
+      for (const auto& [serial, block] : blocks_)
+        if (!block->in_memory && block->copy && block->copy->in_memory())
+          may_leave += round_up(block->copy->packing.packed_bytes, kPageBytes);
       stats_.refused_at_bytes = in_memory_bytes_ - may_leave + requested_bytes;
       if (stats_.refused_at_bytes > stats_.budget_bytes) return false;
       possible = true;
@@ -97,6 +100,8 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
     } else if (found != nullptr) {
       const auto serial = found->serial;
       if (!evict(lock, *found, need)) tried.push_back(serial);
+    } else if (over && evict_packed(lock)) {
+      continue;
     } else if (over && writes_ + reads_ > 0) {
       changed_.wait(lock);  // what others move may leave afterwards, or make the room
     } else {
@@ -111,7 +116,9 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
 std::shared_ptr<const Copy> Arena::hold(Copy copy) {
   copy.forks = forks_;
   return {new Copy(std::move(copy)), [this](const Copy* held) {
-            if (held->forks < forks_ && !in_child_) {
+            if (held->in_memory())  // a child has a copy of its own
+              drop_memory(*held);
+            else if (held->forks < forks_ && !in_child_) {
               const auto i = held->serial % kGivenUpCounts;
               ++given_up_here_[i];
               ++given_up_now_[i];  // before anything else can be written there
@@ -164,6 +171,54 @@ bool Arena::evict(Lock& lock, Block& block, Need need) {
   if (!found->copy) found->copy = std::move(copy);
   if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return put_out(*found, true);
   return is_fault(need);  // pinned meanwhile: only if nothing else can leave
+}
+
+void Arena::drop_memory(const Copy& copy) {
+  drop_landing(copy.memory);
+  in_memory_bytes_ -= round_up(copy.packing.packed_bytes, kPageBytes);
+  changed_.notify();
+}
+
+// A block that is out and has its packed bytes in memory gives them up; they are written to the swap file first where
+// no file has them. Whoever writes them elsewhere meanwhile writes anything. May release the lock. False if none can.
+bool Arena::evict_packed(Lock& lock) {
+  for (const auto& [serial, block] : blocks_) {
+    if (block->in_memory || block->dropped || block->reading || block->writing || !block->copy->in_memory()) continue;
+    const auto packed = block->copy;
+    if (packed->below) {
+      block->copy = std::shared_ptr(packed->below);
+      drop_memory(*packed);
+      return true;
+    }
+    const auto size_bytes = round_up(packed->packing.packed_bytes, kPageBytes);
+    const auto extent = swap_.take(size_bytes);
+    if (!extent) continue;
+    const auto begin = round_up(block->requested_bytes, kPageBytes) - size_bytes;
+    auto copy = hold({.segments = {{swap_.buffered(), *extent, begin, size_bytes}},
+                      .packing = packed->packing,
+                      .in_swap_file = true,
+                      .serial = serial});
+    const auto offset = block->offset;
+    const auto wanted = serial;
+    block->writing = true;
+    ++writes_;
+    const int direct = swap_.direct(), buffered = swap_.buffered();
+    lock.unlock();
+    const int error = write_fully(direct, buffered, packed->memory.address, size_bytes, *extent);
+    lock.lock();
+    --writes_;
+    changed_.notify();
+    auto* found = again(offset, wanted);
+    if (found == nullptr) return true;
+    found->writing = false;
+    if (found->copy != packed) return true;
+    if (error != 0) return false;
+    stats_.swapped_out_bytes += size_bytes;
+    found->copy = std::move(copy);
+    if (packed->in_memory()) drop_memory(*packed);
+    return true;
+  }
+  return false;
 }
 
 // The block has a valid copy. False if the system refuses; then nothing has changed.

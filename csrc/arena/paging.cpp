@@ -6,9 +6,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "arena/arena.hpp"
-#include "codecs/bitmask.hpp"
 
 namespace penstock {
 
@@ -32,13 +32,20 @@ bool cover(std::vector<Segment> segments, const Block& block, const Packing& pac
   return held >= (packing.packed_bytes == 0 ? block.requested_bytes : used_bytes(block));
 }
 
+// Expands a packed copy that is in memory. 0, or an errno.
+int expand(const Copy& copy, char* data) {
+  const auto packed_bytes = copy.packing.packed_bytes;
+  const auto* const packed = copy.memory.address + round_up(packed_bytes, kPageBytes) - packed_bytes;
+  return unpack(copy.packing, packed, data) ? 0 : EBADMSG;
+}
+
 // Expands what was read to the end of these bytes. 0, or an errno.
 int expand(char* data, std::size_t size_bytes, const Packing& packing) {
-  const auto head_bytes = bitmask_head_bytes(packing.elements);
-  char* const head = map_scratch(head_bytes);
+  const auto scratch_bytes = head_bytes(packing) + 1;
+  char* const head = map_scratch(scratch_bytes);
   if (head == nullptr) return ENOMEM;
-  const bool whole = bitmask_expand(data, size_bytes, packing.elements, packing.itemsize, packing.packed_bytes, head);
-  munmap(head, head_bytes);
+  const bool whole = unpack_in_place(packing, data, size_bytes, head);
+  munmap(head, scratch_bytes);
   return whole ? 0 : EBADMSG;
 }
 
@@ -135,6 +142,96 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
   return Answer::kError;
 }
 
+std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t itemsize) {
+  Lock lock(mutex_);
+  const auto* block = start(address);
+  if (block == nullptr || !block->in_memory || itemsize == 0 || block->requested_bytes % itemsize != 0) return nullptr;
+  const auto elements = block->requested_bytes / itemsize, used = used_bytes(*block);
+  const auto serial = block->serial;
+  // What another thread writes or lets leave meanwhile is served by a fault, or noticed by leave_packed.
+  lock.unlock();
+  const auto packed_bytes = packed_size(codec, address, elements, itemsize);
+  lock.lock();
+  const auto size_bytes = round_up(packed_bytes, kPageBytes);
+  Landing memory;
+  if (packed_bytes == 0 || size_bytes >= used || (pages() && !fits(size_bytes, size_bytes)) || !take_memory(size_bytes, &memory))
+    return nullptr;
+  count_in(size_bytes);
+  auto copy = hold({.packing = {packed_bytes, elements, itemsize, codec}, .memory = memory, .serial = serial});
+  lock.unlock();
+  const bool whole = penstock::pack(copy->packing, address, memory.address + size_bytes - packed_bytes);
+  lock.lock();
+  if (!whole) copy.reset();
+  return copy;
+}
+
+Arena::Answer Arena::leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error) {
+  const Lock lock(mutex_);
+  const auto copy = std::move(packed);  // let go with the lock held
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (block->written || in_child_ || block->serial != copy->serial) return Answer::kNo;
+  auto before = std::exchange(block->copy, copy);
+  if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
+    block->moved_natively = false;
+    return Answer::kYes;
+  }
+  if (put_out(*block, false)) return Answer::kYes;
+  *error = errno;
+  std::swap(block->copy, before);
+  return Answer::kError;
+}
+
+Arena::Answer Arena::packed_written(void* address, const std::shared_ptr<const Copy>& packed,
+                                    std::vector<Segment> segments, bool keeps) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (!cover(segments, *block, packed->packing)) return Answer::kError;
+  auto copy = hold({.segments = std::move(segments), .packing = packed->packing, .serial = block->serial});
+  if (block->in_memory) {
+    if (block->written) return Answer::kNo;
+    block->copy = copy;
+    return Answer::kYes;
+  }
+  if (block->copy != packed) return Answer::kNo;
+  packed->below = copy;
+  if (keeps || block->reading) return Answer::kYes;
+  block->copy = copy;
+  drop_memory(*packed);
+  return Answer::kYes;
+}
+
+Arena::Answer Arena::drop_packed(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return Answer::kUnknown;
+  if (block->in_memory || block->dropped || block->reading || !block->copy->in_memory() || !block->copy->below)
+    return Answer::kNo;
+  const auto packed = std::exchange(block->copy, std::shared_ptr(block->copy->below));
+  drop_memory(*packed);
+  return Answer::kYes;
+}
+
+void Arena::let_go(std::shared_ptr<const Copy> copy) {
+  const Lock lock(mutex_);
+  copy.reset();
+}
+
+bool Arena::take_memory(std::size_t size_bytes, Landing* landing) {
+  landing->in_arena = size_bytes >= kLargeBytes && !in_child_;
+  landing->size_bytes = landing->in_arena ? round_up(size_bytes, kGrainBytes) : size_bytes;
+  if (landing->in_arena) {
+    bool no_addresses = false;
+    const auto offset = occupy(round_up(size_bytes, kChunkBytes), landing->size_bytes, &no_addresses);
+    if (offset) landing->address = frames_.base() + *offset;
+  } else {
+    landing->address = map_scratch(size_bytes);
+    if (landing->address != nullptr) scratch_bytes_ += size_bytes;
+  }
+  return landing->address != nullptr;
+}
+
 bool Arena::take_landing(const Block& block, Landing* landing) {
   landing->size_bytes = block.memory_bytes;
   // A child's handler may bring this in: it takes no memory of its own for it.
@@ -168,7 +265,7 @@ void Arena::drop_staging(Block& block) {
   if (block.staging.address == nullptr) return;
   drop_landing(block.staging);
   block.staged_copy.reset();
-  in_memory_bytes_ -= block.requested_bytes;
+  in_memory_bytes_ -= block.staged_bytes;
   changed_.notify();
 }
 
@@ -201,6 +298,8 @@ int Arena::land(Block& block, Landing& landing, bool guard) {
   if (!guard) {
     block.written = block.dirtied = true;
     block.copy.reset();
+  } else if (block.copy->in_memory()) {
+    block.copy = std::shared_ptr(block.copy->below);
   }
   use_.add(block);
   stats_.out_bytes -= block.requested_bytes;
@@ -245,14 +344,17 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     }
     count_in(requested);
     ++reads_;
-    const auto copy = block->copy;
+    auto copy = block->copy;  // let go with the lock held
     const int direct = copy->in_swap_file ? swap_.direct() : -1, buffered = swap_.buffered();
     lock.unlock();
     const Segment* failed = nullptr;
-    int error = read_segments(copy->segments, direct, buffered, landing.address, &failed);
-    if (error == 0 && copy->packing.packed_bytes != 0) error = expand(landing.address, used, copy->packing);
+    const bool from_memory = copy->in_memory();
+    int error = from_memory ? expand(*copy, landing.address)
+                            : read_segments(copy->segments, direct, buffered, landing.address, &failed);
+    if (error == 0 && !from_memory && copy->packing.packed_bytes != 0)
+      error = expand(landing.address, used, copy->packing);
     lock.lock();
-    const bool stale = error == 0 && in_child_ && given_up(serial);
+    const bool stale = error == 0 && in_child_ && !from_memory && given_up(serial);
     if (stale) error = ESTALE;
     --reads_;
     block = again(offset, serial);
@@ -308,20 +410,25 @@ int Arena::bring_in_all() {
   return 0;
 }
 
-Arena::Answer Arena::stage(void* address, char** staging) {
+Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
   const Lock lock(mutex_);
   auto* block = start(address);
   *staging = nullptr;
   if (block == nullptr) return Answer::kUnknown;
   if (block->in_memory || block->dropped) return Answer::kNo;
+  if (packed && (block->copy->in_memory() || block->copy->packing.packed_bytes == 0)) return Answer::kNo;
   if (block->staging.address == nullptr) {
-    if (pages() && !fits(block->requested_bytes, block->memory_bytes)) return Answer::kNo;
-    if (!take_landing(*block, &block->staging)) {
+    const auto packed_bytes = round_up(block->copy->packing.packed_bytes, kPageBytes);
+    const auto size_bytes = packed ? packed_bytes : block->requested_bytes;
+    if (pages() && !fits(size_bytes, packed ? size_bytes : block->memory_bytes)) return Answer::kNo;
+    if (!(packed ? take_memory(size_bytes, &block->staging) : take_landing(*block, &block->staging))) {
       block->staging = {};
       return Answer::kNo;
     }
     block->staged_copy = block->copy;
-    count_in(block->requested_bytes);
+    block->staged_bytes = size_bytes;
+    block->staged_packed = packed;
+    count_in(size_bytes);
   }
   *staging = block->staging.address;
   return Answer::kYes;
@@ -332,6 +439,17 @@ Arena::Answer Arena::arrive(void* address, bool guard, int* error) {
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
   *error = block->staging.address == nullptr ? EINVAL : 0;
+  if (*error == 0 && block->staged_packed) {
+    if (!block->in_memory && block->copy == block->staged_copy) {
+      const auto& packing = block->copy->packing;
+      auto copy = hold({.packing = packing, .memory = block->staging, .below = block->copy, .serial = block->serial});
+      block->staging = {};
+      block->copy = std::move(copy);
+      block->staged_copy.reset();
+    }
+    drop_staging(*block);
+    return !block->in_memory && block->copy->in_memory() ? Answer::kYes : Answer::kNo;
+  }
   if (*error == 0 && !block->in_memory && block->copy == block->staged_copy) {
     *error = land(*block, block->staging, guard || in_child_);
     if (*error == 0) block->staged_copy.reset();

@@ -69,6 +69,8 @@ void check(const Trace& trace) {
 }
 
 void check(const Trace& trace, const Machine& machine) {
+  for (const auto* times : {&machine.compress_s, &machine.expand_s})
+    require(times->size() == trace.bytes.size(), "codec times of another number of tensors");
   for (const auto* columns : {&machine.rate, &machine.rate_compressed})
     for (const auto& rates : *columns)
       require(rates.size() == trace.bytes.size(), "rates of another number of tensors");

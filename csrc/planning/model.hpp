@@ -53,7 +53,7 @@ struct Machine {
   Bytes budget = 0;
   bool shares_bus = true;
   double duplex = 1.0;
-  double compress_bytes_per_s = 1.0, expand_bytes_per_s = 1.0;
+  std::vector<double> compress_s, expand_s;  // [T]
   double copy_overhead_s = 0.0;  // of the compute stream, for each copy that it starts
   std::array<double, kLinks> latency_s{};
   // By link: [T] bytes per second of each tensor when alone there, as it is and compressed; 0: no such link.

@@ -211,7 +211,7 @@ void Replayer::leave(Index row) {
 void Replayer::compress(Index row, Index kernel) {
   wait_for_memory(kernel, packed(row));
   use(0, packed(row));
-  work(kCompress, rows_.tensor[row], static_cast<double>(raw(row)) / machine_.compress_bytes_per_s, raw(row));
+  work(kCompress, rows_.tensor[row], machine_.compress_s[at(rows_.tensor[row])], raw(row));
   use(0, -raw(row));
   state_[at(row)] = kLeaving;
   packed_[at(row)] = 1;
@@ -264,7 +264,7 @@ void Replayer::restore(const Operation& operation, Index kernel) {
     wait(kernel, raw(row));
     if (state_[at(row)] != kPacked) return;
     use(0, raw(row));
-    work(kExpand, rows_.tensor[row], static_cast<double>(raw(row)) / machine_.expand_bytes_per_s, raw(row));
+    work(kExpand, rows_.tensor[row], machine_.expand_s[at(rows_.tensor[row])], raw(row));
     state_[at(row)] = kUnpacked;
     return;
   }

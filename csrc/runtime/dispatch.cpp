@@ -266,7 +266,8 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         }
       }
       for (const auto* managed : written.storages)
-        asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident;
+        asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident ||
+                managed->writing;
       const bool planned = in_step && !schedule_.is_none();
       if (asks_needs)
         need_bytes = nb::cast<std::int64_t>(

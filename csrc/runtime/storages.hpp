@@ -25,8 +25,10 @@ struct ManagedStorage {
   std::int64_t index = -1, step = -1, birth = -1;
   int state = kResident;
   int kind = -1;
-  int packs = 0;  // bytes of an element, where its next copy is to be compressed
-  bool clean = false, guarded = false, keeps_copy = true, released = false, is_void = false, queued = false;
+  std::int64_t freeing_bytes = 0;  // when its copy is complete; 0: it stays
+  std::int64_t packed_bytes = 0;   // on the device while it is away; 0: none
+  bool clean = false, guarded = false, keeps_copy = true, is_void = false, queued = false;
+  bool writing = false;  // its packed bytes are being written, or wait for it
   bool movable = false, lasts = false, gone = false, fixed = false;
   nb::object slot = nb::none(), hold = nb::none(), place = nb::none();
 

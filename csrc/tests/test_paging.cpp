@@ -62,7 +62,7 @@ bool leave(Arena& arena, char* block, std::size_t size_bytes, int file, std::uin
 
 bool come_back(Arena& arena, char* block, std::size_t size_bytes, int file, std::uint64_t offset) {
   char* staging = nullptr;
-  if (arena.stage(block, &staging) != Arena::Answer::kYes) return false;
+  if (arena.stage(block, false, &staging) != Arena::Answer::kYes) return false;
   CHECK_EQUAL(read_segments({{file, offset, 0, size_bytes}}, -1, file, staging, nullptr), 0);
   int error = 0;
   return arena.arrive(block, true, &error) == Arena::Answer::kYes;
@@ -126,7 +126,7 @@ TEST(what_was_staged_for_an_older_copy_is_dropped) {
   fill(block, 4 * kMiB, 1);
   CHECK(leave(arena, block, 4 * kMiB, file, 0));
   char* staging = nullptr;
-  CHECK(arena.stage(block, &staging) == Arena::Answer::kYes);
+  CHECK(arena.stage(block, false, &staging) == Arena::Answer::kYes);
   int error = 0;
   CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
   CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);

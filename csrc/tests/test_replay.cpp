@@ -22,7 +22,8 @@ Machine machine(std::size_t tensors, Bytes budget, double rate) {
   Machine made;
   made.budget = budget;
   made.shares_bus = false;
-  made.compress_bytes_per_s = made.expand_bytes_per_s = 100.0;
+  made.compress_s.assign(tensors, 1.0);
+  made.expand_s.assign(tensors, 1.0);
   for (auto* rates : {&made.rate, &made.rate_compressed})
     for (auto& link : *rates) link.assign(tensors, rate);
   return made;

@@ -1,5 +1,6 @@
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -77,14 +78,34 @@ def arena_written(address: int) -> bool: ...
 
 # segments: (file descriptor, offset in the file, offset in the block, size in bytes).
 
-# packing: (bytes, elements, bytes of an element) of bitmask-CSR, at the end of the block's pages.
-def arena_leave(
-    address: int, segments: list[tuple[int, int, int, int]], packing: tuple[int, int, int] = (0, 0, 0)
+# packing: of the copy; packed bytes are at the end of the block's pages.
+def arena_leave(address: int, segments: list[tuple[int, int, int, int]], packing: Packing = ...) -> bool: ...
+
+class ArenaPacked:
+    """A packed copy of a block, in memory that counts: whole pages, at whose end it lies."""
+
+    @property
+    def address(self) -> int: ...  # 0: the arena has given the memory up, and has the bytes elsewhere
+    @property
+    def packing(self) -> Packing: ...
+
+# Of a guarded block in memory. None where that saves no page, or there is no room for it.
+def arena_pack(address: int, codec: Codec, itemsize: int) -> ArenaPacked | None: ...
+
+# The block leaves for its packed copy. False: it was written since it was guarded.
+def arena_leave_packed(address: int, packed: ArenaPacked) -> bool: ...
+
+# The packed copy is in files too, and without `keeps` only there. False: the block holds something else now.
+def arena_packed_written(
+    address: int, packed: ArenaPacked, segments: list[tuple[int, int, int, int]], keeps: bool
 ) -> bool: ...
-def arena_stage(address: int) -> int: ...
+def arena_drop_packed(address: int) -> bool: ...  # False: it is in no file, or not in memory
+
+# packed: for the packed bytes of its copy as they are.
+def arena_stage(address: int, packed: bool = False) -> int: ...
 
 # guard: its copy stays valid, and a write to it is noticed. False: what was read is not what the block holds
-# now; it is out.
+# now; it is out. Where it was staged packed, it stays out in any case.
 def arena_arrive(address: int, guard: bool = True) -> bool: ...
 def arena_unstage(address: int) -> None: ...
 def arena_bring_in(address: int) -> None: ...
@@ -111,10 +132,28 @@ def bitmask_encode(
 ) -> int | None: ...  # bytes written; None: it does not fit
 def bitmask_decode(packed: int, packed_bytes: int, data: int, elements: int, itemsize: int) -> bool: ...
 
-# In place: what is packed are the last bytes of data.
-def bitmask_expand(
-    data: int, capacity_bytes: int, elements: int, itemsize: int, packed_bytes: int
-) -> bool: ...
+class Codec(enum.Enum):
+    csr = 0
+    fp16 = 1
+    bf16 = 2
+
+class Packing:
+    """So many elements in so many packed bytes; 0: they are not packed."""
+
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, codec: Codec, packed_bytes: int, elements: int, itemsize: int) -> None: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def codec(self) -> Codec: ...
+
+def pack(packing: Packing, data: int, packed: int) -> bool: ...
+def unpack(packing: Packing, packed: int, data: int) -> bool: ...
+
+# The packed bytes are the last ones of the data.
+def unpack_in_place(packing: Packing, data: int, capacity_bytes: int) -> bool: ...
 
 Finished = list[tuple[int, int, float, float, bool]]
 
@@ -325,7 +364,9 @@ class ManagedStorage:
     clean: bool  # while resident: `slot` holds the same bytes
     guarded: bool  # the device notices writes to it by itself
     keeps_copy: bool  # when it is back, its copy is worth keeping valid
-    released: bool  # while leaving: its bytes are released when the copy is complete
+    freeing_bytes: int  # that are released when its copy is complete; 0: it stays
+    packed_bytes: int  # that it takes on the device, compressed, while it is away; 0: none
+    writing: bool  # its packed bytes are being written, or wait for it
     void: bool  # while leaving: it was written, the copy is of no use
     queued: bool  # a copy is waiting for its turn
     movable: bool  # it can leave the device
@@ -338,7 +379,6 @@ class ManagedStorage:
     step: int
     birth: int  # kernel of that step that made it, else -1
     kind: int  # of penstock.core.trace.KINDS, as an index; -1: it is not known
-    packs: int  # bytes of an element, where its next copy is to be compressed; else 0
     slot: Any  # where its copy is, or will be; what it is only the device knows. None: it has none
     hold: Any  # what keeps the storage alive while a copy is under way
     place: Any  # where the device keeps it; what it is only the device knows

@@ -105,6 +105,56 @@ def test_same_bits(name: str, tier: str, policy: str, tmp_path: Path, machine: p
         assert report.evicted_bytes > 0
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("lossy", [None, "fp16"])
+def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine: penstock.Hardware) -> None:
+    """ReLUs leave compressed on a stream of their own; the bits are the same unless the user names a loss."""
+
+    def steps(run: penstock.Offload | None) -> list[bytes]:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(1024, 1024, device="cuda") for _ in range(8)]
+        found = []
+        for step in range(STEPS):
+            with run.step() if run else nullcontext():
+                x = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(step)).cuda()
+                for layer in layers:
+                    x = torch.relu(layer(x) - 0.3)
+                loss = x.square().sum()
+                del x
+                loss.backward()
+                found += [loss.detach().cpu().numpy().tobytes()]
+                found += [layer.weight.grad.cpu().numpy().tobytes() for layer in layers]
+                for layer in layers:
+                    layer.zero_grad()
+        return found
+
+    expected = steps(None)
+    slow = replace(
+        machine,
+        disk_write_bytes_per_s=1e9,
+        disk_read_bytes_per_s=1e9,
+        device_to_host_bytes_per_s=1e9,
+        host_to_device_bytes_per_s=1e9,
+        measured_rates={},
+    )
+    options = {**tier_options(tier, tmp_path, slow), "device": "cuda"}
+    with penstock.offload(device_budget="4GiB", **options) as run:
+        steps(run)
+        trace = run.trace
+    assert trace is not None
+    trace = trace.with_density({"aten::relu": 0.4, "relu": 0.4})
+    budget_bytes = LIBRARIES_BYTES + trace.peak_bytes // 2
+    hardware = replace(run.hardware, device_bytes=budget_bytes)
+    plan = penstock.plan(trace, hardware, compress=lossy is None, lossy=lossy)
+    assert any(evict.codec != "raw" for evict in plan.evictions)
+    with penstock.offload(device_budget=budget_bytes, plan=plan, lossy=lossy, **options) as run:
+        found = steps(run)
+        report = run.report()
+    assert report.peak_bytes <= budget_bytes
+    assert (found == expected) == (lossy is None)
+    assert bool(report.lossy) == (lossy is not None)
+
+
 def gpt(inside: bool, steps: Callable[[torch.nn.Module, Any], list[Any]], **options: Any) -> tuple[Any, Any]:
     """A GPT of some 100 MiB with its optimizer's state, built inside the budget."""
     torch.manual_seed(0)

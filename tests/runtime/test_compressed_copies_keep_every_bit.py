@@ -104,8 +104,8 @@ def test_everything_compressed(
 
     def evict(self: CopyEngine, managed: Any, tier: str | None = None, **options: Any) -> None:
         nonlocal packed
-        plain(self, managed, tier, **{**options, "packs": itemsize})
-        packed += managed.slot is not None and managed.slot.packing[0] > 0
+        plain(self, managed, tier, **{**options, "packs": itemsize, "codec": "csr"})
+        packed += managed.slot is not None and managed.slot.packing.packed_bytes > 0
 
     monkeypatch.setattr(CopyEngine, "evict", evict)
     program = family_training(name, 4)
@@ -128,7 +128,7 @@ def _leave_compressed(run: penstock.Offload, tensors: list[torch.Tensor]) -> Non
     run._engine.drain()
     for tensor in tensors:
         managed = run._clock.storages.meet(tensor.untyped_storage())
-        assert managed.state == 2 and managed.slot.packing[0] > 0
+        assert managed.state == 2 and managed.slot.packing.packed_bytes > 0
 
 
 def test_an_access_that_nobody_planned_sees_the_bytes(tmp_path: Path) -> None:

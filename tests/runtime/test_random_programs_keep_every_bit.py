@@ -53,7 +53,9 @@ def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
         tensor = rng.randrange(tensors)
         prefetch = Prefetch(tensor, rng.random() < 0.5)
-        action = rng.choice([Evict(tensor, rng.choice(["host", "disk"])), Release(tensor), prefetch])
+        packing = rng.choice([("raw", 0, 0), ("csr", 1, 64), ("csr", 4, 256)])
+        evict = Evict(tensor, rng.choice(["host", "disk"]), *packing)
+        action = rng.choice([evict, Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
     producers = {
         tensor: kernel for tensor, kernel in enumerate(trace.tensor_recompute.tolist()) if kernel >= 0

@@ -122,29 +122,39 @@ MUTANTS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | 
 }
 
 
-def evict(run: CheckedRun, tensor: torch.Tensor, tier: str, release: bool) -> None:
+def evict(run: CheckedRun, tensor: torch.Tensor, tier: str, release: bool, packs: int) -> None:
     with run.engine.lock:
         managed = run.clock.storages.find(tensor.untyped_storage())
         assert managed is not None
-        run.engine.evict(managed, tier, release=release)
+        run.engine.evict(managed, tier, release=release, packs=packs)
+
+
+def prefetch(run: CheckedRun, tensor: torch.Tensor) -> None:
+    with run.engine.lock:
+        managed = run.clock.storages.find(tensor.untyped_storage())
+        assert managed is not None
+        run.engine.prefetch(managed)
 
 
 def work(spill: SpillSpace, seed: int, **options: Any) -> None:
     """Many tensors that are used and written in turn, in the room of a few, with evictions that a plan
     might have asked for."""
     with checked_run(spill, 6 * 1024, seed=seed, host_bytes=1 << 16, timeout_s=5.0, **options) as run:
-        tensors = [torch.full((256,), float(index)) for index in range(12)]
+        # Most is zero, so that compression is worth it.
+        tensors = [(torch.arange(256) % 4 == 0).float().mul_(index) for index in range(12)]
         expected = [float(index) for index in range(12)]
         for turn in range(60):
             target, source = turn % 12, (7 * turn + seed) % 12
-            how = ("host", "disk")[turn % 2], turn % 3 > 0
+            how = ("host", "disk")[turn % 2], turn % 3 > 0, (0, 4)[turn % 5 > 2]
             evict(run, tensors[source], *how)
             half = tensors[source] * 0.5
             tensors[target].mul_(1)  # it is there, and has no copy
             evict(run, tensors[target], *how)
             tensors[target].add_(half)
+            if turn % 7 == 0:
+                prefetch(run, tensors[(turn + 5) % 12])
             expected[target] += expected[source] * 0.5
-        assert [float(tensor.mean()) for tensor in tensors] == pytest.approx(expected, rel=1e-5)
+        assert [4 * float(tensor.mean()) for tensor in tensors] == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_a_fault_nothing_is_found(spill: SpillSpace) -> None:

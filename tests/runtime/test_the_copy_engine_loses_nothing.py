@@ -46,6 +46,8 @@ class Program(RuleBasedStateMachine):
     def _buried(self, managed: ManagedStorage) -> None:
         if managed.state != AWAY:
             self.device.live.pop(managed.key, None)
+        if managed.key in self.device.packed:
+            self.device.drop_packed(managed)
         if managed.slot is not None:
             self.device.forget(managed, managed.slot)
             managed.slot = None
@@ -121,12 +123,12 @@ class Program(RuleBasedStateMachine):
                     managed.pins -= 1
                 self.engine.end_kernel()
 
-    @rule(which=st.integers(0, 50), release=st.booleans())
-    def evict(self, which: int, release: bool) -> None:
+    @rule(which=st.integers(0, 50), release=st.booleans(), packs=st.sampled_from([0, 4]))
+    def evict(self, which: int, release: bool, packs: int) -> None:
         number = self._pick(which)
         if number is not None:
             with self._troubled(), self.engine.lock:
-                self.engine.evict(self.managed[number], release=release)
+                self.engine.evict(self.managed[number], release=release, packs=packs)
 
     @rule(which=st.integers(0, 50))
     def prefetch(self, which: int) -> None:
@@ -171,7 +173,11 @@ class Program(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         if not hasattr(self, "device"):
             return
-        copies = {id(copy.managed): copy for copy in self.device.pending}
+        copies = {
+            id(copy.managed): copy
+            for copy in sorted(self.device.pending, key=lambda copy: not copy.out)
+            if not (copy.out and copy.packed)
+        }
         for number, managed in self.managed.items():
             storage, copy = self.alive[number], copies.get(id(managed))
             assert managed.state in (RESIDENT, LEAVING, AWAY, COMING)
@@ -180,23 +186,25 @@ class Program(RuleBasedStateMachine):
                 assert copy is None or copy.out
                 assert not managed.clean or self.device.slots[managed.slot] == self.expected[number]
             else:
-                assert self.device.slots[managed.slot] == self.expected[number]
+                packed = self.device.packed.get(managed.key) or self.device.slots[managed.slot]
+                assert packed == self.expected[number]
                 assert (managed.state == COMING) == (copy is not None)
-                assert storage.nbytes() == (managed.size_bytes if managed.state == COMING else 0)
+                is_whole = copy is not None and not copy.packed
+                assert storage.nbytes() == (managed.size_bytes if is_whole else 0)
+            assert not managed.clean or self.device.slots[managed.slot] == self.expected[number]
 
     @invariant()
     def counters_add_up(self) -> None:
         if not hasattr(self, "device"):
             return
-        out = sum(copy.managed.size_bytes for copy in self.device.pending if copy.out)
-        into = sum(copy.managed.size_bytes for copy in self.device.pending if not copy.out)
+        out = sum(copy.size_bytes for copy in self.device.pending if copy.out)
+        into = sum(copy.size_bytes for copy in self.device.pending if not copy.out)
         assert self.engine.in_flight_bytes == (out, into)
         leaving = {
             id(m): m for m in [*self.managed.values(), *(copy.managed for copy in self.device.pending)]
         }
-        freeing = sum(m.size_bytes for m in leaving.values() if m.state == LEAVING and m.released)
-        assert freeing <= self.engine.freeing_bytes
-        assert all(m.state == LEAVING for m in leaving.values() if m.released)
+        assert sum(m.freeing_bytes for m in leaving.values()) <= self.engine.freeing_bytes
+        assert all(m.state == LEAVING or m.writing for m in leaving.values() if m.freeing_bytes)
 
     @invariant()
     def the_budget_holds(self) -> None:
@@ -223,7 +231,7 @@ class Program(RuleBasedStateMachine):
         gc.collect()  # errors that were raised hold what their frames held
         with self.engine.lock:
             self.storages.bury()
-        assert not self.device.slots and not self.device.live
+        assert not self.device.slots and not self.device.live and not self.device.packed
 
 
 class FailingProgram(Program):

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.runtime.dispatch import Clock
 from penstock.runtime.storages import ManagedStorage
@@ -211,6 +212,60 @@ class CheckedDriver:
                 self._write(staged, access, times)
             stream.pending.append(copy)
             stream.issued += 1
+
+    def allocate(self, size_bytes: int, stream: CheckedStream) -> torch.UntypedStorage | None:
+        with self.at_random():
+            if self.refuses and self._is_too_much(size_bytes):
+                self.refused += 1
+                return None
+            storage = torch.UntypedStorage(size_bytes)
+            self._add(storage, stream)
+            self._allocate(size_bytes, "what is fetched packed")
+            return storage
+
+    def pack(
+        self,
+        content: torch.Tensor,
+        codec: str,
+        itemsize: int,
+        admits: Callable[[int], bool],
+        stream: CheckedStream,
+    ) -> torch.Tensor | None:
+        with self.at_random():
+            region = self._region(content.untyped_storage())
+            text = f"the packing of {region.name} on {stream}"
+            copy = PendingCopy(text, lambda: None)
+            access, times = self._launch(stream, text, copy)
+            self._copy_out(region, access, times)
+            stream.pending.append(copy)
+            stream.issued += 1
+        packed = packing.pack(content, codec, itemsize, admits)
+        if packed is not None:
+            with self.lock:
+                region.copies[0] = copy
+                made = self._add(packed.untyped_storage(), stream)
+                made.write, made.filled = access, True
+                self._allocate(packed.numel(), text)
+        return packed
+
+    def unpack(
+        self,
+        packed: torch.Tensor,
+        content: torch.Tensor,
+        codec: str,
+        itemsize: int,
+        stream: CheckedStream,
+    ) -> bool:
+        with self.at_random():
+            region = self._region(content.untyped_storage())
+            text = f"the expansion of {region.name} on {stream}"
+            copy = PendingCopy(text, lambda: None)
+            access, times = self._launch(stream, text, copy)
+            self._read(self._region(packed.untyped_storage()), access, times)
+            self._write(region, access, times)
+            stream.pending.append(copy)
+            stream.issued += 1
+            return packing.unpack(packed, content, codec, itemsize)
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: CheckedStream) -> bool:
         with self.at_random():

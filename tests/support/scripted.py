@@ -10,7 +10,7 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,16 +18,27 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.copy_engine import CopyEngine, Done, Moved
-from penstock.runtime.storages import ManagedStorage
+from penstock.runtime.storages import LEAVING, ManagedStorage
 
 MOST_QUESTIONS = 100_000
 
 
 class Pending:
-    """A copy that has begun."""
+    """A copy that has begun.
 
-    def __init__(self, out: bool, managed: ManagedStorage, storage: Any, done: Done) -> None:
+    packed   of packed bytes, which stay packed
+    """
+
+    def __init__(
+        self, out: bool, managed: ManagedStorage, storage: Any, done: Done, packed: bool = False
+    ) -> None:
         self.out, self.managed, self.storage, self.done = out, managed, storage, done
+        self.packed = packed
+        self.size_bytes = packed_size(managed) if packed else managed.size_bytes
+
+
+class Packing(Pending):
+    """Packing that has begun: `done` is told the bytes."""
 
 
 class ScriptedDevice:
@@ -45,11 +56,15 @@ class ScriptedDevice:
     ) -> None:
         self.random = random.Random(seed)
         self.admits_anywhere = anywhere
+        self.expands_in_place = anywhere
         self.trouble = trouble
         self.at_once = at_once
         self.pending: list[Pending] = []
         self.slots: dict[int, bytes] = {}
-        self.live: dict[int, int] = {}  # bytes on the device, by key
+        self.live: dict[Any, int] = {}  # bytes on the device, by key
+        self.packed: dict[int, bytes] = {}  # packed on the device, by key
+        self.packed_slots: set[int] = set()
+        self.stays_packed: set[int] = set()  # keys of what is coming, packed
         self.peak_bytes = 0
         self.questions = 0
         self.engine: CopyEngine | None = None
@@ -64,7 +79,7 @@ class ScriptedDevice:
         assert self.questions < MOST_QUESTIONS, "the engine spins"
         return sum(self.live.values())
 
-    def take(self, key: int, size_bytes: int) -> None:
+    def take(self, key: Any, size_bytes: int) -> None:
         self.live[key] = size_bytes
         self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
 
@@ -85,16 +100,49 @@ class ScriptedDevice:
             "forgotten while a copy is under way"
         )
         del self.slots[slot]
+        self.packed_slots.discard(slot)
+
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        done: Callable[[int], None],
+    ) -> None:
+        self._begin(Packing(True, managed, storage, done))  # type: ignore[arg-type]
+
+    def _keep_packed(self, managed: ManagedStorage, data: bytes) -> None:
+        self.packed[managed.key] = data
+        self.take(("packed", managed.key), packed_size(managed))
+
+    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        if not keeps and managed.key in self.packed:
+            self.drop_packed(managed)
+        return True
+
+    def drop_packed(self, managed: ManagedStorage) -> None:
+        del self.packed[managed.key]
+        del self.live["packed", managed.key]
+
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        return packed_size(managed) if managed.slot in self.packed_slots else 0
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        assert storage.nbytes() == managed.size_bytes, "copied out, and not there"
-        self._begin(Pending(True, managed, storage, done))
+        packed = managed.writing
+        assert packed or storage.nbytes() == managed.size_bytes, "copied out, and not there"
+        self._begin(Pending(True, managed, storage, done, packed))
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         assert self.admits_anywhere or threading.get_ident() == self.kernels_thread
         assert storage.nbytes() == 0, "prepared, and there"
         if self._in_trouble() and self.engine is not None and any(self.engine.in_flight_bytes):
             return False
+        if packed:
+            assert managed.key not in self.packed
+            self.stays_packed.add(managed.key)
+            self._keep_packed(managed, b"")
+            return True
         storage.resize_(managed.size_bytes)
         self.take(managed.key, managed.size_bytes)
         return True
@@ -102,19 +150,23 @@ class ScriptedDevice:
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        self._begin(Pending(False, managed, storage, done))
+        self._begin(Pending(False, managed, storage, done, managed.key in self.stays_packed))
 
     def _begin(self, copy: Pending) -> None:
         if self._in_trouble():
             raise SpillError("the copy cannot begin")
-        assert not any(other.managed is copy.managed for other in self.pending), "two copies at once"
+        others = [other for other in self.pending if other.managed is copy.managed]
+        assert all(other.out and other.packed and not copy.out for other in others), "two copies at once"
         self.pending.append(copy)
         if self.random.random() < self.at_once:
             self.finish(copy)
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         assert not managed.pins, "released while a kernel uses it"
-        assert self.slots[managed.slot] == content(storage), "released, and its copy is another"
+        if managed.state == LEAVING:
+            assert self.packed[managed.key] == content(storage), "released, and packed otherwise"
+        else:
+            assert self.slots[managed.slot] == content(storage), "released, and its copy is another"
         storage.resize_(0)
         del self.live[managed.key]
         return True
@@ -123,9 +175,19 @@ class ScriptedDevice:
         pass
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        return True
+        if managed.key in self.stays_packed:
+            self.stays_packed.remove(managed.key)
+            return True
+        was_packed = managed.key in self.packed
+        if was_packed:
+            self.drop_packed(managed)
+        return managed.clean or not was_packed
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        if managed.key in self.stays_packed:
+            self.stays_packed.remove(managed.key)
+            self.drop_packed(managed)
+            return
         storage.resize_(0)
         del self.live[managed.key]
 
@@ -145,19 +207,29 @@ class ScriptedDevice:
         self.pending.remove(copy)
         managed, storage = copy.managed, copy.storage
         copy.storage = None
-        if error is None:
-            if copy.out:
-                self.slots[managed.slot] = content(storage)
-            else:
-                fill(storage, self.slots[managed.slot])
-        elif not copy.out:
-            fill(storage, b"\xa5" * managed.size_bytes)
+        if isinstance(copy, Packing):
+            fits = self.engine is None or (
+                sum(self.live.values()) + packed_size(managed) <= self.engine.budget_bytes
+            )
+            if fits and error is None:
+                self._keep_packed(managed, content(storage))
+            del storage
+            copy.done(packed_size(managed) if fits and error is None else 0)  # type: ignore[call-arg, arg-type]
+            return
+        damage = b"\xa5" * managed.size_bytes
+        if copy.out:
+            data = self.packed.get(managed.key, damage) if copy.packed else content(storage)
+            self.slots[managed.slot] = data if error is None else damage
+            self.packed_slots.discard(managed.slot)
+            if copy.packed and error is None:
+                self.packed_slots.add(managed.slot)
+        elif copy.packed:
+            self.packed[managed.key] = self.slots[managed.slot] if error is None else damage
         else:
-            self.slots[managed.slot] = b"\xa5" * managed.size_bytes
+            data = self.packed.get(managed.key, self.slots[managed.slot])
+            fill(storage, data if error is None else damage)
         del storage
-        moved = [
-            Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, managed.size_bytes)
-        ]
+        moved = [Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, copy.size_bytes)]
         copy.done(error, moved if error is None else [])
 
     @contextlib.contextmanager
@@ -181,6 +253,10 @@ class ScriptedDevice:
             finally:
                 stop.set()
         thread.join()
+
+
+def packed_size(managed: ManagedStorage) -> int:
+    return managed.size_bytes // 2
 
 
 def content(storage: torch.UntypedStorage) -> bytes:

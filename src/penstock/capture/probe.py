@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock import codecs
+from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, view_at
@@ -94,7 +95,7 @@ def _hardware(
     rates = {**copies, "disk_write": disk.write, "disk_read": disk.read}
     best = {link: points[-1][1] for link, points in rates.items()}
     first = {link: points[0][0] / points[0][1] for link, points in copies.items()}
-    compress_bytes_per_s, expand_bytes_per_s = _measure_codec(device)
+    compress_bytes_per_s, expand_bytes_per_s = _measure_codec(device, "csr")
     return Hardware(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -113,6 +114,7 @@ def _hardware(
         duplex=disk.duplex,
         copy_overhead_s=0.0 if copies else disk.copy_overhead_s,
         measured_rates=rates,
+        measured_codecs={codec: _measure_codec(device, codec) for codec in LOSSY},
         name=name,
     )
 
@@ -363,13 +365,13 @@ def _measure_copies(device: torch.device, budget_s: float) -> dict[str, Rates]:
     return rates
 
 
-def _measure_codec(device: torch.device) -> tuple[float, float]:
-    """Uncompressed bytes per second that the device turns into bitmask-CSR, and back."""
+def _measure_codec(device: torch.device, codec: str) -> tuple[float, float]:
+    """Uncompressed bytes per second that the device turns into the codec, and back."""
     size_bytes = CODED_BYTES[device.type]
-    values = torch.arange(size_bytes // 4, device=device, dtype=torch.float32)
-    values[::2] = 0
-    packed = codecs.encode("csr", values)
-    if not torch.equal(codecs.decode("csr", packed, like=values), values):
+    values = torch.arange(size_bytes // 4, device=device).remainder_(256).to(torch.float32)
+    values[::2] = 0  # what is left is exact in every codec
+    packed = codecs.encode(codec, values)
+    if not torch.equal(codecs.decode(codec, packed, like=values), values):
         raise DeviceUnavailable(f"{device} expands what it compressed to other values: do not train on it")
 
     def rate_bytes_per_s(work: Callable[[], object]) -> float:
@@ -383,8 +385,8 @@ def _measure_codec(device: torch.device) -> tuple[float, float]:
         return size_bytes / statistics.median(times_s)
 
     return (
-        rate_bytes_per_s(lambda: codecs.encode("csr", values)),
-        rate_bytes_per_s(lambda: codecs.decode("csr", packed, like=values)),
+        rate_bytes_per_s(lambda: codecs.encode(codec, values)),
+        rate_bytes_per_s(lambda: codecs.decode(codec, packed, like=values)),
     )
 
 

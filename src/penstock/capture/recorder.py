@@ -49,6 +49,7 @@ class TensorRecord:
     birth      kernel that makes it; 0 where it was there before
     death      kernels that had run when its memory was freed; None where it is alive at the end
     itemsize   bytes of an element
+    float32    all elements are float32
     density    fraction of the elements that are not zero, None where not measured
     producer   kernel that makes it again, bit for bit, if it runs again; -1 for none
     movable    it can leave the device
@@ -60,6 +61,7 @@ class TensorRecord:
     birth: int
     death: int | None
     itemsize: int = 1
+    float32: bool = False
     density: float | None = None
     producer: int = -1
     movable: bool = True
@@ -108,6 +110,7 @@ def make_trace(
         tensor_movable=np.array([record.movable for record in records], dtype=np.bool_),
         tensor_recompute=harmless_producers(producers, inputs, outputs, lasting),
         tensor_itemsize=_integers(record.itemsize for record in records),
+        tensor_float32=np.array([record.float32 for record in records], dtype=np.bool_),
         tensor_density=np.array(densities if measured_zeros else [], dtype=np.float64),
         kernel_variants=tuple(k.variants for k in kernels) if any(k.variants for k in kernels) else (),
         measured=measured,

@@ -176,6 +176,7 @@ class Tracer(TorchDispatchMode):
             if known is None:
                 index = self._born(tensor.untyped_storage(), ACTIVATION, before=False)
                 self._tensors[index].itemsize = tensor.element_size()
+                self._tensors[index].float32 = tensor.dtype is torch.float32
                 self._tensors[index].producer = kernel if is_repeatable else -1
                 self._dtypes[index] = tensor.dtype
             else:

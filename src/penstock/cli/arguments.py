@@ -12,6 +12,7 @@ from typing import NoReturn
 import penstock
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.cli.output import Answer
+from penstock.core.columns import LOSSY
 from penstock.errors import InvalidSize
 from penstock.planners import POLICIES
 from penstock.samples.format.layout import CHUNK_BYTES
@@ -117,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     _policy(plan)
     _actions(plan)
     _micro_batch(plan, "; its steps are traced")
+    _lossy(plan)
     _endurance(plan)
     plan.add_argument("--compare-policies", action="store_true", help="show the plan of every policy")
     plan.add_argument("--compare-budgets", action="store_true", help="show what other device budgets bring")
@@ -152,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     _page_cache_budget(run)
     _io_costs(run)
     _endurance(run)
+    _lossy(run)
     run.add_argument(
         "--verify-spill",
         action="store_true",
@@ -426,6 +429,14 @@ def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:
         type=micro_batch,
         metavar="N",
         help=f"divide batches into parts of N samples, or of the fastest size: auto{more}; default: do not",
+    )
+
+
+def _lossy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lossy",
+        choices=LOSSY,
+        help="let activations saved for backward leave in this codec: backward reads them rounded",
     )
 
 

@@ -40,6 +40,7 @@ def plan(options: Namespace) -> Answer:
         options.compress,
         options.time_limit,
         device_budget_bytes=options.device_budget,
+        lossy=options.lossy,
     )
     save(chosen, options.output)
     timeline = penstock.simulate(captured, chosen, hardware)
@@ -51,6 +52,7 @@ def plan(options: Namespace) -> Answer:
         "micro_batch": int(captured.notes.get("micro_batch", 0)),
         "policy": chosen.policy,
         "reason": chosen.reason,
+        "lossy": chosen.lossy,
         "predicted_s": chosen.predicted_s,
         "predicted_peak_bytes": chosen.predicted_peak_bytes,
         "evictions": len(chosen.evictions),
@@ -62,6 +64,8 @@ def plan(options: Namespace) -> Answer:
         "summary": dataclasses.asdict(summary),
     }
     shown.append(f"policy {chosen.policy}: {chosen.reason}")
+    if chosen.lossy:
+        shown.append(chosen.lossy_text)
     if options.compare_policies:
         problem = Problem(
             trace=captured,
@@ -69,6 +73,7 @@ def plan(options: Namespace) -> Answer:
             budget_bytes=chosen.device_budget_bytes,
             recompute=options.recompute,
             compress=options.compress,
+            lossy=options.lossy,
             time_limit_s=options.time_limit,
         )
         found = compare_policies(problem, known=chosen)
@@ -203,6 +208,7 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
         policy=options.policy,
         recompute=options.recompute,
         compress=options.compress,
+        lossy=options.lossy,
         time_limit_s=options.time_limit,
     )
     cells = [cell for cell in sweep(asked) if cell.summary is not None]

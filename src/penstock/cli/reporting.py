@@ -85,7 +85,8 @@ def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) 
         hardware=hardware,
         budget_bytes=plan.device_budget_bytes,
         recompute=options.recompute or bool(plan.recomputations),
-        compress=options.compress or any(evict.codec != "raw" for evict in plan.evictions),
+        compress=options.compress or any(evict.codec == "csr" for evict in plan.evictions),
+        lossy=plan.lossy,
         time_limit_s=options.time_limit,
     )
     return compare_policies(problem, known=plan)

@@ -55,6 +55,7 @@ def run(options: Namespace) -> Answer:
                 endurance=options.endurance,
                 micro_batch=options.micro_batch,
                 variants=options.variants,
+                lossy=options.lossy,
             )
         )
         training = build()  # inside: it may be larger than the budget

@@ -15,6 +15,7 @@ from penstock.codecs.elements import bit_patterns
 from penstock.errors import InvalidArgument, InvalidFile
 
 ROW_ELEMENTS = 128
+PIECE_ELEMENTS = 1 << 18  # a multiple of the rows'; operators take about 16 bytes for each
 SAMPLES, SAMPLE_ELEMENTS = 16, 4096  # little beside what a kernel that wrote a tensor has in the cache
 
 
@@ -41,17 +42,10 @@ def encode(tensor: torch.Tensor) -> torch.Tensor:
 def decode(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty_like(like, device=packed.device)
     elements = bit_patterns(tensor)
-    count, itemsize = elements.numel(), elements.element_size()
-    if packed.device.type != "cpu":
-        is_whole = decode_by_operators(packed, elements)
-    else:
-        is_whole = _native.bitmask_decode(
-            packed.data_ptr(), packed.numel(), elements.data_ptr(), count, itemsize
-        )
-    if not is_whole:
+    if not decode_into(packed, elements):
         raise InvalidFile(
-            f"these {packed.numel()} bytes are no bitmask-CSR of {count} elements of {itemsize} bytes: they "
-            "are damaged, or of another tensor"
+            f"these {packed.numel()} bytes are no bitmask-CSR of {elements.numel()} elements of "
+            f"{elements.element_size()} bytes: they are damaged, or of another tensor"
         )
     return tensor
 
@@ -70,37 +64,75 @@ def sampled_density(address: int, size_bytes: int, itemsize: int) -> float:
     return kept / (SAMPLES * sample)
 
 
+def packed_bytes(elements: torch.Tensor) -> int:
+    """That `encode` makes of these integers."""
+    kept = sum(int(torch.count_nonzero(piece)) for piece in elements.split(PIECE_ELEMENTS))
+    return int(_native.bitmask_head_bytes(elements.numel()) + kept * elements.element_size())
+
+
+def decode_into(packed: torch.Tensor, elements: torch.Tensor) -> bool:
+    """Fill the elements. False: ``packed`` is of no such elements."""
+    if packed.device.type != "cpu":
+        return decode_by_operators(packed, elements)
+    count, itemsize = elements.numel(), elements.element_size()
+    address = elements.data_ptr()
+    return bool(_native.bitmask_decode(packed.data_ptr(), packed.numel(), address, count, itemsize))
+
+
 def encode_by_operators(elements: torch.Tensor) -> torch.Tensor:
-    """The same bytes, by operators of torch. Takes twice the elements' bytes beside them."""
-    kept = elements != 0
-    counts = _padded(kept, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1)
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    mask = (_padded(kept, 8).view(-1, 8) * _bits(elements.device)).sum(1, dtype=torch.uint8)
-    return torch.cat([starts.view(torch.uint8), mask, elements[kept].view(torch.uint8)])
+    """The same bytes, by operators of torch, piece by piece: a few MiB at once beside them."""
+    device, count = elements.device, elements.numel()
+    counts = [
+        _padded(piece != 0, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1, dtype=torch.int32)
+        for piece in elements.split(PIECE_ELEMENTS)
+    ]
+    starts = _starts(counts, device)
+    starts_bytes = starts.numel() * 4
+    at = starts_bytes + -(-count // 8)
+    itemsize = elements.element_size()
+    packed = torch.empty(at + int(starts[-1]) * itemsize, dtype=torch.uint8, device=device)
+    packed[:starts_bytes] = starts.view(torch.uint8)
+    for begin in range(0, count, PIECE_ELEMENTS):
+        piece = elements[begin : begin + PIECE_ELEMENTS]
+        kept = piece != 0
+        mask = (_padded(kept, 8).view(-1, 8) * _bits(device)).sum(1, dtype=torch.uint8)
+        packed[starts_bytes + begin // 8 :][: mask.numel()] = mask
+        values = piece[kept].view(torch.uint8)
+        packed[at : at + values.numel()] = values
+        at += values.numel()
+    return packed
 
 
 def decode_by_operators(packed: torch.Tensor, elements: torch.Tensor) -> bool:
     """Fill the elements. False: ``packed`` is of no such elements."""
-    count, device = elements.numel(), packed.device
+    count, device, itemsize = elements.numel(), packed.device, elements.element_size()
     starts_bytes = (-(-count // ROW_ELEMENTS) + 1) * 4
     head_bytes = starts_bytes + -(-count // 8)
     if packed.numel() < head_bytes:
         return False
-    bits = (packed[starts_bytes:head_bytes, None] & _bits(device)).reshape(-1) != 0
-    kept = bits[:count]
-    counts = _padded(kept, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1)
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    total = int(kept.sum())
-    if (
-        packed.numel() != head_bytes + total * elements.element_size()
-        or not torch.equal(packed[:starts_bytes], starts.view(torch.uint8))
-        or bool(bits[count:].any())
-    ):
-        return False
-    # A copy: what lies at an odd address is no view as integers.
-    values = packed[head_bytes:].clone().view(elements.dtype)
-    elements.zero_()[kept] = values
-    return True
+    at, counts = head_bytes, []
+    for begin in range(0, count, PIECE_ELEMENTS):
+        piece = elements[begin : begin + PIECE_ELEMENTS]
+        mask = packed[starts_bytes + begin // 8 :][: -(-piece.numel() // 8)]
+        bits = (mask[:, None] & _bits(device)).reshape(-1) != 0
+        kept = bits[: piece.numel()]
+        counts.append(_padded(kept, ROW_ELEMENTS).view(-1, ROW_ELEMENTS).sum(1, dtype=torch.int32))
+        total_bytes = int(kept.sum()) * itemsize
+        if at + total_bytes > packed.numel() or bool(bits[piece.numel() :].any()):
+            return False
+        # A copy: what lies at an odd address is no view as integers.
+        values = packed[at : at + total_bytes].clone().view(elements.dtype)
+        piece.zero_()[kept] = values
+        at += total_bytes
+    starts = _starts(counts, device)
+    whole: bool = at == packed.numel() and torch.equal(packed[:starts_bytes], starts.view(torch.uint8))
+    return whole
+
+
+def _starts(counts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """How many are kept before each row, and in all: as bytes they are those of unsigned integers."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return torch.cat([zero, torch.cat([zero[:0], *counts]).cumsum(0)]).to(torch.int32)
 
 
 def _bits(device: torch.device) -> torch.Tensor:

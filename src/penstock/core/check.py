@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from penstock.core.addresses import check_offsets
+from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import (
     EVERY,
@@ -35,7 +36,7 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
     not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
     """
-    trace = within_budget(trace, plan.device_budget_bytes)
+    trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
     periods: dict[int, list[InactivePeriod]] = {}
     for period in trace.inactive_periods:
         periods.setdefault(period.tensor, []).append(period)
@@ -93,6 +94,8 @@ def _eviction(
         return
     if evict.codec not in CODECS:
         yield f"{_who(evict)} uses the codec {evict.codec!r}: codecs are {', '.join(CODECS)}"
+    elif evict.codec != "raw" and evict.codec != trace.codec(tensor):
+        yield f"{_who(evict)} uses the codec {evict.codec!r}: {_why_not(trace, tensor, evict.codec)}"
     elif evict.codec != "raw" and trace.compressed_bytes(tensor) >= trace.tensor_bytes[tensor]:
         yield f"{_who(evict)} uses the codec {evict.codec!r}, which does not make the tensor smaller"
     if evict.tier in unreachable:
@@ -106,6 +109,11 @@ def _eviction(
             f"{_who(evict)} starts its copy after kernel {evict.after}: it must be at or after kernel "
             f"{period.ready}, when the tensor is complete, and before kernel {begin}"
         )
+    elif evict.codec in LOSSY and not trace.saves_for_backward(np.array(period.begin), np.array(period.end)):
+        yield (
+            f"{_who(evict)} uses the codec {evict.codec!r}, which is lossy: only what backward alone reads "
+            "again may be rounded"
+        )
     elif evict.codec != "raw" and evict.after != begin - 1:
         yield (
             f"{_who(evict)} starts its copy after kernel {evict.after}: what is compressed is so before "
@@ -116,6 +124,12 @@ def _eviction(
             f"{_who(evict)} is prefetched at kernel {evict.prefetch_at}: it must be at or after kernel "
             f"{begin} and no later than kernel {end}, which needs it"
         )
+
+
+def _why_not(trace: Trace, tensor: int, codec: str) -> str:
+    if codec in LOSSY and codec == trace.lossy:
+        return "it is lossy, and only float32 activations that backward alone reads again may be rounded"
+    return f"in this plan, what is compressed of this tensor is {trace.codec(tensor)}"
 
 
 def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePeriod]) -> Iterator[str]:

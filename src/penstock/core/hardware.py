@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core import files
+from penstock.core.columns import LOSSY
 from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_rate
@@ -36,6 +37,7 @@ class Hardware:
     compress_bytes_per_s, expand_bytes_per_s   uncompressed bytes that the device turns into
                       bitmask-CSR, or back, while it computes nothing else; defaults: about what the
                       memory of a data-center GPU allows
+    measured_codecs   by lossy codec: float32 bytes per second that the device turns into it, and back
     copy_overhead_s   seconds for which the compute stream stands still for each copy, out or back: the
                       runtime's own work on the thread that runs the kernels; 0 where not known
     measured_rates    by link: (transfer bytes, bytes per second) pairs, ascending by bytes;
@@ -60,6 +62,7 @@ class Hardware:
     duplex: float = 1.0
     copy_overhead_s: float = 0.0
     measured_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    measured_codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +77,11 @@ class Hardware:
         for coder in CODERS:
             if not (rate := self.rate_bytes_per_s(coder)) > 0:
                 raise InvalidArgument(f"{coder}_bytes_per_s is {rate}: give a rate above 0")
+        for codec, rates in self.measured_codecs.items():
+            if codec not in LOSSY or not all(rate > 0 for rate in rates):
+                raise InvalidArgument(
+                    f"measured_codecs has {codec!r} at {rates}: give rates above 0 for {' or '.join(LOSSY)}"
+                )
         if not 0 <= self.copy_overhead_s < math.inf:
             raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
@@ -93,6 +101,17 @@ class Hardware:
 
     def __repr__(self) -> str:
         return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"
+
+    def codec_rates(self, codec: str) -> tuple[float, float]:
+        """Uncompressed bytes per second that the device turns into the codec, and back. Raises
+        InvalidArgument where that was not measured."""
+        if codec not in LOSSY:
+            return self.compress_bytes_per_s, self.expand_bytes_per_s
+        if codec not in self.measured_codecs:
+            raise InvalidArgument(
+                f"the hardware does not say how fast {codec} is: measure it with penstock.probe"
+            )
+        return self.measured_codecs[codec]
 
     @property
     def in_numbers(self) -> str:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.core import files
+from penstock.core.columns import LOSSY
 from penstock.core.trace import Trace
 from penstock.units import format_bytes, format_seconds
 
-CODECS = ("raw", "csr")  # csr: bitmask-CSR, lossless
+CODECS = ("raw", "csr", *LOSSY)  # csr: bitmask-CSR, lossless
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,28 @@ class Plan:
 
     def __repr__(self) -> str:
         again = f", {len(self.recomputations)} recomputations" if self.recomputations else ""
+        again += f", lossy ({self.lossy})" if self.lossy else ""
         return (
             f"<penstock.Plan by {self.policy}: {len(self.evictions)} evictions{again}, predicted peak "
             f"{format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.device_budget_bytes)}, "
             f"{format_seconds(self.predicted_s)}>"
+        )
+
+    @property
+    def lossy(self) -> str | None:
+        """The lossy codec that tensors leave in, of penstock.core.columns.LOSSY; None where all of them come
+        back with the same bits."""
+        return next((evict.codec for evict in self.evictions if evict.codec in LOSSY), None)
+
+    @property
+    def lossy_text(self) -> str:
+        """What `lossy` means, for people; empty where nothing is lost."""
+        if self.lossy is None:
+            return ""
+        count = len({evict.tensor for evict in self.evictions if evict.codec in LOSSY})
+        return (
+            f"lossy: {count} of the activations saved for backward are rounded to {self.lossy}, so gradients "
+            "are others than without; forward, weights and optimizer state keep their bits"
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core import files
-from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
+from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists
 from penstock.core.validate import validate
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.units import format_bytes, format_seconds
@@ -91,6 +91,10 @@ class Trace:
         tensor_density     [T] fraction of the elements that are not zero, 1.0 where not measured; empty
                            where none was
         tensor_itemsize    [T] bytes of an element; empty where unknown, then 4
+        tensor_float32     [T] all elements are float32; empty where unknown
+        tensor_stashed     [T] the tensor may leave in the codec `lossy` when forward is over: see
+                           `with_lossy`; empty where none may
+    lossy      a codec of LOSSY, or empty
     measured   times come from a run on this machine, not from an estimate
     notes      free text by name, such as the device and the model
     """
@@ -111,6 +115,9 @@ class Trace:
     tensor_recompute: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     tensor_density: FloatArray = field(default_factory=lambda: np.zeros(0))
     tensor_itemsize: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tensor_float32: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    tensor_stashed: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    lossy: str = ""
     measured: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -241,9 +248,15 @@ class Trace:
 
     @cached_property
     def packed_bytes(self) -> IntArray:
-        """[T] what each tensor takes as bitmask-CSR (FlashNeuron section 3.2): a bit for each element, those
-        that are not zero, and where each row of them begins. Its own size where that is not less, or its
-        density is not known."""
+        """[T] what each tensor takes compressed. As bitmask-CSR (FlashNeuron section 3.2): a bit for each
+        element, those that are not zero, and where each row of them begins; its own size where that is not
+        less, or its density is not known. In the lossy codec, half."""
+        if self.lossy:
+            return np.where(self.tensor_stashed, self.tensor_bytes // 2, self._csr_bytes)
+        return self._csr_bytes
+
+    @cached_property
+    def _csr_bytes(self) -> IntArray:
         if not len(self.tensor_density):
             return self.tensor_bytes
         itemsize = self.tensor_itemsize if len(self.tensor_itemsize) else np.full(self.tensors, 4)
@@ -254,6 +267,68 @@ class Trace:
     def compressed_bytes(self, tensor: int) -> int:
         """`packed_bytes` of one tensor."""
         return int(self.packed_bytes[tensor])
+
+    def codec(self, tensor: int) -> str:
+        """In which the tensor leaves where it leaves compressed."""
+        return self.lossy if self.lossy and self.tensor_stashed[tensor] else "csr"
+
+    def period_bytes(self, compress: bool) -> IntArray:
+        """[P] what the tensor of each period takes if it leaves compressed; its size where it cannot.
+
+        compress   as bitmask-CSR; without, only in the lossy codec
+        """
+        tensor, begin, end, _ = self.periods
+        size, packed = self.tensor_bytes[tensor], self.packed_bytes[tensor]
+        stashed = self.tensor_stashed[tensor] if self.lossy else np.zeros(len(tensor), dtype=np.bool_)
+        possible = np.where(stashed, self.saves_for_backward(begin, end), compress)
+        found: IntArray = np.where(possible, packed, size)
+        return found
+
+    def saves_for_backward(self, begin: IntArray, end: IntArray) -> BoolArray:
+        """[N] whether the period ``[begin, end)`` is between forward and backward."""
+        phase = self.kernel_phase
+        last, first = phase[np.maximum(begin - 1, 0)], phase[np.minimum(end, self.kernels - 1)]
+        crosses: BoolArray = (begin > 0) & (end < self.kernels) & (last == PHASES.index("forward"))
+        crosses &= first == PHASES.index("backward")
+        return crosses
+
+    def with_lossy(self, codec: str | None) -> Trace:
+        """The same iteration, where what is saved for backward may leave in a lossy codec of 2 bytes an
+        element, and comes back rounded (delayed precision reduction: FlashNeuron section 3.2).
+
+        These are float32 activations that forward kernels make and backward kernels alone read after the
+        last forward kernel that uses them, that nobody writes then, and that are freed before backward is
+        over, so that nothing else can read them. What bitmask-CSR makes at least as small is left to it.
+
+        codec   of LOSSY; None for none
+
+        Raises InvalidArgument.
+        """
+        codec = codec or ""
+        if codec == self.lossy:
+            return self
+        if not codec:
+            return replace(self, lossy="", tensor_stashed=np.zeros(0, dtype=np.bool_))
+        if codec not in LOSSY:
+            raise InvalidArgument(f"there is no lossy codec {codec!r}: choose {' or '.join(LOSSY)}")
+        if not len(self.tensor_float32):
+            raise InvalidArgument(
+                "this trace does not say which tensors are float32, which a lossy stash needs: trace again"
+            )
+        tensor, begin, end, _ = self.periods
+        backward = np.flatnonzero(self.kernel_phase == PHASES.index("backward"))
+        chosen = self.saves_for_backward(begin, end) & self.tensor_float32[tensor]
+        chosen &= self.tensor_kind[tensor] == KINDS.index("activation")
+        chosen &= ~self.tensor_persistent[tensor] & (self._csr_bytes[tensor] > self.tensor_bytes[tensor] // 2)
+        if len(backward):
+            chosen &= self.tensor_death[tensor] <= backward[-1]
+        chosen &= self.writers.last_below(tensor, np.full(len(tensor), self.kernels)) < begin
+        stashed = np.zeros(self.tensors, dtype=np.bool_)
+        for period in np.flatnonzero(chosen).tolist():
+            later = self.uses[int(tensor[period])]
+            later = later[later >= end[period]]
+            stashed[tensor[period]] = bool((self.kernel_phase[later] == PHASES.index("backward")).all())
+        return replace(self, lossy=codec, tensor_stashed=stashed)
 
     def scaled(self, time: float = 1.0) -> Trace:
         """The same iteration on a device whose kernels take ``time`` times as long."""
@@ -310,7 +385,12 @@ def released_after_last_use(trace: Trace) -> Trace:
     return trace._released
 
 
-def within_budget(trace: Trace, budget_bytes: int) -> Trace:
+def within_budget(trace: Trace, budget_bytes: int, lossy: str | None = None) -> Trace:
     """The iteration as a run with this device budget carries it out before any plan: as it is where all of
-    it fits, since then nothing moves; else with what is of no more use released."""
+    it fits, since then nothing moves; else with what is of no more use released.
+
+    lossy   of the plan: see `Trace.with_lossy`
+    """
+    if lossy is not None:
+        trace = trace.with_lossy(lossy)
     return trace if trace.peak_bytes <= budget_bytes else released_after_last_use(trace)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.columns import KINDS, PHASES, IntArray, Lists
+from penstock.core.columns import KINDS, LOSSY, PHASES, IntArray, Lists
 from penstock.core.repeat import harmful, sole_writers
 from penstock.errors import InvalidArgument
 
@@ -34,7 +34,14 @@ def validate(trace: Trace) -> None:
 
 def _lengths(trace: Trace) -> None:
     kernels, tensors = trace.kernels, trace.tensors
-    optional = ("tensor_movable", "tensor_recompute", "tensor_density", "tensor_itemsize")
+    optional = (
+        "tensor_movable",
+        "tensor_recompute",
+        "tensor_density",
+        "tensor_itemsize",
+        "tensor_float32",
+        "tensor_stashed",
+    )
     for length, names in (
         (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
         (tensors, ("tensor_kind", "tensor_persistent")),
@@ -63,6 +70,8 @@ def _numbers(trace: Trace) -> None:
         _within(trace, "tensor_density", "", 0.0, 1.0)
     if len(trace.tensor_itemsize):
         _within(trace, "tensor_itemsize", "bytes", 1, 1024, whole=True)
+    if trace.lossy not in ("", *LOSSY) or bool(trace.lossy) != bool(len(trace.tensor_stashed)):
+        raise InvalidArgument(f"lossy is {trace.lossy!r}: make it with Trace.with_lossy")
     everything = int(trace.tensor_bytes.sum())
     if everything > MOST_BYTES:
         raise InvalidArgument(f"the tensors take {everything} bytes together, above {MOST_BYTES}")

@@ -52,6 +52,7 @@ def plan(
     time_limit_s: float = 10.0,
     *,
     device_budget_bytes: int | str | None = None,
+    lossy: str | None = None,
 ) -> Plan:
     """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
@@ -59,6 +60,8 @@ def plan(
     recompute             tensors may be recomputed instead of being moved, where the trace says how
     compress              tensors may be moved as bitmask-CSR, where the trace knows their density
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
+    lossy                 "fp16" or "bf16": float32 activations that are saved for backward may leave in it,
+                          and come back rounded; see `Trace.with_lossy`. None: everything comes back as it was
     device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
@@ -71,7 +74,8 @@ def plan(
     if isinstance(device_budget_bytes, str):
         device_budget_bytes = parse_bytes(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
-    return solve(Problem(trace, hardware, budget, recompute, compress, time_limit_s), policy)
+    problem = Problem(trace, hardware, budget, recompute, compress, lossy, time_limit_s)
+    return solve(problem, policy)
 
 
 def solve(problem: Problem, policy: str = "optimal") -> Plan:
@@ -94,7 +98,9 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
             "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
             "run (fake=False, --real), or assume densities (Trace.with_density)"
         )
-    asked = within_budget(trace, budget)
+    asked = within_budget(trace, budget, problem.lossy)
+    if problem.lossy is not None:
+        hardware.codec_rates(problem.lossy)
     variants: tuple[int, ...] = ()
     if policy not in CHOOSES_VARIANTS:
         variants, asked = as_traced(asked, budget)

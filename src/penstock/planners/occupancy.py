@@ -79,10 +79,10 @@ class _Moments:
         count = trace.kernels
         steps: list[list[tuple[str, int]]] = [[] for _ in range(count)]
         for index, evict in enumerate(plan.evictions):
-            if evict.codec == "csr":
+            if evict.codec != "raw":
                 steps[evict.begin % count].append(("compress", index))
         for index, evict in enumerate(plan.evictions):
-            if evict.codec == "csr":
+            if evict.codec != "raw":
                 steps[evict.end % count].append(("expand", index))
         for index, recompute in enumerate(plan.recomputations):
             steps[recompute.end % count].append(("recompute", index))
@@ -121,7 +121,7 @@ class _Moments:
         trace, count = self.trace, self.trace.kernels
         intervals: dict[int, list[Span]] = defaultdict(list)
         for index, evict in enumerate(self.plan.evictions):
-            if evict.codec == "csr":
+            if evict.codec != "raw":
                 since = self._at(("compress", index), evict.begin) + 1
                 back = self._at(("expand", index), evict.end)
             else:
@@ -148,7 +148,7 @@ class _Moments:
         """Blocks that compression and recomputation need for a while: bytes, and when."""
         trace = self.trace
         for index, evict in enumerate(self.plan.evictions):
-            if evict.codec == "csr":
+            if evict.codec != "raw":
                 size = trace.compressed_bytes(evict.tensor)
                 moment = self.moment["compress", index]
                 yield size, [(moment, moment + 1)]

@@ -17,6 +17,8 @@ class Problem:
     budget_bytes   of the device, at least `penstock.core.memory_profile.minimum_bytes`
     recompute      tensors may be recomputed instead of being moved
     compress       tensors may be moved as bitmask-CSR
+    lossy          codec in which what is saved for backward may leave, of penstock.core.columns.LOSSY; the
+                   trace is `with_lossy` then
     time_limit_s   for the whole of planning; a policy that reaches it answers with what it has
     """
 
@@ -25,7 +27,13 @@ class Problem:
     budget_bytes: int
     recompute: bool = False
     compress: bool = False
+    lossy: str | None = None
     time_limit_s: float = 10.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether tensors may leave compressed, in any codec."""
+        return self.compress or self.lossy is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,9 +106,9 @@ def _title(trace: Trace, plan: Plan) -> str:
 
 def _subtitle(trace: Trace, plan: Plan) -> str:
     count = f"{trace.kernels} kernels, {trace.tensors} tensors"
-    return (
-        f"{count}; policy {plan.policy}: {plan.reason}" if plan.reason else f"{count}; policy {plan.policy}"
-    )
+    said = f": {plan.reason}" if plan.reason else ""
+    said += f"; {plan.lossy_text}" if plan.lossy else ""
+    return f"{count}; policy {plan.policy}{said}"
 
 
 def _cards(summary: Summary, measured: Timeline | None) -> str:

@@ -70,7 +70,7 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
 
     Made from the trace, the plan and the moments at which kernels and copies began and ended.
     """
-    trace = within_budget(trace, plan.device_budget_bytes)
+    trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
     changes = _Changes()
     starts_s, ends_s = kernel_times(trace, timeline)
     iteration_s = max(timeline.iteration_s, float(ends_s.max(initial=0.0)))

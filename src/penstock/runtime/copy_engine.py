@@ -68,12 +68,14 @@ class Device(Protocol):
     copies_results    `fill` needs memory beside the result's own
     admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
     place_text        where copies go, for messages
+    expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
     """
 
     memory: DeviceMemory
     copies_results: bool
     admits_anywhere: bool
     place_text: str
+    expands_in_place: bool
 
     def in_memory_bytes(self) -> int:
         """Device bytes in use now."""
@@ -85,28 +87,55 @@ class Device(Protocol):
     def forget(self, managed: ManagedStorage, slot: Any) -> None:
         """Give the space of a copy back. No copy is under way."""
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        """Copy the bytes to the slot. A write meanwhile is noticed, or announced by `will_write`."""
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        done: Callable[[int], None],
+    ) -> None:
+        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this
+        takes, on any thread; with 0 where it saves nothing, or there is no room."""
 
-    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """Give the storage's memory back; its copy is complete. False: it was written meanwhile."""
+    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        """The packed bytes are in the slot; give up those in memory, unless ``keeps``. False: they are not
+        what the storage holds any more."""
         ...
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """Take memory to bring the bytes back to. False: there is none now."""
+    def drop_packed(self, managed: ManagedStorage) -> None:
+        """Give up what `pack` or a prefetch made."""
+
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        """That the copy in the slot takes on the device; 0 where it is not compressed."""
+        ...
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        """Copy the bytes, or those that `pack` made, to the slot. A write meanwhile is noticed, or announced
+        by `will_write`."""
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Give the storage's memory back; its copy is complete, or packed in memory. False: it was written
+        meanwhile."""
+        ...
+
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+        """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
+        ``packed``. False: there is none now."""
         ...
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        """Copy the slot's bytes to the memory that `prepare` took."""
+        """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
 
     def hurry(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """The bytes are there: let the program see them. True: the slot has the same bytes, and a write that
-        nobody announces is noticed. `ManagedStorage.keeps_copy` says whether that is worth anything."""
+        """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
+        same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
+        that is worth anything."""
         ...
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
@@ -210,18 +239,29 @@ class CopyEngine:
     # -- out -----------------------------------------------------------------------------------
 
     def evict(
-        self, managed: ManagedStorage, tier: str | None = None, *, release: bool, packs: int = 0
+        self,
+        managed: ManagedStorage,
+        tier: str | None = None,
+        *,
+        release: bool,
+        packs: int = 0,
+        codec: str = "csr",
     ) -> None:
         """Start to copy the storage out.
 
         release   give its memory back when the copy is complete; otherwise it stays readable
-        packs     compress the copy, of elements of so many bytes, where the device can; 0: do not
+        packs     compress it first, as elements of so many bytes, and give its memory back as soon as that is
+                  done; 0: do not
+        codec     for that, a key of penstock.codecs.CODECS
 
         Raises SpillSpaceFull.
         """
-        if managed.state == LEAVING:
+        if managed.state == LEAVING or managed.writing:
             if release and not managed.void:
                 self._mark_released(managed)
+            return
+        if managed.state == AWAY and managed.packed_bytes and release and not managed.pins:
+            self._release_packed(managed)
             return
         if managed.state != RESIDENT or not managed.movable:
             return
@@ -235,14 +275,99 @@ class CopyEngine:
         if managed.slot is None:
             managed.slot = self._reserve(managed, tier or self.tier)
         managed.state = LEAVING
-        managed.packs = packs
         managed.void = False
-        managed.queued = True
         managed.hold = storage
         if release:
             self._mark_released(managed)
+        if not packs:
+            self._queue(managed)
+            return
+        self._out_bytes += managed.size_bytes
+        try:
+            self._device.pack(managed, storage, codec, packs, functools.partial(self._packed, managed))
+        except BaseException:
+            self._out_bytes -= managed.size_bytes
+            self._stay(managed)
+            raise
+
+    def _queue(self, managed: ManagedStorage) -> None:
+        managed.queued = True
         self._evictions.append(managed)
         self._pump()
+
+    def _stay(self, managed: ManagedStorage) -> None:
+        """It was to leave, and does not."""
+        self._unmark_released(managed)
+        managed.queued = False
+        if managed.writing:
+            managed.writing = False  # what is packed is the only copy
+        else:
+            managed.state = RESIDENT
+        managed.hold = None
+
+    def _packed(self, managed: ManagedStorage, packed_bytes: int) -> None:
+        """It is compressed, on the device, and leaves with that; 0: it was not worth it."""
+        with self.lock:
+            self._out_bytes -= managed.size_bytes
+            storage = managed.hold
+            assert storage is not None
+            leaves = managed.freeing_bytes and not managed.void and not managed.pins
+            if packed_bytes and leaves and self._device.release(managed, storage):
+                self._unmark_released(managed)
+                managed.state = AWAY
+                managed.writing, managed.clean, managed.keeps_copy = True, False, True
+                managed.packed_bytes = packed_bytes
+                self.memory.reserved_bytes += packed_bytes - managed.size_bytes
+                self._mark_released(managed)
+            elif packed_bytes:
+                self._device.drop_packed(managed)
+            if managed.void:
+                self._stay(managed)
+            else:
+                managed.queued = True
+                self._evictions.append(managed)
+            self._finish(())
+
+    def _release_packed(self, managed: ManagedStorage) -> None:
+        """Give up packed bytes on the device; where the slot does not have them, write them first."""
+        if managed.clean:
+            self._device.drop_packed(managed)
+            self._packed_gone(managed)
+        elif (storage := managed.storage()) is not None:
+            managed.writing, managed.void, managed.hold = True, False, storage
+            self._mark_released(managed)
+            self._queue(managed)
+
+    def _packed_gone(self, managed: ManagedStorage) -> None:
+        self.memory.reserved_bytes -= managed.packed_bytes
+        managed.packed_bytes = 0
+
+    def _written(
+        self, managed: ManagedStorage, size_bytes: int, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
+        """Packed bytes are in the slot. Where that failed they stay on the device."""
+        with self.lock:
+            self._out_bytes -= size_bytes
+            release = managed.freeing_bytes > 0
+            self._unmark_released(managed)
+            managed.writing = False
+            if error is not None:
+                self._error = self._error or error
+            elif (
+                managed.state != COMING
+                and not managed.void
+                and self._device.packed_written(managed, not release)
+            ):
+                managed.clean = True
+                if release and managed.state == RESIDENT:
+                    self._release(managed)
+                elif release:
+                    self._packed_gone(managed)
+            elif managed.state == AWAY:
+                self._packed_gone(managed)  # the device has it elsewhere
+            if managed.state == RESIDENT or managed.state == AWAY:
+                managed.hold = None
+            self._finish(moved)
 
     def _reserve(self, managed: ManagedStorage, tier: str) -> Any:
         try:
@@ -270,14 +395,13 @@ class CopyEngine:
         self.evict(managed, tier, release=True)
 
     def _mark_released(self, managed: ManagedStorage) -> None:
-        if not managed.released:
-            managed.released = True
-            self._freeing_bytes += managed.size_bytes
+        if not managed.freeing_bytes:
+            managed.freeing_bytes = managed.packed_bytes or managed.size_bytes
+            self._freeing_bytes += managed.freeing_bytes
 
     def _unmark_released(self, managed: ManagedStorage) -> None:
-        if managed.released:
-            managed.released = False
-            self._freeing_bytes -= managed.size_bytes
+        self._freeing_bytes -= managed.freeing_bytes
+        managed.freeing_bytes = 0
 
     def _release(self, managed: ManagedStorage) -> None:
         """Of what is resident and clean."""
@@ -298,7 +422,10 @@ class CopyEngine:
 
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write: copies lose their worth."""
-        if managed.state == LEAVING:
+        if managed.writing:
+            managed.void = True
+            self._unmark_released(managed)
+        elif managed.state == LEAVING:
             if managed.queued:
                 self._evictions.remove(managed)
                 managed.queued = False
@@ -310,10 +437,12 @@ class CopyEngine:
         managed.clean = False
         self._device.will_write(managed)
 
-    def _left(self, managed: ManagedStorage, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    def _left(
+        self, managed: ManagedStorage, size_bytes: int, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
         with self.lock:
-            self._out_bytes -= managed.size_bytes
-            release = managed.released
+            self._out_bytes -= size_bytes
+            release = managed.freeing_bytes > 0
             self._unmark_released(managed)
             managed.state = RESIDENT
             if error is not None:
@@ -336,14 +465,15 @@ class CopyEngine:
     # -- in ------------------------------------------------------------------------------------
 
     def prefetch(self, managed: ManagedStorage, keeps_copy: bool = True) -> None:
-        """Bring the storage back as soon as there is room beside what runs.
+        """Bring the storage back as soon as there is room beside what runs. What is compressed stays so until
+        it is demanded.
 
         keeps_copy   it is going to leave again, unwritten
         """
         managed.keeps_copy = keeps_copy
-        if managed.state == LEAVING:  # it stays
+        if managed.state == LEAVING or managed.writing:  # it stays
             self._unmark_released(managed)
-        elif managed.state == AWAY and not managed.queued:
+        elif managed.state == AWAY and not managed.queued and not managed.packed_bytes:
             managed.queued = True
             self.prefetches.append(managed)
             self._pump()
@@ -358,7 +488,7 @@ class CopyEngine:
                 self._device.hurry(managed)
         missing = [managed for managed in wanted if managed.state == AWAY]
         if missing:
-            self.make_room(sum(managed.size_bytes for managed in missing))
+            self.make_room(sum(map(self._demanded_bytes, missing)))
         began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
@@ -377,35 +507,61 @@ class CopyEngine:
         storage = managed.storage()
         if storage is None:
             return True
-        if not self._device.prepare(managed, storage):
+        size_bytes = self._arriving_bytes(managed, priority)
+        if not self._device.prepare(managed, storage, size_bytes < managed.size_bytes):
             return managed.state == RESIDENT
+        if managed.writing and managed.queued:  # it is needed before it was written
+            self._evictions.remove(managed)
+            self._stay(managed)
         managed.state = COMING
         managed.hold = storage
-        self.memory.reserved_bytes += managed.size_bytes
-        self._in_bytes += managed.size_bytes
+        self.memory.reserved_bytes += size_bytes
+        self._in_bytes += size_bytes
         try:
-            done = functools.partial(self._came, managed, priority)
+            done = functools.partial(self._came, managed, priority, size_bytes)
             self._device.copy_in(managed, storage, priority, done)
         except BaseException:
-            self._in_bytes -= managed.size_bytes
+            self._in_bytes -= size_bytes
             managed.state = AWAY
             managed.hold = None
             self._device.give_up(managed, storage)
             raise
         return True
 
+    def _demanded_bytes(self, managed: ManagedStorage) -> int:
+        """That the storage takes on the device until it is there."""
+        arriving_bytes = self._arriving_bytes(managed, DEMAND)
+        return managed.size_bytes + (arriving_bytes if arriving_bytes < managed.size_bytes else 0)
+
+    def _arriving_bytes(self, managed: ManagedStorage, priority: int) -> int:
+        """That the storage takes on the device when it is back."""
+        if managed.packed_bytes or (priority == DEMAND and self._device.expands_in_place):
+            return managed.size_bytes
+        return self._device.packed_bytes(managed) or managed.size_bytes
+
     def _came(
-        self, managed: ManagedStorage, priority: int, error: PenstockError | None, moved: Sequence[Moved]
+        self,
+        managed: ManagedStorage,
+        priority: int,
+        size_bytes: int,
+        error: PenstockError | None,
+        moved: Sequence[Moved],
     ) -> None:
         with self.lock:
-            self._in_bytes -= managed.size_bytes
+            self._in_bytes -= size_bytes
             storage = managed.hold
             assert storage is not None
-            managed.hold = None
+            if not managed.writing:
+                managed.hold = None
             if error is None:
                 try:
                     managed.clean = self._device.arrive(managed, storage)
-                    managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
+                    if managed.packed_bytes:  # and expanded now
+                        self._packed_gone(managed)
+                    if managed.clean and size_bytes < managed.size_bytes:
+                        managed.packed_bytes = size_bytes
+                    is_away = managed.packed_bytes or self._device.is_gone(managed)
+                    managed.state = AWAY if is_away else RESIDENT
                 except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
                     error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
             if error is not None:
@@ -450,6 +606,11 @@ class CopyEngine:
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self.memory.reserved_bytes = used_bytes + size_bytes
 
+    def fits(self, size_bytes: int) -> bool:
+        """Whether so many bytes fit beside what is there, and what is reserved."""
+        used_bytes = max(self._device.in_memory_bytes(), self.memory.reserved_bytes)
+        return used_bytes + size_bytes <= self.budget_bytes
+
     def wait_for_room(self, size_bytes: int) -> None:
         """Wait until so many bytes fit beside what is there, as far as what is leaving makes room."""
         began_s, completions = time.perf_counter(), self._completions
@@ -488,7 +649,7 @@ class CopyEngine:
         for managed in self.victims():
             if self._device.in_memory_bytes() - self._freeing_bytes <= target:
                 return
-            if not managed.pins and managed.state in (RESIDENT, LEAVING):
+            if not managed.pins and (managed.state in (RESIDENT, LEAVING) or managed.packed_bytes):
                 self.evict(managed, release=True)
 
     def _refuse(self, needed_bytes: int) -> None:
@@ -528,11 +689,11 @@ class CopyEngine:
     def _start_prefetches(self) -> None:
         while self.prefetches:
             managed = self.prefetches[0]
-            if managed.state == AWAY and managed.queued:
-                if self._in_bytes and self._in_bytes + managed.size_bytes > self._most_in_flight_bytes:
+            if managed.state == AWAY and managed.queued and not managed.packed_bytes:
+                size_bytes = self._arriving_bytes(managed, PREFETCH)
+                if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
-                used_bytes = max(self._device.in_memory_bytes(), self.memory.reserved_bytes)
-                if used_bytes + managed.size_bytes > self.budget_bytes or not self._bring(managed, PREFETCH):
+                if not self.fits(size_bytes) or not self._bring(managed, PREFETCH):
                     return
             self.prefetches.popleft()
             managed.queued = False
@@ -540,20 +701,20 @@ class CopyEngine:
     def _start_evictions(self) -> None:
         while self._evictions:
             managed = self._evictions[0]
-            if self._out_bytes and self._out_bytes + managed.size_bytes > self._most_in_flight_bytes:
+            size_bytes = managed.packed_bytes or managed.size_bytes
+            if self._out_bytes and self._out_bytes + size_bytes > self._most_in_flight_bytes:
                 return
             self._evictions.popleft()
             managed.queued = False
             storage = managed.hold
             assert storage is not None
-            self._out_bytes += managed.size_bytes
+            self._out_bytes += size_bytes
+            done = self._written if managed.writing else self._left
             try:
-                self._device.copy_out(managed, storage, functools.partial(self._left, managed))
+                self._device.copy_out(managed, storage, functools.partial(done, managed, size_bytes))
             except BaseException:
-                self._out_bytes -= managed.size_bytes
-                self._unmark_released(managed)
-                managed.state = RESIDENT
-                managed.hold = None
+                self._out_bytes -= size_bytes
+                self._stay(managed)
                 raise
 
     def _finish(self, moved: Sequence[Moved]) -> None:
@@ -607,10 +768,7 @@ class CopyEngine:
         it is. Raises SpillError where no copy completes in time."""
         with self.lock:
             for managed in self._evictions:
-                managed.queued = False
-                managed.hold = None
-                managed.state = RESIDENT
-                self._unmark_released(managed)
+                self._stay(managed)
             for managed in self.prefetches:
                 managed.queued = False
             self._evictions.clear()
@@ -622,8 +780,13 @@ class CopyEngine:
     def note_arrived(self, managed: ManagedStorage, clean: bool) -> None:
         """The device brought the storage back by itself."""
         if managed.state == AWAY:
+            if managed.writing and managed.queued:
+                self._evictions.remove(managed)
+                self._stay(managed)
             managed.state = RESIDENT
-            managed.clean = clean
+            managed.clean = clean and (managed.clean or not managed.packed_bytes)
+            if managed.packed_bytes:
+                self._packed_gone(managed)
 
     def note_gone(self, managed: ManagedStorage) -> None:
         """The device took the storage's memory by itself, and keeps a copy of its own."""

@@ -311,7 +311,7 @@ class Clock(TorchDispatchMode):
             if away:
                 engine.demand(used)
             for managed in written:
-                if managed.clean or managed.guarded or managed.state:
+                if managed.clean or managed.guarded or managed.state or managed.writing:
                     engine.will_write(managed)
             if need_bytes or away:
                 ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
@@ -478,7 +478,8 @@ class Clock(TorchDispatchMode):
                 if type(action) is Evict:
                     if action.packs:
                         engine.wait_for_room(action.packed_bytes)
-                    engine.evict(managed, action.tier, release=False, packs=action.packs)
+                    packs = action.packs
+                    engine.evict(managed, action.tier, release=packs > 0, packs=packs, codec=action.codec)
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
                 elif type(action) is Drop:
@@ -569,7 +570,9 @@ class Clock(TorchDispatchMode):
             for storage in _storages_of(tensor):
                 managed = self.storages.meet(storage)
                 if managed.index in fresh:
-                    recording.tensors[managed.index].itemsize = tensor.element_size()
+                    record = recording.tensors[managed.index]
+                    record.itemsize = tensor.element_size()
+                    record.float32 = tensor.dtype is torch.float32
         if recording.zeros:
             for managed in (*written, *made):
                 if managed.address and managed.step == self._kernels.step:

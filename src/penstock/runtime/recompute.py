@@ -233,7 +233,7 @@ class Recomputation:
 
     def drop(self, managed: ManagedStorage) -> None:
         """Give the storage's memory back, with no copy; where it cannot be recomputed, with one."""
-        if managed.state != RESIDENT or managed.clean or managed.pins:
+        if managed.state != RESIDENT or managed.clean or managed.writing or managed.pins:
             self._engine.release(managed)
             return
         recipe = self._recipes.get(managed)

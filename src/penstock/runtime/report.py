@@ -41,6 +41,7 @@ class Report:
     planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
     replans                 times that a step was planned again since rates or kernel times had drifted
     moved_bytes_by_io_path  of the whole run, between memory and disk
+    lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
     """
 
@@ -83,6 +84,7 @@ class Report:
     replans: int = 0
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
+    lossy: str = ""
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -147,6 +149,8 @@ class Report:
             "times, as rates or kernel times had drifted",
             f"  disk wear: {self.disk_wear}",
         ]
+        if self.lossy:
+            lines.append(f"  {self.lossy}")
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:
             shown = ", ".join(f"{kind} {format_bytes(moved)}" for kind, moved in kinds.items())
             lines.append(f"  evicted per step, by kind: {shown}")

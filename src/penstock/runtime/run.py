@@ -24,6 +24,7 @@ from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
+from penstock.core.columns import LOSSY
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -107,8 +108,10 @@ def offload(
     recompute: bool = True,
     micro_batch: Wanted = None,
     variants: bool = False,
+    lossy: str | None = None,
 ) -> Offload:
-    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without.
+    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without, unless
+    ``lossy`` is given.
 
     From now on until `close`, weights, gradients, optimizer state and activations leave the device when
     the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
@@ -146,9 +149,13 @@ def offload(
     verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
                     CPU seconds a gigabyte each. Without, this is done for what outlives a step
     smallest_bytes  smaller tensors stay on the device
-    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing; on a CPU
+    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing. How many
+                    zeros there are is sampled on a CPU; on a GPU a ``plan`` of a traced step knows
     recompute       plans may drop what a kernel made, and run the kernel again before it is needed, where
                     that is faster than moving it
+    lossy           "fp16" or "bf16": float32 activations that are saved for backward may leave in it, and
+                    backward reads them rounded, so the bits are others than without. Forward, weights,
+                    gradients and the optimizer's state keep float32. None: nothing is rounded
     endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
     micro_batch     samples in each part into which `Offload.micro_batches` divides a batch, or "auto": the
                     size that is predicted to be fastest, found for the first batch. Results then differ in
@@ -182,6 +189,7 @@ def offload(
             recompute=recompute,
             micro_batch=micro_batch,
             variants=variants,
+            lossy=lossy,
         )
     except SpillError as error:
         raise error from None  # it names the system's own error
@@ -253,8 +261,16 @@ class Offload:
         recompute: bool,
         micro_batch: Wanted,
         variants: bool,
+        lossy: str | None,
     ) -> None:
         require_policy(policy)
+        if lossy is not None and lossy not in LOSSY:
+            raise InvalidArgument(f"there is no lossy codec {lossy!r}: choose {' or '.join(LOSSY)}")
+        if plan is not None and plan.lossy not in (None, lossy):
+            raise InvalidArgument(
+                f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if "
+                "that is what you want"
+            )
         planned = int(plan.trace.notes.get(NOTE, 0)) if plan is not None and plan.trace is not None else 0
         if planned and micro_batch not in (None, planned):
             raise InvalidArgument(
@@ -320,7 +336,7 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
-            self._kinds = StepKinds(policy, hardware, compress and self._device.compresses, recompute)
+            self._kinds = StepKinds(policy, hardware, compress, recompute, lossy)
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -537,6 +553,7 @@ class Offload:
             device=str(self._device_name),
             policy=plan.policy if plan is not None else NO_POLICY,
             reason=plan.reason if plan is not None else self._kinds.refusal or "no plan could be made",
+            lossy=plan.lossy_text if plan is not None else "",
             memory_manager=device.memory_manager,
             direct_io=self._spill.direct,
             device_budget_bytes=self._budget_bytes,

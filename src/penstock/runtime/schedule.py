@@ -1,7 +1,6 @@
 """A plan as a list of typed actions for each kernel. Pure.
 
-The plan's kernels are the clock's kernels: nothing is translated. What the runtime cannot carry out is
-refused here, by name.
+The plan's kernels are the clock's kernels: nothing is translated.
 """
 
 from __future__ import annotations
@@ -13,24 +12,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import plan as core
 from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import kernels_as_run, resident_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
-from penstock.errors import InvalidArgument
 from penstock.runtime.storages import NEVER
 
 
 class Evict(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
-    packs          the copy is bitmask-CSR, of elements of so many bytes; 0: it is not
-    packed_bytes   that the copy is expected to take
+    codec          in which it is compressed first, and its memory given back as soon as that is done;
+                   "raw": it is not
+    packs          bytes of an element, for that; else 0
+    packed_bytes   that it is expected to take then
     """
 
     tensor: int
     tier: str
+    codec: str = "raw"
     packs: int = 0
     packed_bytes: int = 0
 
@@ -114,25 +114,21 @@ class Schedule:
         return uses[0] + self.kernels if uses and self.persistent[tensor] else NEVER
 
 
-def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
-    """What a plan for this trace asks of the runtime.
-
-    compresses   the device can
-
-    Raises InvalidArgument where the runtime cannot carry it out.
-    """
-    _refuse(plan, compresses)
+def schedule(trace: Trace, plan: Plan) -> Schedule:
+    """What a plan for this trace asks of the runtime."""
+    trace = trace.with_lossy(plan.lossy)
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    evictions = list(_with_room(trace, plan, plan.device_budget_bytes - needed))
+    evictions = plan.evictions
     for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
-        if evict.codec == "csr":
+        if evict.codec != "raw":
             itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
-            action = action._replace(packs=itemsize, packed_bytes=trace.compressed_bytes(evict.tensor))
+            packed_bytes = trace.compressed_bytes(evict.tensor)
+            action = Evict(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes)
         before[start % count].append(action)
     for evict in sorted(evictions, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
@@ -161,23 +157,6 @@ def schedule(trace: Trace, plan: Plan, compresses: bool = True) -> Schedule:
     )
     is_still = not made.away_at_start and not any(made.before) and not any(variants)
     return replace(made, is_still=is_still, variants=variants if any(variants) else ())
-
-
-def _with_room(trace: Trace, plan: Plan, free: IntArray) -> Iterator[core.Evict]:
-    """The evictions; what comes back compressed not before there is room for all of it, which is taken from
-    ``free`` [K], in bytes. A plan counts its compressed bytes until it is used, and the run reads them to the
-    place where it expands them."""
-    count = trace.kernels
-    for evict in plan.evictions:
-        if evict.codec != "csr":
-            yield evict
-            continue
-        extra_bytes = int(trace.tensor_bytes[evict.tensor]) - trace.compressed_bytes(evict.tensor)
-        at = evict.end
-        while at > evict.prefetch_at and free[(at - 1) % count] >= extra_bytes:
-            at -= 1
-            free[at % count] -= extra_bytes
-        yield replace(evict, prefetch_at=at)
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
@@ -247,16 +226,3 @@ def unplanned(
 def _entries(lists: Lists) -> tuple[IntArray, IntArray]:
     """The tensors of all kernels, and the kernel of each."""
     return lists.values, np.repeat(np.arange(len(lists.starts) - 1), np.diff(lists.starts))
-
-
-def _refuse(plan: Plan, compresses: bool) -> None:
-    what, options = [], []
-    carried = {"raw", "csr"} if compresses else {"raw"}
-    if codecs := sorted({evict.codec for evict in plan.evictions} - carried):
-        what.append(f"compress tensors ({', '.join(codecs)})")
-        options.append("--compress")
-    if what:
-        raise InvalidArgument(
-            f"this plan asks to {' and to '.join(what)}, which a run on this device cannot carry out: "
-            f"plan without it (leave out {', '.join(options)})"
-        )

@@ -92,8 +92,9 @@ class StepKind:
 class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
-    compresses      plans may use bitmask-CSR
+    compresses      plans may use bitmask-CSR, and recordings sample how many zeros there are
     recomputes      plans may recompute tensors
+    lossy           codec in which what is saved for backward may leave
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
     hardware        the machine that this plan was made for
@@ -104,11 +105,14 @@ class StepKinds:
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool) -> None:
+    def __init__(
+        self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool, lossy: str | None = None
+    ) -> None:
         self._policy = policy
         self.hardware = hardware
         self._compresses = compresses
         self._recomputes = recomputes
+        self._lossy = lossy
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -121,7 +125,7 @@ class StepKinds:
         self._planning: _Planning | None = None
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
-        made = schedule(trace, plan, self._compresses)
+        made = schedule(trace, plan)
         if unknown := {name for name in made.variants if name} - RUNNERS.keys():
             raise InvalidArgument(
                 f"this plan runs kernels as {', '.join(sorted(unknown))}, which no run can choose: it "
@@ -345,6 +349,7 @@ class StepKinds:
             self._policy,
             recompute=self._recomputes,
             compress=len(trace.tensor_density) > 0,
+            lossy=self._lossy,
             time_limit_s=time_limit_s,
         )
         made = replace(made, offsets=())  # storages stay where they are

@@ -42,7 +42,7 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     that does not hold everything, what no kernel reads again leaves immediately (see
     `released_after_last_use`).
     """
-    trace = within_budget(trace, plan.device_budget_bytes)
+    trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
         Intervals.of_plan(plan), record=True, variants=plan.variants, stop_on_deadlock=False
     )

@@ -17,12 +17,11 @@ from penstock import _native
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.memory_profile import kernels_as_run
-from penstock.core.plan import Evict, Plan, Recompute
+from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.simulator.actions import MOVES, RECOMPUTE
+from penstock.simulator.actions import MOVES, RECOMPUTE, action_of
 
-_NUMBERS = {move: number for number, move in MOVES.items()}
 CAUSES = ("", "prefetch", "memory")
 
 ByteArray = npt.NDArray[np.int8]
@@ -188,12 +187,13 @@ def _checked(call: Any, *arguments: Any) -> Any:
 
 
 def _action(evict: Evict) -> int:
-    if (evict.tier, evict.codec) not in _NUMBERS:
+    action = action_of(evict.tier, evict.codec)
+    if action is None or evict.codec not in CODECS:
         raise InvalidArgument(
             f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
-            "tiers are host and disk, codecs raw and csr"
+            f"tiers are host and disk, codecs {', '.join(CODECS)}"
         )
-    return _NUMBERS[evict.tier, evict.codec]
+    return action
 
 
 def _column(values: npt.NDArray[Any]) -> IntArray:
@@ -216,15 +216,25 @@ def trace_columns(trace: Trace) -> dict[str, Any]:
     }
 
 
+def coding_times_s(trace: Trace, hardware: Hardware) -> tuple[FloatArray, FloatArray]:
+    """[T] seconds to compress each tensor, and [T] to expand it, in its codec."""
+    rates = [np.full(trace.tensors, rate) for rate in hardware.codec_rates("csr")]
+    if trace.lossy and trace.tensor_stashed.any():
+        for column, rate in zip(rates, hardware.codec_rates(trace.lossy), strict=True):
+            column[trace.tensor_stashed] = rate
+    return trace.tensor_bytes / rates[0], trace.tensor_bytes / rates[1]
+
+
 def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
     """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
     sizes = (trace.tensor_bytes, trace.packed_bytes)
+    coding_s = coding_times_s(trace, hardware)
     return {
         "budget": budget_bytes,
         "shares_bus": hardware.disk_shares_bus,
         "duplex": float(hardware.duplex),
-        "compress_bytes_per_s": float(hardware.compress_bytes_per_s),
-        "expand_bytes_per_s": float(hardware.expand_bytes_per_s),
+        "compress_s": coding_s[0],
+        "expand_s": coding_s[1],
         "copy_overhead_s": float(hardware.copy_overhead_s),
         "links": [
             (

@@ -95,8 +95,8 @@ def _chosen(problem: Problem, reserved_bytes: int) -> list[Evict]:
     while bool((resident > budget_bytes).any()):
         plain = _without_compression(evictions, resident > budget_bytes)
         if plain == evictions:
-            if problem.compress:  # what phase 2 exchanged is too much: phase 1 alone may do
-                return _chosen(replace(problem, compress=False), reserved_bytes)
+            if problem.packs:  # what phase 2 exchanged is too much: phase 1 alone may do
+                return _chosen(replace(problem, compress=False, lossy=None), reserved_bytes)
             raise _cannot(problem, int(resident.max()), _least_bytes(problem, reserved_bytes, options))
         evictions, resident = plain, resident_bytes(trace, plain)
     return evictions
@@ -149,17 +149,22 @@ def _selected(problem: Problem, reserved_bytes: int, options: Candidates, tier: 
     if stay_bytes > line_bytes:
         needed_bytes = problem.budget_bytes + stay_bytes - line_bytes
         raise _cannot(problem, needed_bytes, _least_bytes(problem, reserved_bytes, options))
-    packed = {
-        tensor: trace.compressed_bytes(tensor) if problem.compress else _size(trace, tensor)
-        for tensor in order
-    }
-    if problem.compress:
+    periods = zip(*(column.tolist() for column in trace.periods), strict=True)
+    stored = dict(
+        zip(
+            ((tensor, begin) for tensor, begin, *_ in periods),
+            trace.period_bytes(problem.compress).tolist(),
+            strict=True,
+        )
+    )
+    packed = {tensor: stored[tensor, int(options.begin[offered[tensor]])] for tensor in order}
+    if problem.packs:
         chosen = _compression_aware(problem, chosen, order, packed, tier)
     evictions = []
     for tensor in chosen:
         evict = options.evict(offered[tensor], tier)
         if packed[tensor] < _size(trace, tensor):
-            evict = replace(evict, after=evict.begin - 1, codec="csr")
+            evict = replace(evict, after=evict.begin - 1, codec=trace.codec(tensor))
         evictions.append(evict)
     return evictions
 

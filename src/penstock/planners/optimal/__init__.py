@@ -87,7 +87,7 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
 
     few, is_best = _few_copies(problem)
     if few is not None and is_best:
-        evictions, recomputations = few.intervals()
+        evictions, recomputations = few.intervals(problem.trace)
         return few.iteration_s, Decision(
             evictions=evictions,
             recomputations=recomputations,
@@ -98,7 +98,7 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     bound_s, fractions, note = _bound_of_lp(problem)
     starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
     best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
-    evictions, recomputations = best.intervals()
+    evictions, recomputations = best.intervals(problem.trace)
     if best.evaluations:
         reason = f"the best of {best.evaluations} changes tried"
     elif best.iteration_s <= bound_s * (1 + 1e-9):
@@ -179,7 +179,7 @@ def _starts(
 
     found: list[Candidate] = []
     if given is not None:
-        evictions, recomputations = given.intervals()
+        evictions, recomputations = given.intervals(problem.trace)
         fitted(of_intervals(options, evictions, recomputations))
     for action in seeds(problem, options, fractions):
         fitted(action)

@@ -21,7 +21,6 @@ class Device(copy_engine.Device, Protocol):
     unplanned_accesses          that were served so far
     infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget                by itself, where an allocation would exceed it
-    compresses                  copies can be bitmask-CSR
     empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
     """
 
@@ -34,7 +33,6 @@ class Device(copy_engine.Device, Protocol):
     prefetch_link: str
     infers_needs: bool
     keeps_budget: bool
-    compresses: bool
     empties_storages: bool
 
     @property

@@ -12,7 +12,9 @@ Rules that keep copies and kernels apart:
 - what is copied in lands in memory taken on the compute stream that the tensor's memory came from, and
   waits for an event recorded then: until it the allocator's former owner may still be using the memory;
 - storages are emptied, and handed to kernels, only after the host has seen the copy complete. Where kernels
-  ran on several streams, the stream that owns the memory waits for the others first.
+  ran on several streams, the stream that owns the memory waits for the others first;
+- what leaves compressed is packed on a stream of its own, into memory of that stream, and emptied when the
+  host has seen that complete; it is expanded on the same stream, into memory taken as for a copy.
 
 Streams and events are made once and kept; `record_stream` is never called: each makes the pools of the
 allocator grow.
@@ -28,19 +30,19 @@ import functools
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from penstock._native import DeviceMemory
-from penstock.errors import BudgetTooSmall, InvalidArgument
+from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
 from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
-from penstock.runtime.storages import AWAY, DROPPED, ManagedStorage, Storages
+from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_bytes_up
@@ -94,6 +96,26 @@ class Driver(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Copy bytes, on the stream: one of the two is on the device, the other in page-locked memory."""
 
+    def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
+        """Memory of the stream's; None where there is none."""
+
+    def pack(
+        self,
+        content: torch.Tensor,
+        codec: str,
+        itemsize: int,
+        admits: Callable[[int], bool],
+        stream: Any,
+    ) -> torch.Tensor | None:
+        """Bytes [N] packed on the stream, into memory of its own: penstock.runtime.devices.packing. None
+        where that saves nothing, or there is no memory."""
+
+    def unpack(
+        self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
+    ) -> bool:
+        """The reverse, on the stream, into ``content``. False: they are damaged."""
+        ...
+
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
         ...
@@ -122,12 +144,25 @@ class Driver(Protocol):
         """Wait for all streams."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Slot:
-    """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space."""
+    """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space.
+
+    codec          of the copy, and bytes of an element
+    packed_bytes   that it takes then; 0: it is as it was
+    """
 
     tier: str
     block: Extent
+    codec: tuple[str, int] = ("raw", 0)
+    packed_bytes: int = 0
+
+
+class Packed(NamedTuple):
+    """Packed bytes on the device, and the codec with the bytes of an element."""
+
+    content: torch.UntypedStorage
+    codec: tuple[str, int]
 
 
 class AcceleratorDevice:
@@ -144,7 +179,7 @@ class AcceleratorDevice:
     prefetch_link = "host_to_device"
     copies_results = True
     admits_anywhere = False  # memory must come from the stream of the kernels
-    compresses = False
+    expands_in_place = False
     empties_storages = True
     keeps_budget = False
     infers_needs = True
@@ -195,6 +230,9 @@ class AcceleratorDevice:
             for tier, carry in (("host", self._move_host), ("disk", self._move_disk))
             for out in (True, False)
         }
+        self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
+        self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
+        self._packing = CopyQueue("penstock-packing", driver.make_stream(), self._carry_packing)
         before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._known_bytes = 0  # of movable storages that are on the device
@@ -220,6 +258,7 @@ class AcceleratorDevice:
             return
         if managed.state not in (AWAY, DROPPED):
             self._known_bytes -= managed.size_bytes
+        self.drop_packed(managed)
         self._forget_copy(managed)
 
     def _forget_copy(self, managed: ManagedStorage) -> None:
@@ -238,7 +277,16 @@ class AcceleratorDevice:
         self._asked -= 1
         return self._known_bytes + self._other_bytes
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+        if packed:
+            slot: Slot = managed.slot
+            content = self._driver.allocate(slot.packed_bytes, managed.place)
+            if content is None:
+                self._asked = 0
+                return False
+            self._packed[managed.key] = Packed(content, slot.codec)
+            self._known_bytes += slot.packed_bytes
+            return True
         self._driver.set_access_error(storage, None)
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self._driver.set_access_error(storage, AWAY_TEXT)
@@ -257,7 +305,10 @@ class AcceleratorDevice:
         return True
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        self._empty(managed, storage)
+        if storage.nbytes():
+            self._empty(managed, storage)
+        else:
+            self.drop_packed(managed)
 
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._driver.resize(storage, 0, managed.place)
@@ -266,7 +317,12 @@ class AcceleratorDevice:
         self._emptied_bytes += managed.size_bytes
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        return True
+        if not storage.nbytes():  # it stays packed
+            return True
+        was_packed = managed.key in self._packed
+        if not managed.writing:
+            self.drop_packed(managed)
+        return managed.clean or not was_packed
 
     def will_write(self, managed: ManagedStorage) -> None:
         pass  # the engine takes no copy of what was written meanwhile
@@ -320,22 +376,124 @@ class AcceleratorDevice:
             self._spill.release(slot.block)
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        # On any thread: what it waits for is what the program has launched, not this thread.
+        slot: Slot = managed.slot
+        ready = []
+        if managed.writing:  # the host has seen the packing complete
+            packed = self._packed[managed.key]
+            storage = packed.content
+            slot.codec, slot.packed_bytes = packed.codec, packed.content.nbytes()
+            done = functools.partial(self._note_written, managed, done)
+        else:
+            # On any thread: what it waits for is what the program has launched, not this thread.
+            ready = [self._record(stream) for stream in self._streams]
+            slot.codec, slot.packed_bytes = ("raw", 0), 0
+        self._queues[True, slot.tier].put(EVICT, Copy(managed, storage, slot.block, ready, done))
+
+    def _note_written(
+        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
+        assert self.engine is not None
+        with self.engine.lock:
+            done(error, moved)
+            if managed.state == RESIDENT:  # it came back meanwhile, from what is packed
+                self.drop_packed(managed)
+
+    # -- packing -------------------------------------------------------------------------------
+
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        done: Callable[[int], None],
+    ) -> None:
         ready = [self._record(stream) for stream in self._streams]
-        self._queues[True, managed.slot.tier].put(
-            EVICT, Copy(managed, storage, managed.slot.block, ready, done)
-        )
+
+        def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
+            if error is not None:
+                logger.warning("a tensor leaves as it is: %s", error)
+            packed = self._packed.get(managed.key)
+            done(0 if packed is None else packed.content.nbytes())
+
+        self._coded[managed.key] = codec, itemsize
+        self._packing.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
+
+    def _carry_packing(self, copy: Copy, priority: int, stream: Any) -> Outcome:
+        """Pack what is there, or expand what is packed."""
+        self._begin(copy, stream)
+        managed, content = copy.managed, self._bytes(copy.storage)
+        codec = self._coded.pop(managed.key, None)
+        if codec is not None:
+            self._pack(managed, content, codec, stream)
+            return None, []
+        packed = self._packed[managed.key]
+        whole = self._driver.unpack(self._bytes(packed.content), content, *packed.codec, stream)
+        self._complete(stream)
+        if whole:
+            return None, []
+        return SpillError(
+            f"{packed.content.nbytes()} compressed bytes on {self.place_text} are damaged: check the disk "
+            "(dmesg, smartctl), or choose another spill_dir"
+        ), []
+
+    def _pack(
+        self, managed: ManagedStorage, content: torch.Tensor, codec: tuple[str, int], stream: Any
+    ) -> None:
+        engine = self.engine
+        assert engine is not None
+        admitted_bytes = 0
+
+        def admits(size_bytes: int) -> bool:
+            nonlocal admitted_bytes
+            with engine.lock:
+                if engine.fits(size_bytes):
+                    admitted_bytes = size_bytes
+                    self._known_bytes += size_bytes
+            return admitted_bytes > 0
+
+        made = None
+        try:
+            made = self._driver.pack(content, *codec, admits, stream)
+            self._complete(stream)
+        finally:
+            with engine.lock:
+                if made is not None:
+                    self._packed[managed.key] = Packed(made.untyped_storage(), codec)
+                else:
+                    self._known_bytes -= admitted_bytes
+
+    def drop_packed(self, managed: ManagedStorage) -> None:
+        packed = self._packed.pop(managed.key, None)
+        if packed is not None:
+            self._known_bytes -= packed.content.nbytes()
+
+    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        if not keeps:
+            self.drop_packed(managed)
+        return True
+
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        return managed.slot.packed_bytes if managed.slot is not None else 0
+
+    # -- copies back -----------------------------------------------------------------------------
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
         ready = [self._record(managed.place)]
+        packed = self._packed.get(managed.key)
+        if packed is not None and storage.nbytes():
+            self._packing.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
+            return
+        source = storage if packed is None else packed.content
         self._queues[False, managed.slot.tier].put(
-            priority, Copy(managed, storage, managed.slot.block, ready, done)
+            priority, Copy(managed, source, managed.slot.block, ready, done)
         )
 
     def hurry(self, managed: ManagedStorage) -> None:
         self._queues[False, managed.slot.tier].hurry(managed, DEMAND)
+        self._packing.hurry(managed, DEMAND)
 
     def _record(self, stream: Any) -> Any:
         try:
@@ -357,7 +515,7 @@ class AcceleratorDevice:
         self._begin(copy, stream)
         begun_s = time.perf_counter()
         host = self._slab.tensor(copy.block, copy.size_bytes)
-        self._copy(out, self._bytes(copy), host, stream)
+        self._copy(out, self._bytes(copy.storage), host, stream)
         link = "device_to_host" if out else "host_to_device"
         return None, [copy.moved(link, begun_s, time.perf_counter())]
 
@@ -373,7 +531,7 @@ class AcceleratorDevice:
     def _bounce_out(self, copy: Copy, stream: Any) -> Outcome:
         """Chunk by chunk through staging: the next one crosses the bus while this one is written."""
         self._begin(copy, stream)
-        content = self._bytes(copy)
+        content = self._bytes(copy.storage)
         moved: list[Moved] = []
         written: queue.SimpleQueue[tuple[int, Transfer]] = queue.SimpleQueue()
         asked = 0
@@ -419,7 +577,7 @@ class AcceleratorDevice:
     def _bounce_in(self, copy: Copy, stream: Any, priority: int) -> Outcome:
         """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
         self._begin(copy, stream)
-        content = self._bytes(copy)
+        content = self._bytes(copy.storage)
         chunks = self._chunks(copy.size_bytes)
         arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
         moved: list[Moved] = []
@@ -483,13 +641,16 @@ class AcceleratorDevice:
             self._driver.copy(host, content, stream)
         else:
             self._driver.copy(content, host, stream)
+        self._complete(stream)
+
+    def _complete(self, stream: Any) -> None:
+        """Wait, on the host, for all that the stream was given."""
         complete = self._record(stream)
         complete.synchronize()
         self._free_events.append(complete)
 
-    def _bytes(self, copy: Copy) -> torch.Tensor:
+    def _bytes(self, storage: torch.UntypedStorage | None) -> torch.Tensor:
         """The storage as bytes. A tensor of its own: versions that autograd checks stay as they are."""
-        storage = copy.storage
         assert storage is not None
         view = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
         return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
@@ -593,13 +754,21 @@ class AcceleratorDevice:
                 self._forget_copy(managed)
                 continue
             error: object = "no memory"
-            if self.prepare(managed, storage):
+            stages = (
+                [False] if managed.key in self._packed or not self.packed_bytes(managed) else [True, False]
+            )
+            for packed in stages:  # what is compressed is fetched first, and then expanded
+                error = "no memory"
+                if not self.prepare(managed, storage, packed):
+                    break
                 self.copy_in(managed, storage, 0, lambda error, _: over.put(error))
                 if (error := over.get()) is not None:
                     self.give_up(managed, storage)
-                elif self.engine is not None:
-                    self.engine.note_arrived(managed, clean=False)
-                    self._forget_copy(managed)
+                    break
+            if error is None and self.engine is not None:
+                self.drop_packed(managed)
+                self.engine.note_arrived(managed, clean=False)
+                self._forget_copy(managed)
             if error is not None:
                 left_bytes += managed.size_bytes
                 logger.warning(
@@ -608,7 +777,7 @@ class AcceleratorDevice:
         return not left_bytes
 
     def close(self) -> None:
-        for waiting in self._queues.values():
+        for waiting in (self._packing, *self._queues.values()):
             waiting.close(CLOSE_TIMEOUT_S)
         self._driver.limit(None)
         self._slab.close()

@@ -13,7 +13,7 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +32,18 @@ from penstock.units import format_bytes_up
 logger = logging.getLogger("penstock")
 
 
+RAW = _native.Packing()
+
+
 @dataclass(slots=True)
 class Slot:
     """Where a copy of a storage is.
 
-    packing   (bytes, elements, bytes of an element) of bitmask-CSR, which ends where the storage's pages do;
-              zeros where the copy is not compressed
+    packing   of the copy, which ends where the storage's pages do where it is packed
     """
 
     extent: Extent
-    packing: tuple[int, int, int] = (0, 0, 0)
+    packing: _native.Packing = RAW
 
 
 class CpuDevice:
@@ -55,7 +57,7 @@ class CpuDevice:
     prefetch_link = "disk_read"
     admits_anywhere = True
     copies_results = False  # the memory itself moves
-    compresses = True
+    expands_in_place = True
     empties_storages = False
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
@@ -81,7 +83,10 @@ class CpuDevice:
         self.memory.beside_bytes = -self._foreign_bytes
         self._faults_before = before.faults
         self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
-        self._staging: dict[int, int] = {}  # by key: where its bytes are being read to
+        self._staging: dict[
+            int, tuple[int, bool]
+        ] = {}  # by key: where it is read to, and whether it stays packed
+        self._packed: dict[int, _native.ArenaPacked] = {}  # by key: until they are written
         self._pending: dict[int, Transfer] = {}  # by key: reads under way
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
@@ -136,6 +141,7 @@ class CpuDevice:
         if managed.fixed:
             self._fixed_bytes -= managed.size_bytes
             self._set_budget()
+        self._packed.pop(managed.key, None)
         if managed.slot is not None:
             self.forget(managed, managed.slot)
             managed.slot = None
@@ -164,39 +170,101 @@ class CpuDevice:
             self._set_budget()
         return True
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        done: Callable[[int], None],
+    ) -> None:
+        packed = None
+        begun_s = time.perf_counter()
+        if self._guard(managed, storage):
+            packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
+        if packed is None:
+            done(0)
+            return
+        self._packed[managed.key] = packed
+        if self.engine is not None:
+            self.engine.moved.append(_coded("compress", managed, begun_s))
+        done(_page_bytes(packed.packing.packed_bytes))
+
+    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        packed, segments = self._packed[managed.key], self._segments(managed)
+        if not _native.arena_packed_written(managed.address, packed, segments, keeps):
+            return False
+        managed.gone = False
+        return True
+
+    def drop_packed(self, managed: ManagedStorage) -> None:
+        if self._packed.pop(managed.key, None) is None:
+            _native.arena_drop_packed(managed.address)
+
+    def _forget_packed(self, managed: ManagedStorage) -> None:
+        if not managed.writing:
+            self._packed.pop(managed.key, None)
+
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        return (
+            _page_bytes(managed.slot.packing.packed_bytes)
+            if managed.slot is not None and not managed.gone
+            else 0
+        )
+
+    def _guard(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Notice writes from now on. False: there is nothing to copy."""
         if self._is_elsewhere(managed, storage):
             managed.void = True
-            done(None, [])
-            return
+            return False
         _native.arena_guard(managed.address)
         if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago
             managed.void = True
             self.notice()
+            return False
+        managed.guarded = True
+        return True
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        slot: Slot = managed.slot
+        if managed.writing:
+            packed = self._packed[managed.key]
+            if not packed.address:  # the arena wrote it elsewhere, for its memory
+                managed.void = True
+                self._note_written(managed, done, None, [])
+                return
+            slot.packing = packed.packing
+            size_bytes = _page_bytes(slot.packing.packed_bytes)
+            report = _report(
+                "disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done)
+            )
+            self._spill.write(slot.extent, packed.address, size_bytes, packed, report, checksum=managed.lasts)
+            return
+        if not self._guard(managed, storage):
             done(None, [])
             return
-        managed.guarded = True
-        slot: Slot = managed.slot
-        address, size_bytes, keep = managed.address, _page_bytes(managed.size_bytes), storage
-        slot.packing = (0, 0, 0)
-        coded: list[Moved] = []
-        if managed.packs:
-            begun_s = time.perf_counter()
-            room_bytes = self.memory.budget_bytes - max(self.in_memory_bytes(), self.memory.reserved_bytes)
-            if (packed := _packed(managed, room_bytes)) is not None:
-                keep, slot.packing = packed
-                address, size_bytes = keep.data_ptr(), keep.nbytes()
-                coded = [_coded("compress", managed, begun_s)]
-        moved_bytes = size_bytes if slot.packing[0] else managed.size_bytes
-        report = _report("disk_write", managed, moved_bytes, done, coded)
+        slot.packing = RAW
+        report = _report("disk_write", managed, managed.size_bytes, done)
         self._spill.write(
             slot.extent,
-            address,
-            size_bytes,
-            keep,
+            managed.address,
+            _page_bytes(managed.size_bytes),
+            storage,
             functools.partial(self._written, managed, report),
             checksum=managed.lasts,
         )
+
+    def _note_written(
+        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
+    ) -> None:
+        assert self.engine is not None
+        with self.engine.lock:
+            self.notice()
+            if not self._packed[managed.key].address:
+                managed.void, error = True, None
+            done(error, moved)
+            if error is None or managed.state == RESIDENT:
+                self._packed.pop(managed.key, None)  # else it may be written again
 
     def _written(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
         """The copy is complete. Where the arena took the pages meanwhile it holds anything, and so it counts
@@ -208,59 +276,71 @@ class CpuDevice:
                 transfer.error = None
         report(transfer)
 
-    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        if self._is_elsewhere(managed, storage):
-            return False
+    def _segments(self, managed: ManagedStorage) -> list[tuple[int, int, int, int]]:
+        """Where the copy lies: of each piece the file, its place there and in the storage's pages, bytes."""
         slot: Slot = managed.slot
         begin, size_bytes = _place(managed)
         segments = self._spill.segments(slot.extent, size_bytes)
-        if begin:
-            segments = [(file, offset, begin + at, size) for file, offset, at, size in segments]
-        if not _native.arena_leave(managed.address, segments, slot.packing):
+        return [(file, offset, begin + at, size) for file, offset, at, size in segments]
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if self._is_elsewhere(managed, storage):
+            return False
+        if managed.state == LEAVING:  # packed a moment ago
+            if not _native.arena_leave_packed(managed.address, self._packed[managed.key]):
+                return False
+            managed.gone = True  # the arena has the only copy
+        elif not _native.arena_leave(managed.address, self._segments(managed), managed.slot.packing):
             return False
         managed.guarded = False
         return True
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         if self._is_elsewhere(managed, storage):
             managed.state = RESIDENT
             return False
-        if managed.gone:
+        if managed.gone or managed.packed_bytes:
             return True
-        staging = _native.arena_stage(managed.address)
+        staging = _native.arena_stage(managed.address, packed)
         if staging:
-            self._staging[managed.key] = staging
+            self._staging[managed.key] = staging, packed
         return bool(staging)
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        if managed.gone:
+        if managed.key not in self._staging:
             self._reader.submit(self._bring_in, managed, done)
             return
         slot: Slot = managed.slot
         begin, size_bytes = _place(managed)
-        if slot.packing[0]:
+        staging, packed = self._staging[managed.key]
+        if packed:
+            begin = 0
+        elif slot.packing.packed_bytes:
             done = functools.partial(self._expand, managed, done)
-        report = _report("disk_read", managed, size_bytes if begin else managed.size_bytes, done)
+        report = _report("disk_read", managed, min(size_bytes, managed.size_bytes), done)
         self._pending[managed.key] = self._spill.read(
-            slot.extent, self._staging[managed.key] + begin, size_bytes, storage, report, priority=priority
+            slot.extent, staging + begin, size_bytes, storage, report, priority=priority
         )
 
     def _expand(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
     ) -> None:
-        """What was read to the end of the staging area is bitmask-CSR."""
-        packed_bytes, elements, itemsize = managed.slot.packing
+        """What was read to the end of the staging area is packed."""
+        packing = managed.slot.packing
         begun_s = time.perf_counter()
-        if error is None and not _native.bitmask_expand(
-            self._staging[managed.key], _page_bytes(managed.size_bytes), elements, itemsize, packed_bytes
+        if error is None and not _native.unpack_in_place(
+            packing, self._staging[managed.key][0], _page_bytes(managed.size_bytes)
         ):
-            error = SpillError(
-                f"{packed_bytes} compressed bytes on {self.place_text} are damaged: check the disk (dmesg, "
-                "smartctl), or choose another spill_dir"
-            )
+            error = SpillError(self._damage_text(packing.packed_bytes))
         done(error, moved if error is not None else [*moved, _coded("expand", managed, begun_s)])
+
+    def _damage_text(self, packed_bytes: int) -> str:
+        return (
+            f"{packed_bytes} compressed bytes on {self.place_text} are damaged: check the disk (dmesg, "
+            "smartctl), or choose another spill_dir"
+        )
 
     def hurry(self, managed: ManagedStorage) -> None:
         if (pending := self._pending.get(managed.key)) is not None:
@@ -270,16 +350,30 @@ class CpuDevice:
         try:
             _native.arena_bring_in(managed.address)
         except OSError as error:
-            done(SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}"), [])
+            text = f"bytes could not be read back from {self.place_text}: {error.strerror}"
+            if error.errno == errno.EBADMSG:
+                text = self._damage_text(managed.packed_bytes)
+            done(SpillError(text), [])
         else:
             done(None, [])
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         self._pending.pop(managed.key, None)
-        if self._staging.pop(managed.key, None) is None:  # the arena has read its own copy
+        staging = self._staging.pop(managed.key, None)
+        if staging is None:  # the arena has read, or expanded, its own copy
+            clean = managed.clean and not managed.gone
+            self._forget_packed(managed)
             managed.guarded = True
             managed.gone = False
-            return False
+            if clean and not managed.keeps_copy:
+                self.will_write(managed)
+            return clean and managed.keeps_copy
+        if staging[1]:
+            if not _native.arena_arrive(managed.address):  # touched meanwhile, and maybe taken again
+                managed.gone = _native.arena_state(managed.address) == "out"
+                managed.guarded = not managed.gone
+                return False
+            return True
         if _native.arena_arrive(managed.address, managed.keeps_copy):
             managed.guarded = managed.keeps_copy
             managed.gone = False
@@ -354,6 +448,7 @@ class CpuDevice:
                 self.engine.note_gone(managed)
             else:
                 managed.guarded = True
+                self._forget_packed(managed)
                 was_gone = managed.gone
                 managed.gone = False
                 self.engine.note_arrived(managed, clean=not was_gone)
@@ -455,38 +550,15 @@ def _page_bytes(size_bytes: int) -> int:
 
 def _place(managed: ManagedStorage) -> tuple[int, int]:
     """Where the copy lies in the storage's pages: its first byte, and how many."""
-    size_bytes = _page_bytes(managed.slot.packing[0] or managed.size_bytes)
+    size_bytes = _page_bytes(managed.slot.packing.packed_bytes or managed.size_bytes)
     return _page_bytes(managed.size_bytes) - size_bytes, size_bytes
-
-
-def _packed(
-    managed: ManagedStorage, room_bytes: int
-) -> tuple[torch.UntypedStorage, tuple[int, int, int]] | None:
-    """The storage as bitmask-CSR at the end of whole pages, and its packing. None where that saves no page,
-    or there is no room for it beside the storage."""
-    elements, rest = divmod(managed.size_bytes, managed.packs)
-    if rest:
-        return None
-    kept_bytes = _native.bitmask_count_kept(managed.address, elements, managed.packs) * managed.packs
-    packed_bytes = _native.bitmask_head_bytes(elements) + kept_bytes
-    pages_bytes = _page_bytes(packed_bytes)
-    if pages_bytes >= _page_bytes(managed.size_bytes) or pages_bytes > room_bytes:
-        return None
-    pages = torch.UntypedStorage(pages_bytes)
-    address = pages.data_ptr() + pages_bytes - packed_bytes
-    written = _native.bitmask_encode(managed.address, elements, managed.packs, address, packed_bytes)
-    if written != packed_bytes:  # the program writes to it now
-        return None
-    return pages, (packed_bytes, elements, managed.packs)
 
 
 def _coded(link: str, managed: ManagedStorage, begun_s: float) -> Moved:
     return Moved(link, begun_s, time.perf_counter(), managed.index, managed.size_bytes, managed.kind)
 
 
-def _report(
-    link: str, managed: ManagedStorage, size_bytes: int, done: Done, before: Sequence[Moved] = ()
-) -> Any:
+def _report(link: str, managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
     def on_done(transfer: Transfer) -> None:
         moved = Moved(
             link,
@@ -496,6 +568,6 @@ def _report(
             size_bytes,
             managed.kind,
         )
-        done(transfer.error, [*before, moved] if transfer.error is None else [])
+        done(transfer.error, [moved] if transfer.error is None else [])
 
     return on_done

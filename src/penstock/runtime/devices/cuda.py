@@ -6,12 +6,13 @@ Written without a GPU: nothing in this file has run on one yet. `make gpu` runs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from penstock.errors import DeviceUnavailable
+from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.storage.spill import SpillSpace
 
@@ -48,6 +49,33 @@ class TorchDriver:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with self._on(stream):
             target.copy_(source, non_blocking=True)
+
+    def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
+        try:
+            with self._on(stream):
+                return torch.UntypedStorage(size_bytes, device=self.device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def pack(
+        self,
+        content: torch.Tensor,
+        codec: str,
+        itemsize: int,
+        admits: Callable[[int], bool],
+        stream: Any,
+    ) -> torch.Tensor | None:
+        try:
+            with self._on(stream):
+                return packing.pack(content, codec, itemsize, admits)
+        except torch.OutOfMemoryError:
+            return None
+
+    def unpack(
+        self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
+    ) -> bool:
+        with self._on(stream):
+            return packing.unpack(packed, content, codec, itemsize)
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         try:

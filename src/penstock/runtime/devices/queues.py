@@ -23,13 +23,13 @@ Outcome = tuple[PenstockError | None, Sequence[Moved]]
 
 
 class Copy:
-    """One copy between a storage on the device and a block of a lower tier.
+    """One copy between a storage on the device and a block of a lower tier, or what packs or expands it.
 
-    storage   kept until the copy is over
+    storage   kept until the copy is over; all of its bytes are copied
     ready     events after which it may begin: of kernels that made the content, or used the memory before
     """
 
-    __slots__ = ("block", "done", "managed", "ready", "storage")
+    __slots__ = ("block", "done", "managed", "ready", "size_bytes", "storage")
 
     def __init__(
         self,
@@ -44,10 +44,7 @@ class Copy:
         self.block = block
         self.ready = ready
         self.done = done
-
-    @property
-    def size_bytes(self) -> int:
-        return self.managed.size_bytes
+        self.size_bytes = storage.nbytes()
 
     def wait(self) -> None:
         """Wait, on the host, until it may begin."""
@@ -56,7 +53,7 @@ class Copy:
 
     def moved(self, link: str, started_s: float, finished_s: float, size_bytes: int | None = None) -> Moved:
         managed = self.managed
-        moved_bytes = managed.size_bytes if size_bytes is None else size_bytes
+        moved_bytes = self.size_bytes if size_bytes is None else size_bytes
         return Moved(link, started_s, finished_s, managed.index, moved_bytes, managed.kind)
 
 

@@ -25,10 +25,11 @@ class EvictionCandidates:
     lasting              [P] nothing ever writes the tensor: its copy stays valid from one iteration to
                          the next, and costs nothing
     size_bytes           [P]
-    packed_bytes         [P] as bitmask-CSR; the size where that is not less
+    packed_bytes         [P] compressed; the size where that is not less
     recompute_s          [P] time of the kernel that recomputes the tensor; infinite where none can
     recompute_until      [P] last kernel before which it can be recomputed: later, an input is gone
     wraps                a period reaches into the next iteration
+    lossy                codec of some of what leaves compressed, or empty
     """
 
     tensor: IntArray
@@ -44,6 +45,7 @@ class EvictionCandidates:
     recompute_s: FloatArray
     recompute_until: IntArray
     wraps: bool
+    lossy: str
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -58,7 +60,7 @@ class EvictionCandidates:
         ready, lasting = _ready(trace, tensor, before, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
         size = trace.tensor_bytes[tensor]
-        packed = trace.packed_bytes[tensor] if compress else size.copy()
+        packed = trace.period_bytes(compress)
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
         if recompute and len(trace.tensor_recompute):
@@ -68,7 +70,7 @@ class EvictionCandidates:
             recompute_s[possible] = kernel_time_s[producer[possible]]
         return cls(
             tensor, begin, end, ready, version, rank, opened, lasting, size, packed,
-            recompute_s, recompute_until, wraps,
+            recompute_s, recompute_until, wraps, trace.lossy,
         )  # fmt: skip
 
 

@@ -103,6 +103,8 @@ class LPModel:
         """What leaves for a tier, as it is or compressed."""
         candidates = self.candidates
         smaller = candidates.packed_bytes < candidates.size_bytes
+        codecs = {"csr", candidates.lossy or "csr"}  # as if all were the faster one
+        compress, expand = map(max, zip(*map(self.hardware.codec_rates, codecs), strict=True))
         gone, written = [], []
         for action, periods in (
             (raw, np.flatnonzero(self.useful)),
@@ -118,8 +120,8 @@ class LPModel:
                 self._leave(self.starts[periods], self.ends[periods], amounts.times(1.0 - share[periods]))
                 # It is compressed when it leaves, maybe in an earlier period, and then written.
                 ready = self.slots.before(candidates.opened[writers])
-                self._codec(ready, writers, writes, self.hardware.compress_bytes_per_s)
-                self._codec(self.starts[periods], periods, amounts, self.hardware.expand_bytes_per_s)
+                self._codec(ready, writers, writes, compress)
+                self._codec(self.starts[periods], periods, amounts, expand)
                 amounts = self._part(amounts)
                 writers, writes = self._writes(periods, amounts)
                 amounts, writes = amounts.times(share[periods]), writes.times(share[writers])

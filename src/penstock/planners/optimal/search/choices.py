@@ -11,6 +11,7 @@ from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.hardware import Hardware
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE
+from penstock.simulator.replay import coding_times_s
 
 ActionArray = npt.NDArray[np.int8]
 
@@ -52,7 +53,7 @@ def choices(problem: Problem) -> Choices:
     if problem.recompute:  # by the kernel that was the last to write the tensor
         makes = (made_by >= 0) & (made_by == ready) & (end <= trace.recomputable_until[tensor])
         makes &= (end < trace.kernels) & ~trace.tensor_persistent[tensor]
-    allowed, cost_s = _actions(problem, tensor, size_bytes, makes)
+    allowed, cost_s = _actions(problem, tensor, size_bytes, trace.period_bytes(problem.compress), makes)
     return Choices(
         tensor=tensor,
         begin=begin,
@@ -72,13 +73,13 @@ def choices(problem: Problem) -> Choices:
 
 
 def _actions(
-    problem: Problem, tensor: IntArray, size_bytes: IntArray, makes: BoolArray
+    problem: Problem, tensor: IntArray, size_bytes: IntArray, packed: IntArray, makes: BoolArray
 ) -> tuple[BoolArray, FloatArray]:
     trace, hardware = problem.trace, problem.hardware
     cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
     cost_s[:, KEEP] = 0.0
-    packed = trace.packed_bytes[tensor] if problem.compress else size_bytes
-    coding_s = size_bytes / hardware.compress_bytes_per_s + size_bytes / hardware.expand_bytes_per_s
+    compress_s, expand_s = coding_times_s(trace, hardware)
+    coding_s = compress_s[tensor] + expand_s[tensor]
     for action, (tier, codec) in MOVES.items():
         if hardware.capacity_bytes(tier) <= 0:
             continue

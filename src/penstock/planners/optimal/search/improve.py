@@ -9,6 +9,7 @@ import numpy as np
 from penstock._native import PlanSearch
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.plan import Evict, Recompute
+from penstock.core.trace import Trace
 from penstock.planners.optimal.search.choices import ActionArray, Choices
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import MOVES, RECOMPUTE
@@ -33,7 +34,7 @@ class Candidate:
     evaluations: int
     timed_out: bool
 
-    def intervals(self) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
+    def intervals(self, trace: Trace) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
         """The same as parts of a Plan, each in the order that a Plan asks for."""
         evictions, recomputations = [], []
         for tensor, after, begin, end, prefetch_at, action in zip(
@@ -43,6 +44,7 @@ class Candidate:
                 recomputations.append(Recompute(tensor, begin, end))
             else:
                 tier, codec = MOVES[action]
+                codec = codec if codec == "raw" else trace.codec(tensor)
                 evictions.append(Evict(tensor, after, begin, end, prefetch_at, tier, codec))
         evictions.sort(key=lambda evict: evict.after)
         return tuple(evictions), tuple(recomputations)

@@ -14,7 +14,7 @@ from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.heuristics.g10 import g10_artifact
 from penstock.planners.optimal.search.choices import ActionArray, Choices
 from penstock.planners.problem import Problem
-from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE
+from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE, action_of
 
 _SLIGHT = 0.03  # a fraction up to this is no reason to choose an action
 _LOYALTY = 0.25  # of a tensor's size: what taking the same action as before counts for
@@ -37,14 +37,14 @@ def of_intervals(
     choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
 ) -> ActionArray:
     """[P] what happens in each period in a plan."""
-    numbers = {move: number for number, move in MOVES.items()}
     by_tensor: dict[int, list[int]] = {}
     for period, tensor in enumerate(choices.tensor.tolist()):
         by_tensor.setdefault(tensor, []).append(period)
     actions: ActionArray = np.full(len(choices), KEEP, dtype=np.int8)
-    rows = [(e.tensor, e.begin, e.end, numbers[e.tier, e.codec]) for e in evictions]
+    rows = [(e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions]
     rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
     for tensor, begin, end, action in rows:
+        assert action is not None
         for period in by_tensor.get(tensor, []):
             inside = choices.begin[period] <= begin < end <= choices.end[period]
             if inside and choices.allowed[period, action]:
