@@ -151,7 +151,12 @@ nb::object static_bytes_of(const Planner& self, const nb::tuple& columns) {
 
 nb::tuple tier_bytes_of(const Planner& self, const nb::tuple& columns) {
   const Plan plan(columns, self.trace);
-  auto tiers = without_gil([&] { return tier_bytes(self.trace, plan.intervals()); });
+  auto tiers = without_gil([&] {
+    check(self.trace, plan.intervals());
+    Copies copies;
+    find_copies(self.trace, plan.intervals(), copies);
+    return tier_bytes(self.trace, plan.intervals(), copies);
+  });
   return nb::make_tuple(array(std::move(tiers[0])), array(std::move(tiers[1])));
 }
 

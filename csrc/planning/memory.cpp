@@ -121,10 +121,7 @@ void find_copies(const Trace& trace, const Intervals& rows, Copies& copies) {
   }
 }
 
-std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows) {
-  check(trace, rows);
-  Copies copies;
-  find_copies(trace, rows, copies);
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows, const Copies& copies) {
   const auto K = at(trace.kernels);
   std::array<std::vector<Bytes>, 2> result;
   for (auto& tier : result) tier.assign(3 * K + 2, 0);

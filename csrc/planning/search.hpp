@@ -12,6 +12,7 @@ namespace penstock::planning::search {
 
 using Clock = std::chrono::steady_clock;
 using Kernel = std::int64_t;
+constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 // What may be chosen: P inactive periods of T tensors over K kernels.
 //
@@ -49,6 +50,7 @@ struct Limits {
 struct Found {
   State state;
   Rows rows;
+  std::size_t away = 0;  // the rows before this one leave: the others are written only
   double iteration_s = 0.0;
   std::int64_t evaluations = 0;
   bool timed_out = false;
@@ -71,6 +73,7 @@ class Search {
   struct Current {
     State state;
     Rows rows;
+    std::size_t away = 0;
     Outcome verdict;
   };
 
@@ -112,12 +115,18 @@ class Search {
   const std::vector<Bytes> workspace_;
   const Kernels kernels_;  // of the two above
   const Choices choices_;
+  std::vector<std::size_t> by_begin_;  // the periods
+  std::vector<std::size_t> before_;    // [P] the period of the iteration before in which its copy could be written
+  std::array<bool, 2> ample_{};        // the tier has room for everything
   std::vector<double> ideal_start_s_;
   std::vector<double> leaving_, staying_;  // [P] how likely a period is drawn to be away, or not
   std::uint64_t seed_ = 0, drawn_ = 0;
 
-  // What the last call of `expand` found, and of static_bytes and tier_bytes.
-  Rows rows_;
+  // What the last call of `expand` found, and of static_bytes, find_copies and tier_bytes.
+  Rows rows_;  // each copy as late as can be; from away_ on those that are written and do not leave
+  std::size_t away_ = 0;
+  std::vector<Kernel> earliest_, wanted_;       // of each row, for place_writes
+  Copies copies_;
   std::vector<std::size_t> periods_;            // of each row
   std::vector<Kernel> begin_, end_;             // [P] as shrunk; empty where the period is not away
   std::vector<std::vector<Kernel>> pulls_;      // [T]
@@ -127,7 +136,5 @@ class Search {
   std::array<std::vector<std::int64_t>, 2> tiers_;
   std::vector<std::pair<double, std::size_t>> candidates_;
 };
-
-constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 }  // namespace penstock::planning::search
