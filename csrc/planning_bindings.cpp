@@ -186,9 +186,9 @@ void make(Search* self, const nb::dict& trace, const nb::dict& machine, const nb
                     column<Bytes>(trace, "workspace_bytes"), std::move(choices));
 }
 
-nb::object repair(Search& self, const Actions& action) {
+nb::object repair(Search& self, const Actions& action, bool pruned) {
   search::State state{copied(action), std::vector<std::int8_t>(action.shape(0))};
-  const bool fits = without_gil([&] { return self.repair(state); });
+  const bool fits = without_gil([&] { return self.repair(state, pruned); });
   return fits ? array(std::move(state.action)) : nb::none();
 }
 
@@ -220,7 +220,7 @@ void bind_planning(nb::module_& module) {
       .def("__init__", &make, nb::arg("trace"), nb::arg("machine"), nb::arg("choices"),
            nb::sig("def __init__(self, trace: dict[str, object], machine: dict[str, object], "
                    "choices: dict[str, object]) -> None"))
-      .def("repair", &repair, nb::arg("action"))
+      .def("repair", &repair, nb::arg("action"), nb::arg("pruned"))
       .def("improve", &improve, nb::arg("action"), nb::arg("late"), nb::arg("evaluations"), nb::arg("seconds"),
            nb::arg("target_s"), nb::arg("temperature"), nb::arg("seed"));
   module.def("plan_actions", [] {

@@ -185,8 +185,7 @@ void Search::expand(const State& state) {
     if (!away(period)) continue;
     const auto action = state.action[period];
     auto& last_end = last_end_[static_cast<std::size_t>(choices_.tensor[period])];
-    const bool waits = is_csr(action) || state.late[period];
-    if (is_moved(action)) add(period, waits ? begin_[period] - 1 : std::max(choices_.ready[period], last_end));
+    if (is_moved(action)) add(period, is_csr(action) ? begin_[period] - 1 : std::max(choices_.ready[period], last_end));
     last_end = end_[period];
   }
   // What makes a tensor comes before what it is made into.
@@ -388,11 +387,11 @@ bool Search::repair_memory(State& state) {
   return false;
 }
 
-bool Search::repair(State& state) {
+bool Search::repair(State& state, bool pruned) {
   const std::lock_guard lock(mutex_);
   check(state);
   if (!repair_tiers(state) || !repair_memory(state) || !fits(state)) return false;
-  prune(state);
+  if (pruned) prune(state);
   return true;
 }
 
@@ -431,6 +430,19 @@ double Search::evaluate(const State& state, std::int64_t early, const std::vecto
   auto slack = tiers_;
   for (const std::size_t tier : {0, 1})
     for (auto& bytes : slack[tier]) bytes = choices_.tier_bytes[tier] - bytes;
+  // A late one is written when its memory is needed: it may stay as long as there is room.
+  auto room = memory_;
+  for (auto& bytes : room) bytes = machine_.budget - bytes;
+  for (std::size_t row = 0; row < away_; ++row) {
+    const auto period = periods_[row];
+    if (!state.late[period] || !is_moved(rows_.action[row])) continue;
+    auto& kernel = wanted_[row];
+    for (; kernel < rows_.end[row]; ++kernel) {
+      auto& bytes = room[static_cast<std::size_t>(kernel % trace_.kernels)];
+      if (bytes < choices_.bytes[period]) break;
+      bytes -= choices_.bytes[period];
+    }
+  }
   rows_.after = place_writes(trace_, machine_, rows_.view(), copies_, earliest_, wanted_, kernels_, start_s.data(),
                              std::move(slack));
   auto leaving = rows_.view();
@@ -514,10 +526,13 @@ bool Search::change(State& state, const Outcome& verdict) {
       if (uniform() < 0.5) {
         return alter(state, pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, at); }), false);
       }
-      return alter(state, pick(staying_, [&](std::size_t period) {
-                     const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
-                     return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
-                   }), true);
+      const auto leaving = pick(staying_, [&](std::size_t period) {
+        const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
+        return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
+      });
+      if (leaving == kNone || uniform() < 0.5) return alter(state, leaving, true);
+      state.late[leaving] ^= 1;
+      return true;
     }
   }
   const auto any = [&](std::size_t) { return true; };

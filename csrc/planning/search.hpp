@@ -34,7 +34,7 @@ struct Choices {
   std::size_t periods() const { return tensor.size(); }
 };
 
-// A choice for every period. late: the copy starts only before the period, though it could earlier.
+// A choice for every period. late: its copy may wait until the memory is needed, so that others go first.
 struct State {
   std::vector<std::int8_t> action, late;
 };
@@ -63,8 +63,9 @@ class Search {
   Search(Trace trace, Machine machine, std::vector<double> time_s,
          std::vector<Bytes> workspace, Choices choices);
 
-  // The nearest choice found that fits, without what it does not need. False where none was found.
-  bool repair(State& state);
+  // The nearest choice found that fits; pruned: without what would not be needed if copies took no time. False where
+  // none was found.
+  bool repair(State& state, bool pruned);
 
   // The best plan found near a choice; its time is infinite where the choice does not fit.
   Found improve(const State& start, const Limits& limits);
