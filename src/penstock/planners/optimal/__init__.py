@@ -182,14 +182,15 @@ def _starts(
     improver = Improver(problem, options, fractions)
 
     def fitted(action: ActionArray) -> None:
+        tried = []
         for pruned in (True, False):
             repaired = improver.repaired(action, pruned=pruned)
-            if repaired is None:
-                return
-            late = np.zeros_like(repaired)
-            first = improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0)
-            if math.isfinite(first.iteration_s):
-                found.append(first)
+            if repaired is not None:
+                late = np.zeros_like(repaired)
+                tried.append(improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0))
+        best = min(tried, key=lambda start: start.iteration_s, default=None)
+        if best is not None and math.isfinite(best.iteration_s):
+            found.append(best)
 
     found: list[Candidate] = []
     if given is not None:
@@ -252,8 +253,10 @@ def _search(
             tried += sum(result.evaluations for result in results)
             short = any(result.timed_out for result in results)
             timed_out = timed_out or short
-            froms = [best] * len(TEMPERATURES)
             settled = settled + 1 if best.iteration_s > before_s * (1 - SETTLED) else 0
+            # Where nothing is gained, one of them goes on from another start, by itself.
+            alone = starts[1 % len(starts)] if settled == 1 else results[-1]
+            froms = [best, best if settled == 0 else alone]
             if settled >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
                 break
     return replace(best, evaluations=tried, timed_out=timed_out)
