@@ -151,7 +151,12 @@ nb::object static_bytes_of(const Planner& self, const nb::tuple& columns) {
 
 nb::tuple tier_bytes_of(const Planner& self, const nb::tuple& columns) {
   const Plan plan(columns, self.trace);
-  auto tiers = without_gil([&] { return tier_bytes(self.trace, plan.intervals()); });
+  auto tiers = without_gil([&] {
+    check(self.trace, plan.intervals());
+    Copies copies;
+    find_copies(self.trace, plan.intervals(), copies);
+    return tier_bytes(self.trace, plan.intervals(), copies);
+  });
   return nb::make_tuple(array(std::move(tiers[0])), array(std::move(tiers[1])));
 }
 
@@ -181,9 +186,9 @@ void make(Search* self, const nb::dict& trace, const nb::dict& machine, const nb
                     column<Bytes>(trace, "workspace_bytes"), std::move(choices));
 }
 
-nb::object repair(Search& self, const Actions& action) {
+nb::object repair(Search& self, const Actions& action, bool pruned) {
   search::State state{copied(action), std::vector<std::int8_t>(action.shape(0))};
-  const bool fits = without_gil([&] { return self.repair(state); });
+  const bool fits = without_gil([&] { return self.repair(state, pruned); });
   return fits ? array(std::move(state.action)) : nb::none();
 }
 
@@ -215,7 +220,7 @@ void bind_planning(nb::module_& module) {
       .def("__init__", &make, nb::arg("trace"), nb::arg("machine"), nb::arg("choices"),
            nb::sig("def __init__(self, trace: dict[str, object], machine: dict[str, object], "
                    "choices: dict[str, object]) -> None"))
-      .def("repair", &repair, nb::arg("action"))
+      .def("repair", &repair, nb::arg("action"), nb::arg("pruned"))
       .def("improve", &improve, nb::arg("action"), nb::arg("late"), nb::arg("evaluations"), nb::arg("seconds"),
            nb::arg("target_s"), nb::arg("temperature"), nb::arg("seed"));
   module.def("plan_actions", [] {

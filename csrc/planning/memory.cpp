@@ -121,10 +121,7 @@ void find_copies(const Trace& trace, const Intervals& rows, Copies& copies) {
   }
 }
 
-std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows) {
-  check(trace, rows);
-  Copies copies;
-  find_copies(trace, rows, copies);
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows, const Copies& copies) {
   const auto K = at(trace.kernels);
   std::array<std::vector<Bytes>, 2> result;
   for (auto& tier : result) tier.assign(3 * K + 2, 0);
@@ -140,7 +137,7 @@ std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals
   }
   for (auto& tier : result) {
     for (std::size_t k = 1; k < tier.size(); ++k) tier[k] += tier[k - 1];
-    for (std::size_t k = K; k < 3 * K; ++k) tier[k % K] += tier[k];
+    for (std::size_t k = 0; k < K; ++k) tier[k] += tier[K + k] + tier[2 * K + k];
     tier.resize(K);
   }
   return result;
@@ -176,11 +173,9 @@ std::vector<Bytes> static_bytes(const Trace& trace, const Intervals& rows, const
     }
   }
   std::vector<Bytes> result(K);
-  Bytes sum = 0;
-  for (std::size_t k = 0; k < 2 * K + 1; ++k) {
-    sum += change[k];
-    result[k % K] += sum;
-  }
+  for (std::size_t k = 1; k < 2 * K + 1; ++k) change[k] += change[k - 1];
+  for (std::size_t k = 0; k < K; ++k) result[k] = change[k] + change[K + k];
+  if (K > 0) result[0] += change[2 * K];
   // Operations come before the kernel's outputs and its workspace take memory.
   for (std::size_t k = 0; k < K; ++k) {
     const auto held = result[k] + trace.live[k];

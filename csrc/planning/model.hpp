@@ -143,7 +143,19 @@ void find_copies(const Trace& trace, const Intervals& rows, Copies& copies);
 // [K] device bytes during each kernel if every copy took no time, operations before the kernel included.
 std::vector<Bytes> static_bytes(const Trace& trace, const Intervals& rows, const Kernels& kernels);
 // [K] bytes that copies occupy on the host, and on disk.
-std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows);
+std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows, const Copies& copies);
+
+// For each row the kernel after which to start its copy: of those that could be written, the one whose memory is
+// wanted first, where its tier has room that early.
+//
+// earliest   [R] the first kernel after which each can be written; rows.after is the last one
+// wanted     [R] the kernel from which on its memory is wanted, maybe of the next iteration
+// start_s    [K + 1] of the kernels; the last is the end
+// slack      by tier: [K] bytes that are free with each copy as late as `after`; empty where there is plenty
+std::vector<Index> place_writes(const Trace& trace, const Machine& machine, const Intervals& rows,
+                                const Copies& copies, const std::vector<Index>& earliest,
+                                const std::vector<Index>& wanted, const Kernels& kernels, const double* start_s,
+                                std::array<std::vector<Bytes>, 2> slack);
 
 // For each row the kernel at which to issue its prefetch. start_s: [K + 1], the last is the end.
 std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Intervals& rows,

@@ -67,6 +67,10 @@ Search::Search(Trace trace, Machine machine, std::vector<double> time_s, std::ve
   for (const double time_s : time_s_) ideal_start_s_.push_back(ideal_start_s_.back() + time_s);
   begin_ = choices_.begin;
   end_ = choices_.end;
+  by_begin_.resize(choices_.periods());
+  std::iota(by_begin_.begin(), by_begin_.end(), std::size_t{0});
+  std::stable_sort(by_begin_.begin(), by_begin_.end(),
+                   [this](std::size_t a, std::size_t b) { return choices_.begin[a] < choices_.begin[b]; });
   for (std::size_t period = 0; period < choices_.periods(); ++period) {
     const auto at = [&](Kernel kernel) {
       const auto turns = static_cast<double>(kernel / trace_.kernels) * ideal_start_s_.back();
@@ -81,6 +85,19 @@ Search::Search(Trace trace, Machine machine, std::vector<double> time_s, std::ve
     const auto bytes = static_cast<double>(choices_.bytes[period]);
     leaving_.push_back(bytes * std::clamp(ease, 0.02, 1.0));
     staying_.push_back(bytes * (1.1 - std::clamp(ease, 0.02, 1.0)));
+  }
+  std::int64_t all_bytes = 0;
+  for (const auto bytes : choices_.bytes) all_bytes += 2 * bytes;
+  for (const std::size_t tier : {0, 1}) ample_[tier] = choices_.tier_bytes[tier] >= all_bytes;
+  // The last period of a tensor reaches into the next iteration: up to the first kernel that uses it.
+  std::vector<std::size_t> wrapping(static_cast<std::size_t>(trace_.tensors), kNone);
+  for (std::size_t period = 0; period < choices_.periods(); ++period)
+    if (choices_.end[period] >= trace_.kernels) wrapping[static_cast<std::size_t>(choices_.tensor[period])] = period;
+  for (std::size_t period = 0; period < choices_.periods(); ++period) {
+    const auto tensor = choices_.tensor[period];
+    const auto before = wrapping[static_cast<std::size_t>(tensor)];
+    const bool written = trace_.writers.begin(tensor) != trace_.writers.end(tensor);
+    before_.push_back(written && choices_.ready[period] < 0 && before != period ? before : kNone);
   }
   pulls_.resize(static_cast<std::size_t>(trace_.tensors));
   last_end_.assign(static_cast<std::size_t>(trace_.tensors), -1);
@@ -151,17 +168,49 @@ void Search::expand(const State& state) {
 
   rows_.clear();
   periods_.clear();
+  earliest_.clear();
+  wanted_.clear();
+  const auto add = [&](std::size_t period, Kernel earliest) {
+    const auto begin = begin_[period], end = end_[period];
+    rows_.add(choices_.tensor[period], begin - 1, begin, end, end, state.action[period]);
+    earliest_.push_back(earliest);
+    wanted_.push_back(begin);
+    periods_.push_back(period);
+  };
+  const auto away = [&](std::size_t period) {
+    return state.action[period] != kKeep && begin_[period] < end_[period];
+  };
+  // Of copies that may start after the same kernel, the first is the one whose memory is free first.
+  for (const auto period : by_begin_) {
+    if (!away(period)) continue;
+    const auto action = state.action[period];
+    auto& last_end = last_end_[static_cast<std::size_t>(choices_.tensor[period])];
+    if (is_moved(action)) add(period, is_csr(action) ? begin_[period] - 1 : std::max(choices_.ready[period], last_end));
+    last_end = end_[period];
+  }
+  // What makes a tensor comes before what it is made into.
   for (const auto position : order) {
     const auto period = static_cast<std::size_t>(position);
-    const auto action = state.action[period];
-    if (action == kKeep || begin_[period] >= end_[period]) continue;
-    const auto tensor = choices_.tensor[period];
-    auto& last_end = last_end_[static_cast<std::size_t>(tensor)];
-    auto after = std::max(choices_.ready[period], last_end);
-    if (is_csr(action) || state.late[period]) after = begin_[period] - 1;
-    rows_.add(tensor, after, begin_[period], end_[period], end_[period], action);
-    periods_.push_back(period);
-    last_end = end_[period];
+    if (state.action[period] == kRecompute && away(period)) add(period, begin_[period] - 1);
+  }
+  away_ = rows_.size();
+  const bool repeats = std::any_of(rows_.end.begin(), rows_.end.end(), [&](Kernel end) { return end >= trace_.kernels; });
+  // What is ready in the iteration before is written then: its tensor is asked back before it has left.
+  for (std::size_t row = 0; row < away_; ++row) {
+    const auto period = periods_[row];
+    const auto tensor = rows_.tensor[row];
+    const auto action = rows_.action[row];
+    const auto before = before_[period];
+    if (!repeats || before == kNone || state.late[period] || !is_raw(action) || !ample_[is_disk(action)]) continue;
+    if (state.action[before] != kKeep || last_end_[at(tensor)] < 0) continue;
+    last_end_[at(tensor)] = -1;  // one for each tensor
+    const auto begin = choices_.begin[before];
+    const auto latest = trace_.kernels - 3;  // it is back within the iteration
+    if (begin - 1 > latest) continue;
+    rows_.add(tensor, latest, begin, begin + 1, begin, action);
+    earliest_.push_back(begin - 1);
+    wanted_.push_back(rows_.begin[row] + trace_.kernels);
+    periods_.push_back(before);
   }
   for (const auto tensor : pulled_) pulls_[static_cast<std::size_t>(tensor)].clear();
   pulled_.clear();
@@ -174,13 +223,15 @@ bool Search::memory_fits(const Rows& rows) {
 }
 
 bool Search::tiers_fit() {
+  find_copies(trace_, rows_.view(), copies_);
   // A look that suffices where there is plenty: each row takes room at most once.
+  for (auto& tier : tiers_) tier.clear();
   std::array<std::int64_t, 2> most{};
   for (std::size_t row = 0; row < rows_.size(); ++row)
     if (is_moved(rows_.action[row])) most[is_disk(rows_.action[row])] += choices_.bytes[periods_[row]];
   const auto& room = choices_.tier_bytes;
   if (most[0] <= room[0] && most[1] <= room[1]) return true;
-  tiers_ = tier_bytes(trace_, rows_.view());
+  tiers_ = tier_bytes(trace_, rows_.view(), copies_);
   return all_within(tiers_[0], 0, room[0]) && all_within(tiers_[1], 0, room[1]);
 }
 
@@ -214,7 +265,8 @@ bool Search::place(State& state, std::size_t period) {
 bool Search::repair_tiers(State& state) {
   for (std::size_t step = 0; step < 2 * choices_.periods() + 2; ++step) {
     expand(state);
-    tiers_ = tier_bytes(trace_, rows_.view());
+    find_copies(trace_, rows_.view(), copies_);
+    tiers_ = tier_bytes(trace_, rows_.view(), copies_);
     const bool host = !all_within(tiers_[0], 0, choices_.tier_bytes[0]);
     if (!host && all_within(tiers_[1], 0, choices_.tier_bytes[1])) return true;
     const auto& used = tiers_[host ? 0 : 1];
@@ -273,7 +325,10 @@ bool Search::repair_memory(State& state) {
   for (std::size_t step = 0; step < 3 * choices_.periods() + 3; ++step) {
     expand(state);
     if (memory_fits(rows_)) return true;
-    if (scarce) tiers_ = tier_bytes(trace_, rows_.view());
+    if (scarce) {
+      find_copies(trace_, rows_.view(), copies_);
+      tiers_ = tier_bytes(trace_, rows_.view(), copies_);
+    }
     const auto most = std::max_element(memory_.begin(), memory_.end());
     const Kernel worst = most - memory_.begin();
     const double excess = static_cast<double>(*most - machine_.budget);
@@ -332,11 +387,11 @@ bool Search::repair_memory(State& state) {
   return false;
 }
 
-bool Search::repair(State& state) {
+bool Search::repair(State& state, bool pruned) {
   const std::lock_guard lock(mutex_);
   check(state);
   if (!repair_tiers(state) || !repair_memory(state) || !fits(state)) return false;
-  prune(state);
+  if (pruned) prune(state);
   return true;
 }
 
@@ -370,13 +425,38 @@ void Search::prune(State& state) {
   }
 }
 
-// The time of what the last call of `expand` made of `state`, which memory has room for.
+// The time of what the last call of `expand` made of `state`, which memory and tiers have room for.
 double Search::evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into) {
-  if (!tiers_fit()) return kInfinity;
-  rows_.prefetch_at = place_prefetches(trace_, machine_, rows_.view(), kernels_, start_s.data(), early);
+  auto slack = tiers_;
+  for (const std::size_t tier : {0, 1})
+    for (auto& bytes : slack[tier]) bytes = choices_.tier_bytes[tier] - bytes;
+  // A late one is written when its memory is needed: it may stay as long as there is room.
+  auto room = memory_;
+  for (auto& bytes : room) bytes = machine_.budget - bytes;
+  for (std::size_t row = 0; row < away_; ++row) {
+    const auto period = periods_[row];
+    if (!state.late[period] || !is_moved(rows_.action[row])) continue;
+    auto& kernel = wanted_[row];
+    for (; kernel < rows_.end[row]; ++kernel) {
+      auto& bytes = room[static_cast<std::size_t>(kernel % trace_.kernels)];
+      if (bytes < choices_.bytes[period]) break;
+      bytes -= choices_.bytes[period];
+    }
+  }
+  rows_.after = place_writes(trace_, machine_, rows_.view(), copies_, earliest_, wanted_, kernels_, start_s.data(),
+                             std::move(slack));
+  auto leaving = rows_.view();
+  leaving.count = static_cast<Index>(away_);
+  rows_.prefetch_at = place_prefetches(trace_, machine_, leaving, kernels_, start_s.data(), early);
+  for (auto row = away_; row < rows_.size(); ++row) {
+    rows_.begin[row] = rows_.after[row] + 1;
+    rows_.end[row] = rows_.begin[row] + 1;
+    rows_.prefetch_at.push_back(rows_.begin[row]);
+  }
   into.verdict = run(rows_);
   into.state = state;
   into.rows = rows_;
+  into.away = away_;
   return into.verdict.iteration_s;
 }
 
@@ -446,10 +526,13 @@ bool Search::change(State& state, const Outcome& verdict) {
       if (uniform() < 0.5) {
         return alter(state, pick(leaving_, [&](std::size_t period) { return kept(period) && covers(period, at); }), false);
       }
-      return alter(state, pick(staying_, [&](std::size_t period) {
-                     const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
-                     return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
-                   }), true);
+      const auto leaving = pick(staying_, [&](std::size_t period) {
+        const auto since = ((at - choices_.begin[period]) % kernels + kernels) % kernels;
+        return is_moved(state.action[period]) && since < kLeaving && covers(period, at);
+      });
+      if (leaving == kNone || uniform() < 0.5) return alter(state, leaving, true);
+      state.late[leaving] ^= 1;
+      return true;
     }
   }
   const auto any = [&](std::size_t) { return true; };
@@ -512,6 +595,7 @@ Found Search::improve(const State& start, const Limits& limits) {
     found.iteration_s = iteration_s;
     found.state = candidate.state;
     found.rows = candidate.rows;
+    found.away = candidate.away;
   };
   // How early to prefetch, each on the timeline that it leads to.
   for (const std::int64_t kernels : {trace_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
@@ -519,7 +603,7 @@ Found Search::improve(const State& start, const Limits& limits) {
     double before_s = kInfinity;
     for (int round = 0; round < 3; ++round) {
       expand(start);
-      const double iteration_s = memory_fits(rows_) ? evaluate(start, kernels, start_s, trial) : kInfinity;
+      const double iteration_s = memory_fits(rows_) && tiers_fit() ? evaluate(start, kernels, start_s, trial) : kInfinity;
       ++found.evaluations;
       if (!(iteration_s < before_s)) break;
       before_s = iteration_s;
@@ -551,11 +635,13 @@ Found Search::improve(const State& start, const Limits& limits) {
     for (int attempt = 0; !room && attempt < kRoomTries && give_room(proposal); ++attempt) {
       room = (expand(proposal), memory_fits(rows_));
     }
-    for (int attempt = 0; room && attempt < kRoomTries && !tiers_fit(); ++attempt) {
+    bool fits = room && tiers_fit();
+    for (int attempt = 0; room && !fits && attempt < kRoomTries; ++attempt) {
       room = give_tier_room(proposal) && (expand(proposal), memory_fits(rows_));
       if (!room) room = give_room(proposal) && (expand(proposal), memory_fits(rows_));
+      fits = room && tiers_fit();
     }
-    if (!room) continue;
+    if (!fits) continue;
     const double iteration_s = evaluate(proposal, early, current.verdict.start_s, trial);
     const double left = 1.0 - static_cast<double>(found.evaluations) / static_cast<double>(limits.evaluations);
     const double temperature_s = first_s * limits.temperature * left * left;
@@ -575,7 +661,7 @@ Found Search::improve(const State& start, const Limits& limits) {
 // Moves single prefetches of the best plan, at first likely those of tensors that are late.
 void Search::polish(Found& found, const Limits& limits, Clock::time_point begun) {
   std::vector<std::size_t> moves;
-  for (std::size_t row = 0; row < found.rows.size(); ++row) {
+  for (std::size_t row = 0; row < found.away; ++row) {
     if (is_moved(found.rows.action[row])) moves.push_back(row);
   }
   if (moves.empty()) return;

@@ -12,6 +12,7 @@ namespace penstock::planning::search {
 
 using Clock = std::chrono::steady_clock;
 using Kernel = std::int64_t;
+constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 // What may be chosen: P inactive periods of T tensors over K kernels.
 //
@@ -33,7 +34,7 @@ struct Choices {
   std::size_t periods() const { return tensor.size(); }
 };
 
-// A choice for every period. late: the copy starts only before the period, though it could earlier.
+// A choice for every period. late: its copy may wait until the memory is needed, so that others go first.
 struct State {
   std::vector<std::int8_t> action, late;
 };
@@ -49,6 +50,7 @@ struct Limits {
 struct Found {
   State state;
   Rows rows;
+  std::size_t away = 0;  // the rows before this one leave: the others are written only
   double iteration_s = 0.0;
   std::int64_t evaluations = 0;
   bool timed_out = false;
@@ -61,8 +63,9 @@ class Search {
   Search(Trace trace, Machine machine, std::vector<double> time_s,
          std::vector<Bytes> workspace, Choices choices);
 
-  // The nearest choice found that fits, without what it does not need. False where none was found.
-  bool repair(State& state);
+  // The nearest choice found that fits; pruned: without what would not be needed if copies took no time. False where
+  // none was found.
+  bool repair(State& state, bool pruned);
 
   // The best plan found near a choice; its time is infinite where the choice does not fit.
   Found improve(const State& start, const Limits& limits);
@@ -71,6 +74,7 @@ class Search {
   struct Current {
     State state;
     Rows rows;
+    std::size_t away = 0;
     Outcome verdict;
   };
 
@@ -112,12 +116,18 @@ class Search {
   const std::vector<Bytes> workspace_;
   const Kernels kernels_;  // of the two above
   const Choices choices_;
+  std::vector<std::size_t> by_begin_;  // the periods
+  std::vector<std::size_t> before_;    // [P] the period of the iteration before in which its copy could be written
+  std::array<bool, 2> ample_{};        // the tier has room for everything
   std::vector<double> ideal_start_s_;
   std::vector<double> leaving_, staying_;  // [P] how likely a period is drawn to be away, or not
   std::uint64_t seed_ = 0, drawn_ = 0;
 
-  // What the last call of `expand` found, and of static_bytes and tier_bytes.
-  Rows rows_;
+  // What the last call of `expand` found, and of static_bytes, find_copies and tier_bytes.
+  Rows rows_;  // each copy as late as can be; from away_ on those that are written and do not leave
+  std::size_t away_ = 0;
+  std::vector<Kernel> earliest_, wanted_;       // of each row, for place_writes
+  Copies copies_;
   std::vector<std::size_t> periods_;            // of each row
   std::vector<Kernel> begin_, end_;             // [P] as shrunk; empty where the period is not away
   std::vector<std::vector<Kernel>> pulls_;      // [T]
@@ -127,7 +137,5 @@ class Search {
   std::array<std::vector<std::int64_t>, 2> tiers_;
   std::vector<std::pair<double, std::size_t>> candidates_;
 };
-
-constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 }  // namespace penstock::planning::search

@@ -16,25 +16,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import count
 
 import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
+from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.optimal.lp.fractional import fractional_plan
+from penstock.planners.optimal.lp.dive import dive
+from penstock.planners.optimal.lp.fractional import FractionalPlan, fractional_plan
 from penstock.planners.optimal.search.choices import ActionArray, Choices, choices
 from penstock.planners.optimal.search.improve import Candidate, Improver
-from penstock.planners.optimal.search.seeds import everything_away, of_intervals, seeds
+from penstock.planners.optimal.search.seeds import everything_away, of_intervals, round_fractions, seeds
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.variants import with_fastest, with_least_workspace
 from penstock.units import format_bytes, format_bytes_up
 
 GOOD_ENOUGH = 1.0005  # of the bound
-TEMPERATURES = (1e-4, 5e-5)  # of the searches side by side, where the start is FAR from the bound or farther
+NEAR = 1.01  # of the bound: a first plan that is no nearer is worth solving the linear program again
+TEMPERATURES = (5e-5, 0.0)  # of the searches side by side, where the start is FAR from the bound or farther
 FAR = 0.05
-ROUNDS = 5  # after each, all go on from the best
-SETTLED = 2e-4  # a round that gains less is the last
+ROUNDS = 5  # at least, of the time limit; after each, all go on from the best
+SETTLED = 2e-4  # rounds that gain less
+LAST_ROUNDS = (2, 6)  # so many of them in a row are the last: where the best is NEAR the bound, and elsewhere
+WARMER = 3.0  # each time
 _SOLVING = 0.6  # of the time limit, at most, for the linear program
 _PROVING = 0.3  # of the time limit, for a bound over all kernel variants
 _SEEDING = 0.3  # of what is left then
@@ -57,7 +63,7 @@ def optimal(problem: Problem) -> Decision:
     deadline_s = time.perf_counter() + problem.time_limit_s
     bound_s = 0.0
     if problem.trace.kernel_variants:
-        bound_s = _bound_of_lp(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0]
+        bound_s = _relaxed(replace(problem, time_limit_s=_PROVING * problem.time_limit_s))[0].bound_s
     tried = [with_fastest(problem.trace, problem.budget_bytes)]
     least = with_least_workspace(problem.trace, problem.budget_bytes)
     if least[0] != tried[0][0]:
@@ -95,9 +101,10 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
             reason="nothing can be faster, and moving the largest tensors alone is enough",
         )
     options = choices(problem)
-    bound_s, fractions, note = _bound_of_lp(problem)
-    starts = _starts(problem, options, fractions, _SEEDING * left_s(), few)
-    best = _search(problem, options, fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
+    relaxed, note = _relaxed(problem)
+    bound_s = relaxed.bound_s
+    starts = _starts(problem, options, relaxed, _SEEDING * left_s(), few)
+    best = _search(problem, options, relaxed.fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
     evictions, recomputations = best.intervals(problem.trace)
     if best.evaluations:
         reason = f"the best of {best.evaluations} changes tried"
@@ -129,7 +136,7 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
         if minimum_bytes(restricted.trace) > problem.budget_bytes:
             continue
         try:
-            start = _starts(restricted, choices(restricted), None, 0.0)[0]
+            start = _starts(restricted, choices(restricted), _nothing(trace), 0.0)[0]
         except SpillSpaceFull:
             continue
         if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
@@ -141,16 +148,20 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
     return best if problem.hardware.copy_overhead_s > 0 else None, False
 
 
-def _bound_of_lp(problem: Problem) -> tuple[float, FloatArray | None, str]:
-    """The bound, the fractions of the linear program, and why there are none where there are none."""
+def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
+    """What the linear program says, and why nothing where there is none."""
+    nothing = _nothing(problem.trace)
     if problem.time_limit_s <= 0:
-        return problem.trace.fastest_s, None, "there was no time for a linear program"
+        return nothing, "there was no time for a linear program"
     if find_spec("highspy") is None:
         note = "without a solver nothing was proven: pip install 'penstock[plan]'"
         _warn_once(note)
-        return problem.trace.fastest_s, None, note
-    fractional = fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s))
-    return fractional.bound_s, fractional.fractions, ""
+        return nothing, note
+    return fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s)), ""
+
+
+def _nothing(trace: Trace) -> FractionalPlan:
+    return FractionalPlan(trace.fastest_s, None, "unknown")
 
 
 @cache
@@ -161,21 +172,25 @@ def _warn_once(note: str) -> None:
 def _starts(
     problem: Problem,
     options: Choices,
-    fractions: FloatArray | None,
+    relaxed: FractionalPlan,
     seconds: float,
     given: Candidate | None = None,
 ) -> list[Candidate]:
     """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
+    fractions = relaxed.fractions
     improver = Improver(problem, options, fractions)
 
     def fitted(action: ActionArray) -> None:
-        repaired = improver.repaired(action)
-        if repaired is not None:
-            late = np.zeros_like(repaired)
-            first = improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0)
-            if math.isfinite(first.iteration_s):
-                found.append(first)
+        tried = []
+        for pruned in (True, False):
+            repaired = improver.repaired(action, pruned=pruned)
+            if repaired is not None:
+                late = np.zeros_like(repaired)
+                tried.append(improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0))
+        best = min(tried, key=lambda start: start.iteration_s, default=None)
+        if best is not None and math.isfinite(best.iteration_s):
+            found.append(best)
 
     found: list[Candidate] = []
     if given is not None:
@@ -185,6 +200,10 @@ def _starts(
         fitted(action)
         if found and time.perf_counter() - begun_s >= seconds:
             break
+    left_s = seconds - (time.perf_counter() - begun_s)
+    fastest_s = min((start.iteration_s for start in found), default=math.inf)
+    if relaxed.model is not None and relaxed.status == "optimal" and fastest_s > relaxed.bound_s * NEAR:
+        fitted(round_fractions(problem.trace, options, dive(relaxed.model, left_s)))
     if not found:
         fitted(everything_away(options))
     if not found:
@@ -208,9 +227,9 @@ def _search(
     best = starts[0]
     improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
     froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
-    tried, timed_out = 0, seconds <= 0
+    tried, settled, timed_out = 0, 0, seconds <= 0
     with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
-        for turn in range(ROUNDS):
+        for turn in count():
             left_s = seconds - (time.perf_counter() - begun_s)
             if left_s <= 0 or best.iteration_s <= target_s:
                 break
@@ -221,9 +240,9 @@ def _search(
                     start.action,
                     start.late,
                     evaluations=changes,
-                    seconds=left_s / (ROUNDS - turn),
+                    seconds=left_s / max(ROUNDS - turn, 1),
                     target_s=target_s,
-                    temperature=TEMPERATURES[index] * far,
+                    temperature=TEMPERATURES[index] * far * WARMER**settled,
                     seed=turn * len(TEMPERATURES) + index,
                 )
                 for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
@@ -234,8 +253,11 @@ def _search(
             tried += sum(result.evaluations for result in results)
             short = any(result.timed_out for result in results)
             timed_out = timed_out or short
-            froms = [best] * len(TEMPERATURES)
-            if not short and best.iteration_s > before_s * (1 - SETTLED):
+            settled = settled + 1 if best.iteration_s > before_s * (1 - SETTLED) else 0
+            # Where nothing is gained, one of them goes on from another start, by itself.
+            alone = starts[1 % len(starts)] if settled == 1 else results[-1]
+            froms = [best, best if settled == 0 else alone]
+            if settled >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
                 break
     return replace(best, evaluations=tried, timed_out=timed_out)
 

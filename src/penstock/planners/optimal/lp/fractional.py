@@ -23,14 +23,16 @@ class FractionalPlan:
 
     bound_s     no plan is faster, repeated without end: proven, however well it was solved
     fractions   [P, 6] how much of each period has which action: the columns are those of
-                penstock.simulator.actions.ACTIONS
+                penstock.simulator.actions.ACTIONS; None where nothing was solved
     status      "optimal"; "time limit", "infeasible" (not even parts of tensors find room on the tiers) or
                 "unknown": then only `bound_s` means something
+    model       None where everything fits
     """
 
     bound_s: float
-    fractions: FloatArray
+    fractions: FloatArray | None
     status: str
+    model: LPModel | None = None
 
 
 def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
@@ -51,10 +53,5 @@ def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
     grid = cut(trace, candidates, trace.fastest_time_s, slots)
     model = LPModel(candidates, grid, problem.hardware, trace.fastest_time_s, live_bytes, budget)
     solution = solve(model.program, problem.time_limit_s - (time.perf_counter() - began))
-    for action, periods, columns in model.choices:
-        size = candidates.size_bytes[periods] / model.unit_bytes
-        fractions[periods, action] = np.clip(solution.value[columns] / size, 0.0, 1.0)
-    fractions /= np.maximum(fractions.sum(axis=1, keepdims=True), 1.0)
-    fractions[:, KEEP] = np.maximum(0.0, 1.0 - fractions.sum(axis=1))
     bound_s = max(trace.fastest_s, proven(model.program, solution.dual) * model.unit_s)
-    return FractionalPlan(bound_s, fractions, solution.status)
+    return FractionalPlan(bound_s, model.fractions(solution.value), solution.status, model)

@@ -31,7 +31,7 @@ from penstock.planners.optimal.lp.candidates import EvictionCandidates
 from penstock.planners.optimal.lp.flows import Amounts, Flows, joined
 from penstock.planners.optimal.lp.slots import Slots
 from penstock.planners.optimal.lp.sparse import Builder
-from penstock.simulator.actions import DISK, DISK_CSR, HOST, HOST_CSR, RECOMPUTE
+from penstock.simulator.actions import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, RECOMPUTE
 
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
 _ALIKE = 4.0  # tensors whose waits differ by less than this factor share a stock of early writes
@@ -91,6 +91,15 @@ class LPModel:
         self._share_tensors()
         self._links()
         self.program = self.build.program()
+
+    def fractions(self, value: FloatArray) -> FloatArray:
+        """[P, A] how much of each period has which action, where the program's columns have ``value``."""
+        fractions = np.zeros((len(self.candidates), len(ACTIONS)))
+        for action, periods, columns in self.choices:
+            fractions[periods, action] = np.clip(value[columns] / self.size[periods], 0.0, 1.0)
+        fractions /= np.maximum(fractions.sum(axis=1, keepdims=True), 1.0)
+        fractions[:, KEEP] = np.maximum(0.0, 1.0 - fractions.sum(axis=1))
+        return fractions
 
     # The actions in a period
 
@@ -287,14 +296,14 @@ class LPModel:
 
     def _link(self, link: str, carried: list[IntArray]) -> None:
         rows = self.build.add_rows(self.count, 0.0, np.inf)
-        self.build.add(rows, self.lengths, self._rate(link))
+        self.build.add(rows, self.lengths, self.rate(link))
         for columns in carried:
             self.build.add(rows, columns, -1.0)
 
     def _duplex(self) -> None:
         """Both directions at once, each at `duplex` of its rate: the corners of what a second can carry are
         (1, 0), (duplex, duplex) and (0, 1), in parts of the rates."""
-        write, read = self._rate("disk_write"), self._rate("disk_read")
+        write, read = self.rate("disk_write"), self.rate("disk_read")
         other = min(1.0, (1 - self.hardware.duplex) / self.hardware.duplex)
         outgoing, incoming = self.traffic["disk"]
         for of_write, of_read in ((1.0, other), (other, 1.0)):
@@ -303,8 +312,8 @@ class LPModel:
             self.build.add(rows, outgoing, -of_write / write)
             self.build.add(rows, incoming, -of_read / read)
 
-    def _rate(self, link: str) -> float:
-        """The best that the link reaches with any transfer there can be."""
+    def rate(self, link: str) -> float:
+        """The best that the link reaches with any transfer there can be, in the program's units."""
         best = self.hardware.rate_bytes_per_s(link)
         if self.hardware.measured_rates.get(link):
             candidates = self.candidates

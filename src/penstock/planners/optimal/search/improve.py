@@ -57,9 +57,12 @@ class Improver:
         """bias: [P, A] how much of each period each action has in the linear program."""
         self._search = PlanSearch(*search_columns(problem, choices, bias))
 
-    def repaired(self, action: ActionArray) -> ActionArray | None:
-        """The nearest choice found that fits, without what it does not need; None where none was."""
-        return self._search.repair(action)
+    def repaired(self, action: ActionArray, *, pruned: bool = True) -> ActionArray | None:
+        """The nearest choice found that fits; None where none was.
+
+        pruned   without what would not be needed if copies took no time
+        """
+        return self._search.repair(action, pruned)
 
     def improved(
         self,

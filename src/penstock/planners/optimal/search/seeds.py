@@ -36,12 +36,14 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
 def of_intervals(
     choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
 ) -> ActionArray:
-    """[P] what happens in each period in a plan."""
+    """[P] what happens in each period in a plan; nothing where a tensor is written and does not leave."""
     by_tensor: dict[int, list[int]] = {}
     for period, tensor in enumerate(choices.tensor.tolist()):
         by_tensor.setdefault(tensor, []).append(period)
     actions: ActionArray = np.full(len(choices), KEEP, dtype=np.int8)
-    rows = [(e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions]
+    rows = [
+        (e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions if e.prefetch_at > e.begin
+    ]
     rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
     for tensor, begin, end, action in rows:
         assert action is not None

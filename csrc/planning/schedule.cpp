@@ -1,12 +1,26 @@
-// When to issue prefetches: in time for the kernels that need them, where memory allows.
+// When to start copies: writes in the order in which their memory is wanted, prefetches in time for the kernels
+// that need them, where memory allows.
 #include <algorithm>
 #include <limits>
+#include <queue>
+#include <tuple>
+#include <utility>
 
 #include "links.hpp"
 
 namespace penstock::planning {
 
 namespace {
+
+// Deadlines first, so that they compare by them.
+struct Write {
+  double wanted_s, ready_s, seconds;  // wanted: its memory, within one iteration
+  Index row;
+
+  bool operator>(const Write& other) const {
+    return std::tie(wanted_s, row) > std::tie(other.wanted_s, other.row);
+  }
+};
 
 struct Read {
   Index row;
@@ -34,7 +48,68 @@ Index take(std::vector<Bytes>& slack, Index target, Index end, Bytes size) {
   return first;
 }
 
+Bytes stored(const Trace& trace, const Intervals& rows, Index row) {
+  const auto tensor = at(rows.tensor[row]);
+  return is_csr(rows.action[row]) ? trace.compressed[tensor] : trace.bytes[tensor];
+}
+
 }  // namespace
+
+std::vector<Index> place_writes(const Trace& trace, const Machine& machine, const Intervals& rows,
+                                const Copies& copies, const std::vector<Index>& earliest,
+                                const std::vector<Index>& wanted, const Kernels& kernels, const double* start_s,
+                                std::array<std::vector<Bytes>, 2> slack) {
+  const auto K = trace.kernels;
+  const double period_s = start_s[K];
+  std::vector<Index> placed(rows.after, rows.after + rows.count);
+  std::vector<double> end_s(at(K));
+  for (Index k = 0; k < K; ++k) end_s[at(k)] = start_s[k] + kernels.time_s[k];
+  std::array<std::vector<Write>, 2> channels;  // by tier
+  bool repeats = false;
+  for (Index r = 0; r < rows.count; ++r) {
+    repeats = repeats || rows.end[r] >= K;
+    if (!is_moved(rows.action[r]) || copies.source[at(r)] != r) continue;
+    const auto seconds = alone_s(trace, machine, rows.action[r], at(rows.tensor[r]), /*back=*/false);
+    const double ready_s = earliest[at(r)] < 0 ? 0.0 : end_s[at(earliest[at(r)])];
+    const auto next = wanted[at(r)] / K;
+    const auto wanted_s = start_s[wanted[at(r)] - next * K] + static_cast<double>(next) * period_s;
+    channels[is_disk(rows.action[r]) ? 1 : 0].push_back({wanted_s, ready_s, seconds, r});
+  }
+  for (const std::size_t tier : {0, 1}) {
+    auto& writes = channels[tier];
+    std::sort(writes.begin(), writes.end(), [](const Write& a, const Write& b) {
+      return std::tie(a.ready_s, a.row) < std::tie(b.ready_s, b.row);
+    });
+    // Where the iteration repeats, the last writes of one push back the first of the next: the second counts.
+    const auto once = writes.size();
+    for (std::size_t index = 0; repeats && index < once; ++index) {
+      auto write = writes[index];
+      write.wanted_s += period_s;
+      write.ready_s += period_s;
+      writes.push_back(write);
+    }
+    std::vector<std::pair<Index, double>> starts;
+    std::vector<std::uint8_t> seen(repeats ? at(rows.count) : 0);
+    std::priority_queue<Write, std::vector<Write>, std::greater<>> waiting;
+    double now_s = 0.0;
+    for (auto next = writes.begin(); next != writes.end() || !waiting.empty();) {
+      if (waiting.empty()) now_s = std::max(now_s, next->ready_s);
+      for (; next != writes.end() && next->ready_s <= now_s; ++next) waiting.push(*next);
+      const auto write = waiting.top();
+      waiting.pop();
+      if (!repeats || std::exchange(seen[at(write.row)], 1)) starts.emplace_back(write.row, now_s - repeats * period_s);
+      now_s += write.seconds;
+    }
+    auto& room = slack[tier];
+    for (const auto& [row, when_s] : starts) {
+      const auto last = std::upper_bound(end_s.begin(), end_s.end(), when_s) - end_s.begin() - 1;
+      auto& after = placed[at(row)];
+      const auto first = std::clamp<Index>(last, earliest[at(row)], after);
+      after = room.empty() ? first : take(room, first + 1, after + 1, stored(trace, rows, row)) - 1;
+    }
+  }
+  return placed;
+}
 
 std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, const Intervals& rows,
                                     const Kernels& kernels, const double* start_s, Index early) {
@@ -84,8 +159,7 @@ std::vector<Index> place_prefetches(const Trace& trace, const Machine& machine, 
   for (const bool further : {false, true}) {
     if (further && early <= 0) break;
     for (const auto row : order) {
-      const auto size = is_csr(rows.action[row]) ? trace.compressed[at(rows.tensor[row])]
-                                              : trace.bytes[at(rows.tensor[row])];
+      const auto size = stored(trace, rows, row);
       auto& kernel = placed[at(row)];
       // One that had to stay behind its wish gains nothing from going on.
       if (further && kernel > wish[at(row)]) continue;
