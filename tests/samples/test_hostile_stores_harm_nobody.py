@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from penstock.samples.maintenance.unpacking import unpack
 from penstock.samples.maintenance.verification import verify
 from penstock.samples.reader.store import Store, mount
 from penstock.storage.checksum import crc32c
+from tests.support.folders import folder_in_memory
 from tests.support.sample_stores import some_samples
 from tests.support.stores import write_store
 
@@ -119,7 +119,7 @@ def drain(store: Store) -> None:
 
 @contextlib.contextmanager
 def copied(store: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_in_memory() as folder:
         yield Path(shutil.copytree(store, Path(folder) / "store"))
 
 

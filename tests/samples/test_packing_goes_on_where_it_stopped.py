@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from penstock.samples.format import manifest
 from penstock.samples.sources import open_source
 from penstock.samples.writer import progress
 from penstock.samples.writer.pack import Rhythm, pack, pack_source
+from tests.support.folders import folder_in_memory
 from tests.support.packing import (
     Listed,
     Seekable,
@@ -49,7 +49,7 @@ def test_the_store_is_the_same_wherever_packing_stopped(
     items = samples_of(12)
     labels = [index % 4 - 1 for index in range(12)]
     source = kind(items, labels=labels, classes=("a", "b", "c"))
-    with tempfile.TemporaryDirectory() as made:
+    with folder_in_memory() as made:
         folder = Path(made, "store")
         for stop in stops:
             _stop(replace(source, stop=stop), folder, data_file_bytes=data_file_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from penstock.errors import InvalidArgument
 from penstock.samples.format import manifest
 from penstock.samples.writer.pack import pack
 from tests.support import stores
+from tests.support.folders import folder_in_memory
 from tests.support.packing import Listed, contents, expected, pack_often, samples_of
 
 _SIZES = st.one_of(
@@ -37,7 +37,7 @@ def test_any_samples_make_the_files_of_the_format(
     items: list[tuple[str, bytes]], data_file_bytes: int, blocks: list[int]
 ) -> None:
     data_file_bytes = max(data_file_bytes, *(len(data) for _, data in items))
-    with tempfile.TemporaryDirectory() as made:
+    with folder_in_memory() as made:
         source = Listed(items, blocks=tuple(blocks))
         pack(source, Path(made, "store"), 4096, data_file_bytes=data_file_bytes)
         wanted = expected(Path(made, "wanted"), items, data_file_bytes=data_file_bytes)
@@ -48,7 +48,7 @@ def test_any_samples_make_the_files_of_the_format(
 @given(st.integers(1, 20), st.integers(1, 5000))
 def test_how_often_packing_writes_changes_nothing(count: int, size_bytes: int) -> None:
     items = samples_of(count, size_bytes)
-    with tempfile.TemporaryDirectory() as made:
+    with folder_in_memory() as made:
         pack_often(Listed(items), Path(made, "store"), data_file_bytes=12000)
         assert contents(Path(made, "store")) == expected(Path(made, "wanted"), items, data_file_bytes=12000)
 

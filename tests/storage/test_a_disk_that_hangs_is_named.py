@@ -40,7 +40,7 @@ def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
         return 0
 
     monkeypatch.setitem(TRANSPORTS, "hanging", lambda: MemoryTransport(1, fault=wait))
-    return SpillSpace(tmp_path, SpillOptions(paths=["hanging direct"], timeout_s=0.1))
+    return SpillSpace(tmp_path, SpillOptions(paths=["hanging direct"], timeout_s=0.3))
 
 
 def is_named(error: SpillError | None, directory: Path) -> bool:
@@ -53,14 +53,16 @@ def test_what_waits_for_its_turn_fails(space: SpillSpace, disk: threading.Event,
     over: list[threading.Event] = [threading.Event() for _ in range(3)]
     results: dict[int, Transfer] = {}
 
+    extents = [space.allocate(SIZE) for _ in over]
+
     def start(number: int) -> None:
         def on_done(transfer: Transfer) -> None:
             results[number] = transfer
             over[number].set()
 
-        space.write(space.allocate(SIZE), buffer.address, SIZE, buffer, on_done, priority=EVICT)
+        space.write(extents[number], buffer.address, SIZE, buffer, on_done, priority=EVICT)
 
-    for number in range(3):  # the first is measured, and hangs; the others wait for it
+    for number in range(3):  # the first is measured, and hangs; the others wait for it, from now on
         start(number)
     assert over[1].wait(WAIT_S) and over[2].wait(WAIT_S)
     assert is_named(results[1].error, tmp_path) and is_named(results[2].error, tmp_path)

@@ -49,9 +49,8 @@ def pack(options: Namespace) -> Answer:
     except KeyboardInterrupt:
         print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
         raise
-    partition = (
-        f", partition {manifest.partition} of {manifest.partitions}" if manifest.partitions > 1 else ""
-    )
+    number, count = manifest.partition, manifest.partitions
+    partition = f", partition {number} of {count}" if count > 1 else ""
     chunks = _chunks(manifest.chunks, manifest.chunk_bytes)
     said = f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {chunks}{partition}"
     values = {

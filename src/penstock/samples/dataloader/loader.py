@@ -243,9 +243,8 @@ class _Iteration(Iterator[Any]):
     """One epoch of one replica."""
 
     def __init__(self, loader: Loader, begin: Position, replica: int, convert: Convert) -> None:
-        self.progress = _Progress(
-            begin, replica, begin.taken_by([replica])[replica], replica in begin.finished
-        )
+        taken = begin.taken_by([replica])[replica]
+        self.progress = _Progress(begin, replica, taken, replica in begin.finished)
         self._store, self._convert, self._batch_size = loader.store, convert, loader.batch_size
         self._least = loader.batch_size if loader.drop_last else 1
         self._taken, self._end = self.progress.taken, begin.end(replica)  # taken of the store

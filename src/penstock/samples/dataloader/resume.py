@@ -106,10 +106,7 @@ class Position:
                 )
             return min(next(iter(batches[worker])) * self.batch_size, self.size(replica))
 
-        return {
-            replica: self.taken[replica] if replica in self.taken else assumed(replica)
-            for replica in replicas
-        }
+        return {each: self.taken[each] if each in self.taken else assumed(each) for each in replicas}
 
     def divided(self, replicas: int, slots: int, workers: int) -> Position:
         """The same epoch in so many replicas: as it was divided, or what is left of it divided anew."""
@@ -119,9 +116,8 @@ class Position:
         if (replicas, slots) == (same.replicas, same.slots) and same._even():
             return same
         taken = dict.fromkeys(range(replicas), 0)
-        return dataclasses.replace(
-            self._closed(), replicas=replicas, slots=slots, workers=workers, taken=taken
-        )
+        closed = self._closed()
+        return dataclasses.replace(closed, replicas=replicas, slots=slots, workers=workers, taken=taken)
 
     def _even(self) -> bool:
         """Whether the processes have given equally many batches, so that each can speak for the others."""
@@ -170,9 +166,7 @@ class Position:
             for replica in open_[:batches]:
                 taken[replica] = min(taken[replica] + rounds * self.batch_size, self.end(replica))
             batches -= rounds * len(open_[:batches])
-        finished = frozenset(
-            replica for replica in turns if batches > 0 and taken[replica] >= self.end(replica)
-        )
+        finished = frozenset(each for each in turns if batches > 0 and taken[each] >= self.end(each))
         return dataclasses.replace(self, taken=taken, finished=finished)
 
     def _whole(self, replica: int, taken: int) -> int:

@@ -41,15 +41,12 @@ def check_files(directory: Directory) -> dict[str, str]:
     """What is wrong with the store's files, by name, with all data files under "": presence and sizes, and
     the checksums of all but data files."""
     folder, manifest = directory.folder, directory.manifest
+    chunk_bytes = manifest.chunk_bytes
     wrong = {name: problem for name in manifest.files if (problem := _file_problem(folder, manifest, name))}
     sizes = [
         problem
-        for number, data_file in enumerate(manifest.data_files)
-        if (
-            problem := _size_problem(
-                folder / layout.data_file_name(number), data_file.chunks * manifest.chunk_bytes
-            )
-        )
+        for number, file in enumerate(manifest.data_files)
+        if (problem := _size_problem(folder / layout.data_file_name(number), file.chunks * chunk_bytes))
     ]
     return {**wrong, "": "; ".join(sizes)} if sizes else wrong
 

@@ -250,12 +250,9 @@ def _check_manifest(manifest: StoreManifest, path: Path) -> None:
         SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES
         and chunk_bytes % SMALLEST_CHUNK_BYTES == 0
         and len(data_files) <= MOST_DATA_FILES
-        and all(
-            data_file.samples >= 0 and 0 <= data_file.size_bytes <= DATA_FILE_BYTES
-            for data_file in data_files
-        )
-        and all(data_file.chunks == chunks_of(data_file.size_bytes, chunk_bytes) for data_file in data_files)
-        and sum(data_file.samples for data_file in data_files) == manifest.samples
+        and all(file.samples >= 0 and 0 <= file.size_bytes <= DATA_FILE_BYTES for file in data_files)
+        and all(file.chunks == chunks_of(file.size_bytes, chunk_bytes) for file in data_files)
+        and sum(file.samples for file in data_files) == manifest.samples
         and 0 <= manifest.partition < manifest.partitions
     )
     if not sound:

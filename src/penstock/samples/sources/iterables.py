@@ -30,9 +30,8 @@ class Items(Partitioned):
 
     @property
     def samples(self) -> int | None:
-        return (
-            None if self.whole is None else len(range(self.partition.rank, self.whole, self.partition.world))
-        )
+        rank, world = self.partition
+        return None if self.whole is None else len(range(rank, self.whole, world))
 
     def __iter__(self) -> Iterator[RawSample]:
         mine = itertools.islice(enumerate(self.again()), self.partition.rank, None, self.partition.world)

@@ -87,10 +87,8 @@ def pack(
     SampleError where the store cannot be written, where the source has changed since packing was begun,
     and where two samples have one name.
     """
-    described, sizes = (
-        _check_metadata(metadata),
-        (_check_chunk(chunk_bytes), _check_data_file_bytes(data_file_bytes)),
-    )
+    described = _check_metadata(metadata)
+    sizes = _check_chunk(chunk_bytes), _check_data_file_bytes(data_file_bytes)
     if not 0 <= rank < world or world > 99999:
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
