@@ -364,7 +364,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
       drop_landing(landing);
       in_memory_bytes_ -= requested;
     } else {
-      stats_.swapped_in_bytes += requested;
+      if (!from_memory) stats_.swapped_in_bytes += requested;
     }
     if (block == nullptr) {
       changed_.notify();

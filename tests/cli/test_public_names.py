@@ -237,6 +237,7 @@ DEADLINES = {
     for name in (
         "optimal/__init__",
         "optimal/lp/bound",
+        "optimal/lp/dive",
         "optimal/lp/fractional",
         "optimal/lp/solver",
         "modnn/__init__",

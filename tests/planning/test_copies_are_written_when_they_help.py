@@ -76,7 +76,7 @@ def test_a_copy_on_another_tier_does_not_break_it() -> None:
         found = Improver(problem, options).improved(
             action, np.zeros_like(action), evaluations=200, seconds=60.0, target_s=0.0, seed=seed
         )
-        evictions, _ = found.intervals()
+        evictions, _ = found.intervals(trace)
         made = Plan(policy="", device_budget_bytes=210, evictions=evictions, trace=trace)
         assert check(trace, made, hardware) == []
         assert simulate(trace, made, hardware).iteration_s == pytest.approx(found.iteration_s)

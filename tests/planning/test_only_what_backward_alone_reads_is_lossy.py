@@ -113,7 +113,8 @@ def test_plans_and_timelines_count_half(policy: str) -> None:
     sizes = {span.label: span.size_bytes for span in timeline.spans if span.stream == "disk_write"}
     for evict in lossy.evictions:
         if evict.codec == "fp16":
-            assert sizes[f"tensor {evict.tensor}"] == SIZE // 2
+            written = evict.prefetch_at > evict.begin  # else it stays, compressed
+            assert sizes.get(f"tensor {evict.tensor}", 0) == written * SIZE // 2
     work = {span.label: span.end_s - span.start_s for span in timeline.spans if span.stream == "compute"}
     first = next(evict.tensor for evict in lossy.evictions if evict.codec == "fp16")
     assert work[f"compress tensor {first}"] == pytest.approx(1 / 50)

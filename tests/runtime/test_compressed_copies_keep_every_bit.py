@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.core.plan import Evict
 from penstock.runtime.copy_engine import CopyEngine
 from tests.support.runs import (
     EVERYTHING,
@@ -105,6 +106,7 @@ def test_everything_compressed(
     def evict(self: CopyEngine, managed: Any, tier: str | None = None, **options: Any) -> None:
         nonlocal packed
         plain(self, managed, tier, **{**options, "packs": itemsize, "codec": "csr"})
+        packed += managed.packed_bytes > 0
         packed += managed.slot is not None and managed.slot.packing.packed_bytes > 0
 
     monkeypatch.setattr(CopyEngine, "evict", evict)
@@ -113,7 +115,7 @@ def test_everything_compressed(
     _, generous = offloaded(program, "1GiB", tmp_path)
     for share in (0.05, 0.5):
         budget_bytes = int(generous.minimum_bytes + share * (generous.peak_bytes - generous.minimum_bytes))
-        found, report = offloaded(program, budget_bytes, tmp_path)
+        found, report = offloaded(program, budget_bytes, tmp_path, recompute=False)
         assert differences(expected, found) == [], f"{share}"
         assert report.peak_bytes <= budget_bytes
     assert packed > 0
@@ -156,3 +158,30 @@ def test_an_access_that_nobody_planned_sees_the_bytes(tmp_path: Path) -> None:
             for tensor, values in zip(tensors, expected, strict=True)
         )
     assert all(np.array_equal(view, values) for view, values in zip(views, expected, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["csr", "raw"])
+def test_what_is_asked_back_at_once_stays(codec: str, tmp_path: Path) -> None:
+    """Compressed it stays so, on the device, and is never written; as it is it has a copy from then on."""
+    expected = in_memory(sparse_training)
+    torch.manual_seed(7)
+    options: Any = {"spill_dir": tmp_path, "hardware": SLOW, "smallest_bytes": EVERYTHING}
+    with penstock.offload(device_budget=1 << 30, **options) as run:
+        assert differences(expected, sparse_training(run.step)) == []
+        trace, in_memory_peak_bytes = run.trace, run.report().peak_bytes
+    assert trace is not None
+    evictions = [
+        Evict(period.tensor, period.begin - 1, period.begin, period.end, period.begin, "disk", codec)
+        for period in trace.inactive_periods
+        if trace.compressed_bytes(period.tensor) < 0.8 * PIECE == 0.8 * trace.tensor_bytes[period.tensor]
+        and not trace.tensor_persistent[period.tensor]
+    ]
+    assert len(evictions) >= LAYERS // 2
+    plan = penstock.Plan(policy="given", device_budget_bytes=1 << 30, evictions=tuple(evictions), trace=trace)
+    torch.manual_seed(7)
+    with penstock.offload(device_budget=1 << 30, plan=plan, **options) as run:
+        assert differences(expected, sparse_training(run.step)) == []
+        report = run.report()
+    assert report.loaded_bytes == 0
+    assert (report.disk_written_bytes > 0) == (codec == "raw")
+    assert (report.peak_bytes < in_memory_peak_bytes) == (codec == "csr")

@@ -246,6 +246,7 @@ class CopyEngine:
         release: bool,
         packs: int = 0,
         codec: str = "csr",
+        writes: bool = True,
     ) -> None:
         """Start to copy the storage out.
 
@@ -253,6 +254,7 @@ class CopyEngine:
         packs     compress it first, as elements of so many bytes, and give its memory back as soon as that is
                   done; 0: do not
         codec     for that, a key of penstock.codecs.CODECS
+        writes    what was compressed; else it stays on the device until room is needed
 
         Raises SpillSpaceFull.
         """
@@ -284,7 +286,9 @@ class CopyEngine:
             return
         self._out_bytes += managed.size_bytes
         try:
-            self._device.pack(managed, storage, codec, packs, functools.partial(self._packed, managed))
+            self._device.pack(
+                managed, storage, codec, packs, functools.partial(self._packed, managed, writes)
+            )
         except BaseException:
             self._out_bytes -= managed.size_bytes
             self._stay(managed)
@@ -305,7 +309,7 @@ class CopyEngine:
             managed.state = RESIDENT
         managed.hold = None
 
-    def _packed(self, managed: ManagedStorage, packed_bytes: int) -> None:
+    def _packed(self, managed: ManagedStorage, writes: bool, packed_bytes: int) -> None:
         """It is compressed, on the device, and leaves with that; 0: it was not worth it."""
         with self.lock:
             self._out_bytes -= managed.size_bytes
@@ -315,9 +319,13 @@ class CopyEngine:
             if packed_bytes and leaves and self._device.release(managed, storage):
                 self._unmark_released(managed)
                 managed.state = AWAY
-                managed.writing, managed.clean, managed.keeps_copy = True, False, True
+                managed.writing, managed.clean, managed.keeps_copy = writes, False, True
                 managed.packed_bytes = packed_bytes
                 self.memory.reserved_bytes += packed_bytes - managed.size_bytes
+                if not writes:
+                    managed.hold = None
+                    self._finish(())
+                    return
                 self._mark_released(managed)
             elif packed_bytes:
                 self._device.drop_packed(managed)

@@ -478,8 +478,14 @@ class Clock(TorchDispatchMode):
                 if type(action) is Evict:
                     if action.packs:
                         engine.wait_for_room(action.packed_bytes)
-                    packs = action.packs
-                    engine.evict(managed, action.tier, release=packs > 0, packs=packs, codec=action.codec)
+                    engine.evict(
+                        managed,
+                        action.tier,
+                        release=action.packs > 0,
+                        packs=action.packs,
+                        codec=action.codec,
+                        writes=action.writes,
+                    )
                 elif type(action) is Prefetch:
                     engine.prefetch(managed, action.keeps_copy)
                 elif type(action) is Drop:

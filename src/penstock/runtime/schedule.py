@@ -26,6 +26,7 @@ class Evict(NamedTuple):
                    "raw": it is not
     packs          bytes of an element, for that; else 0
     packed_bytes   that it is expected to take then
+    writes         what was compressed; else it stays on the device
     """
 
     tensor: int
@@ -33,6 +34,7 @@ class Evict(NamedTuple):
     codec: str = "raw"
     packs: int = 0
     packed_bytes: int = 0
+    writes: bool = True
 
 
 class Release(NamedTuple):
@@ -128,9 +130,13 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         if evict.codec != "raw":
             itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
             packed_bytes = trace.compressed_bytes(evict.tensor)
-            action = Evict(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes)
+            writes = evict.prefetch_at > evict.begin
+            action = Evict(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes, writes)
         before[start % count].append(action)
-    for evict in sorted(evictions, key=lambda evict: evict.begin):
+    # What is asked back when it begins to be away is only written, and stays, with a copy from then on; or
+    # only compressed, and stays so.
+    leaving = [evict for evict in evictions if evict.prefetch_at > evict.begin]
+    for evict in sorted(leaving, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
@@ -140,7 +146,7 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     for tensor, kernel in _left_over(trace, plan.device_budget_bytes, needed):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
         begins.setdefault(tensor, []).append(kernel)
-    for evict in sorted(evictions, key=lambda evict: (evict.prefetch_at, evict.end)):
+    for evict in sorted(leaving, key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     for producer in sorted({int(trace.tensor_recompute[entry.tensor]) for entry in plan.recomputations}):
