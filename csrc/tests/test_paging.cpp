@@ -540,7 +540,7 @@ TEST(a_dropped_block_gets_the_memory_of_another) {
     CHECK(arena.bring_in(block, &error) == Arena::Answer::kError);
     CHECK_EQUAL(error, ENODATA);
     char* staging = nullptr;
-    CHECK(arena.stage(block, &staging) == Arena::Answer::kNo);
+    CHECK(arena.stage(block, false, &staging) == Arena::Answer::kNo);
     if (round % 5 == 0) {  // nobody needs it any more
       CHECK(arena.release(block));
       continue;

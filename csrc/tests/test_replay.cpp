@@ -168,7 +168,9 @@ TEST(random_plans_come_to_an_end) {
     const auto again = replay(trace, on, plan.view(), kernels, {});
     CHECK_EQUAL(outcome.iteration_s, again.iteration_s);
     static_bytes(trace, plan.view(), kernels);
-    tier_bytes(trace, plan.view());
+    Copies copies;
+    find_copies(trace, plan.view(), copies);
+    tier_bytes(trace, plan.view(), copies);
     std::vector<double> starts(at(K) + 1);
     for (std::size_t k = 0; k <= at(K); ++k) starts[k] = 0.5 * static_cast<double>(k);
     // Placed prefetches stay within their rows and the budget, where what comes back on demand does.
