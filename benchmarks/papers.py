@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -70,10 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for part in options.parts:
             part_began_s = time.perf_counter()
-            if part == SIMULATED:
-                rows, data = simulated.g10(options.quick, options.time_limit, tell)
-            else:
-                rows, data = MEASURED[part](session)
+            data: dict[str, Any] = {}
+            try:
+                if part == SIMULATED:
+                    rows, data = simulated.g10(options.quick, options.time_limit, tell)
+                else:
+                    rows, data = MEASURED[part](session)
+            except Exception as error:  # the others go on
+                traceback.print_exc()
+                rows = [Row("", part, "", "failed", f"{type(error).__name__}: {error}")]
             parts[part] = {
                 "rows": [asdict(row) for row in rows],
                 "data": data,

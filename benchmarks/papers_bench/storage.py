@@ -74,14 +74,13 @@ def choice(directory: str, quick: bool, tell: Told) -> Found:
             f"way is best for all sizes",
         )
     )
-    torch_share = [name for name in shares if name not in ("First", "Running", "Best")]
     rows.append(
         Row(
             "Fastensor",
             "share of the optimum's speed of torch's own tool alone",
             "16.0 %, 8.2 %",
             "not measured so",
-            f"torch is not among penstock's ways ({', '.join(torch_share[:4])}); see transfers below",
+            "torch's files are not among penstock's ways; the transfers below compare them",
         )
     )
     return rows, found

@@ -21,7 +21,7 @@ Answer = dict[str, Any]
 Found = tuple[list[Row], dict[str, Any]]
 
 HUGE = 1 << 40  # a budget that holds everything
-BASELINE_BATCH = 4  # that fits in memory, as in most rows of FlashNeuron's table 3
+SMALL_BYTES = 4096  # may leave, where the least memory is looked for
 BASELINE_DEPTH = 4
 SLOW_BYTES_PER_S = 150 << 20
 
@@ -60,7 +60,9 @@ class Session:
         more = {key: offload.pop(key) for key in ("groups", "addresses") if key in offload}
         hardware_file = None if offload.pop("probe", False) else self.hardware_file
         if offload:
-            offload = {"spill_dir": self.spill_dir, "smallest_bytes": self.smallest_bytes, **offload}
+            if self.quick:  # its tensors are small
+                offload["smallest_bytes"] = SMALL_BYTES
+            offload = {"spill_dir": self.spill_dir, **offload}
         found = train(config, steps or self.steps, offload or None, hardware_file=hardware_file, **more)
         if "error" in found:
             self.tell(f"{what}: {found['error']}")
@@ -70,16 +72,14 @@ class Session:
         """At this budget, or where kernels need more workspace than a trace knows, at the least that "
         "works."""
         for _ in range(4):
-            found = self.train(config, what, device_budget=budget_bytes, **offload)
+            found = self.train(
+                config, what, device_budget=budget_bytes, smallest_bytes=SMALL_BYTES, **offload
+            )
             found["budget_bytes"] = budget_bytes
             if "needed_bytes" not in found:
                 break
             budget_bytes = max(found["needed_bytes"], budget_bytes + (64 << 10))
         return found
-
-    @property
-    def smallest_bytes(self) -> int:
-        return 4096
 
 
 def times(value: float) -> str:
@@ -114,7 +114,9 @@ def batch(session: Session) -> Found:
         found: Answer = {}
         for _ in range(6):  # workspaces are known only when a kernel runs
             large = replace(small, batch=count)
-            found = session.train(large, f"batch, {name}: {count}", 2, device_budget=budget)
+            found = session.train(
+                large, f"batch, {name}: {count}", 2, device_budget=budget, smallest_bytes=SMALL_BYTES
+            )
             if "error" not in found:
                 break
             count = min(count - 1, int(count * min(0.97, budget / found.get("needed_bytes", budget / 0.9))))
@@ -399,7 +401,7 @@ def csr(session: Session) -> Found:
             all_fits = session.train(config, "CSR: what it takes", 1, device_budget=HUGE)
             if "error" in all_fits:
                 return [Row("FlashNeuron", claim, "1.07 x", "failed", all_fits["error"])], {}
-            budget = int(all_fits["report"]["peak_bytes"] * 0.5)
+            budget = _share(config, all_fits["report"]["peak_bytes"], 0.5)
             found = {}
             for compress in (False, True):
                 found[compress] = session.train(
@@ -465,10 +467,9 @@ def addresses(session: Session) -> Found:
         found = session.train(
             config,
             f"addresses: {name}",
-            device_budget=int(peak * 0.4),
+            device_budget=_share(config, peak, 0.4),
             addresses=True,
             recompute=False,
-            smallest_bytes=1 << 18,
         )
         data[name] = found
         if "error" in found:
@@ -522,6 +523,11 @@ def addresses(session: Session) -> Found:
     return rows, data
 
 
+def _share(config: Config, peak_bytes: int, share: float) -> int:
+    """A part of the memory that a step takes; of tiny networks more, where one kernel needs more."""
+    return max(int(peak_bytes * share), int(1.5 * minimum_bytes(captured(config))))
+
+
 LOADS = {
     "processor": "import torch\ntorch.set_num_threads(1)\na = torch.randn(512, 512)\nwhile True: a @ a",
     "memory": (
@@ -534,7 +540,7 @@ LOADS = {
 def isolation(session: Session) -> Found:
     """Training beside a program that loads the processor, or the memory."""
     config = replace(session.networks()["GPT"], batch=8 if session.quick else 16)
-    budget = int(captured(config).peak_bytes * 0.4)
+    budget = _share(config, captured(config).peak_bytes, 0.4)
     methods: dict[str, dict[str, Any]] = {
         "in memory": {},
         "penstock, direct": {"device_budget": budget, "recompute": False},
