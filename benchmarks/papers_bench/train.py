@@ -19,10 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import msgspec
 import torch
+from methods import UNSETTLED_STEPS
 
 import penstock
 from papers_bench import programs
@@ -30,8 +32,6 @@ from papers_bench.programs import Config
 from penstock.errors import BudgetTooSmall, PenstockError
 from penstock.runtime import resident
 from penstock.storage.spill import SpillSpace
-
-UNSETTLED_STEPS = 3  # the first is recorded, the next are planned and make files grow
 
 
 def train(
