@@ -9,9 +9,9 @@ G10's authors published (three of them are in tests/data/g10; all: see PENSTOCK_
 measured on such a machine says so.
 
 Each training is a process of its own, one after the other: the first five steps are recorded and not counted,
-times are medians with quartiles. `--quick` checks that it all works; its figures mean nothing. `--parts` runs some parts, and
-keeps what the output file has of the others. Under 20 minutes on two cores that do nothing else; 6 GB of free
-disk, 8 GB of memory. The slow disk needs root and control groups of version 1.
+times are medians with quartiles. `--quick` checks that it all works; its figures mean nothing. `--parts` runs
+some parts, and keeps what the output file has of the others. Under 20 minutes on two cores that do nothing
+else; 6 GB of free disk, 8 GB of memory. The slow disk needs root and control groups of version 1.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def choice(directory: str, quick: bool, tell: Told) -> Found:
     step = QUICK_STEP if quick else adaptive.demo_step()
     with tempfile.TemporaryDirectory(dir=directory, prefix="papers.") as folder:
         found = adaptive.measure_step(
-            Path(folder), step, 2 if quick else 8, 0, lambda text: tell(f"choice of the way: {text}")
+            Path(folder), step, 2 if quick else 6, 0, lambda text: tell(f"choice of the way: {text}")
         )
     single = {name: one for name, one in found["contenders"].items() if name not in adaptive.CHOICES}
     allowed = {name: one for name, one in single.items() if one["domain"] == "disk"}

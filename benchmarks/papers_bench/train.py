@@ -22,16 +22,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-import msgspec
-import torch
-from methods import UNSETTLED_STEPS
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from methods import UNSETTLED_STEPS  # noqa: E402
 
-import penstock
-from papers_bench import programs
-from papers_bench.programs import Config
-from penstock.errors import BudgetTooSmall, PenstockError
-from penstock.runtime import resident
-from penstock.storage.spill import SpillSpace
+import penstock  # noqa: E402
+from papers_bench import programs  # noqa: E402
+from papers_bench.programs import Config  # noqa: E402
+from penstock.errors import BudgetTooSmall, PenstockError  # noqa: E402
+from penstock.runtime import resident  # noqa: E402
+from penstock.storage.spill import SpillSpace  # noqa: E402
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     hardware_file: Path | None = None,
     groups: tuple[Path, ...] = (),
     addresses: bool = False,
-    timeout_s: float = 240,
+    timeout_s: float = 120,
 ) -> dict[str, Any]:
     """Train so many settled steps.
 

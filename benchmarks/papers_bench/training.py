@@ -22,7 +22,7 @@ Found = tuple[list[Row], dict[str, Any]]
 
 HUGE = 1 << 40  # a budget that holds everything
 SMALL_BYTES = 4096  # may leave, where the least memory is looked for
-BASELINE_DEPTH = 4
+BASELINE_DEPTH = 2
 SLOW_BYTES_PER_S = 150 << 20
 
 PM1725B_BYTES = 3 * 5 * 365 * 8000 * 10**9  # FlashNeuron: 3 drive writes a day for five years, of 8 TB
@@ -46,13 +46,13 @@ class Session:
         if self.quick:
             return {"GPT": Config("gpt", 4, 2, 64, 32)}
         return {
-            "GPT": Config("gpt", 4, 12, 256, 128),
-            "ViT": Config("vit", 4, 12, 192, 64),
-            "ResNet": Config("resnet", 4, 36, 16, 32),
+            "GPT": Config("gpt", 4, 6, 256, 64),
+            "ViT": Config("vit", 4, 6, 192, 64),
+            "ResNet": Config("resnet", 4, 18, 16, 32),
         }
 
     def vgg(self) -> Config:
-        return Config("vgg", 16, 1, 8, 32) if self.quick else Config("vgg", 128, 3, 32, 64)
+        return Config("vgg", 16, 1, 8, 32) if self.quick else Config("vgg", 64, 2, 32, 64)
 
     def train(self, config: Config, what: str, steps: int = 0, **offload: Any) -> Answer:
         """With these arguments of `penstock.offload`; in memory where there are none."""
@@ -183,12 +183,12 @@ def depth(session: Session) -> Found:
     if session.quick:
         shallow = Config("vit", 4, BASELINE_DEPTH, 64, 32)
     else:
-        shallow = replace(session.networks()["ViT"], batch=16, depth=BASELINE_DEPTH)
+        shallow = replace(session.networks()["ViT"], batch=8, depth=BASELINE_DEPTH)
     all_fits = session.train(shallow, "depth: what it takes", 1, device_budget=HUGE)
     if "error" in all_fits:
         return [Row("Fastensor", "depth", "31 x", "failed", all_fits["error"])], {}
     budget = all_fits["report"]["peak_bytes"]
-    deep = replace(shallow, depth=6 if session.quick else BASELINE_DEPTH * 32)
+    deep = replace(shallow, depth=4 if session.quick else BASELINE_DEPTH * 32)
     plain = session.train(deep, f"depth: {deep.depth} in memory", 2)
     found = session.train(deep, f"depth: {deep.depth}", 2, device_budget=budget)
     data = {"budget_bytes": budget, "in_memory": plain, "penstock": found, "depth": deep.depth}
@@ -213,7 +213,7 @@ def throughput(session: Session) -> Found:
     budget = all_fits["report"]["peak_bytes"]
     rates: dict[str, dict[int, float]] = {"in memory": {}, "penstock": {}}
     data: dict[str, Any] = {"budget_bytes": budget}
-    for count in (2, 4) if session.quick else (1, 4, 8, 16, 32):
+    for count in (2, 4) if session.quick else (4, 8, 16, 32):
         config = replace(small, batch=count)
         for name, options in (("in memory", {}), ("penstock", {"device_budget": budget})):
             found = session.train(config, f"throughput: {name}, batch {count}", **options)
@@ -394,7 +394,7 @@ def csr(session: Session) -> Found:
     """Compression on a net of ReLUs and a slow disk."""
     config = session.vgg()
     if not session.quick:
-        config = replace(config, batch=64)
+        config = replace(config, batch=32)
     claim = "gain of CSR, ResNet and DenseNet, two SSDs of 3 GB/s"
     try:
         with _slow_disk(session.spill_dir) as group:
