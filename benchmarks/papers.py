@@ -122,7 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=int, default=4, help="settled ones of a training; default: %(default)s"
     )
     parser.add_argument(
-        "--time-limit", type=float, default=1.0, metavar="SECONDS", help="of a simulated plan"
+        "--time-limit", type=float, default=3.0, metavar="SECONDS", help="of a simulated plan"
     )
     add_common_arguments(parser, "papers")
     options = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from planning.cells import DATA, SHIPPED, cells, trace_of
 import penstock
 from papers_bench.rows import Row
 from penstock.errors import PenstockError
+from penstock.units import format_decimal_bytes
 
 SYSTEMS = {"FlashNeuron": "flashneuron", "deepUM": "deepUM"}  # published name -> outcome's
 SAYS = {"FlashNeuron": "FlashNeuron", "deepUM": "DeepUM+"}
@@ -44,7 +45,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _where(found: list[dict[str, Any]]) -> str:
-    traces = "three of the thirty traces" if DATA == SHIPPED else "all of its traces that are here"
+    traces = "the three traces of a clone" if DATA.samefile(SHIPPED) else "all traces"
     return f"{len(found)} cells, {traces}"
 
 
@@ -141,32 +142,27 @@ def _writes(model: str, time_limit_s: float) -> dict[str, float | None]:
         except PenstockError:
             found[policy] = None
     for row in paging.rows(cell):
-        found[row["policy"]] = row["moved_bytes"].get("disk_write")
+        found[row["policy"]] = row["moved_bytes"].get("disk_write", 0)
     return found
 
 
 def _lifetime(writes: dict[str, dict[str, float | None]]) -> list[Row]:
+    """What wears the SSD: bytes written, over those of `g10` in the same cells."""
     rows = []
-    for system, published_ratio in (("deepum", 1.37), ("flashneuron", 2.20)):
-        sums = {"g10": 0.0, "optimal": 0.0, system: 0.0}
-        used = [by for by in writes.values() if all(by.get(name) is not None for name in sums)]
-        for by in used:
-            for name in sums:
-                sums[name] += by[name] or 0.0
-        if not used or not sums["optimal"]:
-            rows.append(
-                Row("G10", f"writes to the SSD under {system}", f"{published_ratio} x", "none here", "")
-            )
-            continue
+    for system, says, published_ratio in (("deepum", "DeepUM+", 1.37), ("flashneuron", "FlashNeuron", 2.20)):
+        used = [by for by in writes.values() if by.get(system) is not None and by.get("g10") is not None]
+        sums = {name: sum(by.get(name) or 0.0 for by in used) for name in ("g10", "optimal", system)}
+        ratio = sums[system] / sums["g10"] if sums["g10"] else None
         rows.append(
             Row(
                 "G10",
-                f"writes to the SSD: {'DeepUM+' if system == 'deepum' else 'FlashNeuron'} over G10",
+                f"writes to the SSD, and so its life: {says} over G10",
                 f"{published_ratio:.2f} x",
-                f"{sums[system] / sums['optimal']:.2f} x over `optimal`, "
-                f"{sums[system] / sums['g10'] if sums['g10'] else float('inf'):.2f} x over `g10`",
-                f"sums over {len(used)} cells of figure 11; what is written in a second iteration",
-                sums[system] / sums["optimal"] / published_ratio,
+                "nothing written" if ratio is None else f"{ratio:.2f} x over `g10`",
+                f"sums over {len(used)} cells of figure 11: {says} {format_decimal_bytes(sums[system])} an "
+                f"iteration, `g10` {format_decimal_bytes(sums['g10'])}, `optimal` "
+                f"{format_decimal_bytes(sums['optimal'])}",
+                None if ratio is None else ratio / published_ratio,
             )
         )
     return rows

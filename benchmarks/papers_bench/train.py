@@ -42,7 +42,7 @@ def train(
     hardware_file: Path | None = None,
     groups: tuple[Path, ...] = (),
     addresses: bool = False,
-    timeout_s: float = 120,
+    timeout_s: float = 240,
 ) -> dict[str, Any]:
     """Train so many settled steps.
 

@@ -60,26 +60,26 @@ class Session:
         more = {key: offload.pop(key) for key in ("groups", "addresses") if key in offload}
         hardware_file = None if offload.pop("probe", False) else self.hardware_file
         if offload:
-            if self.quick:  # its tensors are small
-                offload["smallest_bytes"] = SMALL_BYTES
-            offload = {"spill_dir": self.spill_dir, **offload}
+            small = {"smallest_bytes": SMALL_BYTES} if self.quick else {}  # its tensors are small
+            offload = {"spill_dir": self.spill_dir, **small, **offload}
         found = train(config, steps or self.steps, offload or None, hardware_file=hardware_file, **more)
         if "error" in found:
             self.tell(f"{what}: {found['error']}")
         return found
 
-    def train_least(self, config: Config, what: str, budget_bytes: int, **offload: Any) -> Answer:
-        """At this budget, or where kernels need more workspace than a trace knows, at the least that "
-        "works."""
+    def train_within(self, config: Config, what: str, budget_bytes: int, **offload: Any) -> Answer:
+        """At this budget, or at the least that works: a trace does not know what workspace kernels take."""
         for _ in range(4):
-            found = self.train(
-                config, what, device_budget=budget_bytes, smallest_bytes=SMALL_BYTES, **offload
-            )
+            found = self.train(config, what, device_budget=budget_bytes, **offload)
             found["budget_bytes"] = budget_bytes
             if "needed_bytes" not in found:
                 break
             budget_bytes = max(found["needed_bytes"], budget_bytes + (64 << 10))
         return found
+
+    def train_least(self, config: Config, what: str, budget_bytes: int, **offload: Any) -> Answer:
+        """As `train_within`; small tensors leave too."""
+        return self.train_within(config, what, budget_bytes, smallest_bytes=SMALL_BYTES, **offload)
 
 
 def times(value: float) -> str:
@@ -91,7 +91,7 @@ def spread(found: Mapping[str, Any]) -> str:
     return f"{format_seconds(found['median_s'])} ({format_seconds(lower)} to {format_seconds(upper)})"
 
 
-def shown(found: Mapping[str, Any], config: Config) -> str:
+def shown(config: Config) -> str:
     return f"{config.model}, {config.depth} deep, {config.width} wide, batch {config.batch}"
 
 
@@ -127,7 +127,7 @@ def batch(session: Session) -> Found:
         ratio = count / small.batch
         rate = count / found["median_s"] / (small.batch / plain["median_s"])
         conditions = (
-            f"{shown({}, small)} takes {format_bytes(budget)} in memory; batch {count} ran in that, peak "
+            f"{shown(small)} takes {format_bytes(budget)} in memory; batch {count} ran in that, peak "
             f"{format_bytes(found['report']['peak_bytes'])}; {times(rate)} the samples a second of batch "
             f"{small.batch} in memory; moved and recomputed, not divided"
         )
@@ -197,7 +197,7 @@ def depth(session: Session) -> Found:
         return [Row("Fastensor", claim, "31 x", "failed", found.get("error", plain.get("error", "")))], data
     ratio = deep.depth / shallow.depth
     conditions = (
-        f"{shown({}, shallow)} takes {format_bytes(budget)}; {deep.depth} layers ran in that, "
+        f"{shown(shallow)} takes {format_bytes(budget)}; {deep.depth} layers ran in that, "
         f"{found['median_s'] / plain['median_s']:.2f} x the step in memory without a budget; more were "
         f"not tried"
     )
@@ -228,7 +228,7 @@ def throughput(session: Session) -> Found:
         for count in rates["penstock"]
     )
     conditions = (
-        f"{shown({}, small)} fits in {format_bytes(budget)}; samples/s in memory without a budget, and in "
+        f"{shown(small)} fits in {format_bytes(budget)}; samples/s in memory without a budget, and in "
         f"that budget, by batch: {points}. Best at {at}"
     )
     gain = best / base
@@ -464,12 +464,8 @@ def addresses(session: Session) -> Found:
     networks = {"GPT": replace(session.networks()["GPT"], batch=16), "VGG": session.vgg()}
     for name, config in networks.items():
         peak = captured(config).peak_bytes
-        found = session.train(
-            config,
-            f"addresses: {name}",
-            device_budget=_share(config, peak, 0.4),
-            addresses=True,
-            recompute=False,
+        found = session.train_within(
+            config, f"addresses: {name}", _share(config, peak, 0.4), addresses=True, recompute=False
         )
         data[name] = found
         if "error" in found:
@@ -477,9 +473,7 @@ def addresses(session: Session) -> Found:
             continue
         writes, reads = found["addresses"]["write"], found["addresses"]["read"]
         if not writes["bytes"]:
-            rows.append(
-                Row("FlashNeuron", f"addresses, {name}", "", "nothing was written", shown({}, config))
-            )
+            rows.append(Row("FlashNeuron", f"addresses, {name}", "", "nothing was written", shown(config)))
             continue
         report = found["report"]
         rows.append(
@@ -488,7 +482,8 @@ def addresses(session: Session) -> Found:
                 f"addresses of a step's writes are sequential (figure 11), {name}",
                 "in address order, as a figure",
                 f"{writes['right_after']:.0%} of the bytes right after the last write",
-                f"{shown({}, config)} in 40 % of its memory, recompute=False: {writes['transfers']} "
+                f"{shown(config)} in {found['budget_bytes'] / peak:.0%} of its memory, "
+                f"recompute=False: {writes['transfers']} "
                 f"writes of {format_bytes(writes['bytes'])}, "
                 f"{writes['jumps']} jumps; reads: {reads['right_before'] or 0:.0%} of bytes right before "
                 f"the last, {reads['right_after'] or 0:.0%} right after; "
@@ -507,7 +502,7 @@ def addresses(session: Session) -> Found:
                 f"life of an 8 TB PM1725b (3 drive writes a day for five years) at full write rate, {name}",
                 "307 days",
                 format_lifetime(lives[0]),
-                f"{written}; bytes of the host, {shown({}, config)}",
+                f"{written}; bytes of the host, {shown(config)}",
             )
         )
         rows.append(
@@ -580,7 +575,7 @@ def isolation(session: Session) -> Found:
                 published,
                 f"{own:.2f} x; in memory {by_method['in memory']:.2f} x; through the page cache "
                 f"{by_method.get('penstock, page cache', float('nan')):.2f} x",
-                f"{shown({}, config)} in 40 % of its memory, recompute=False; one process "
+                f"{shown(config)} in 40 % of its memory, recompute=False; one process "
                 + ("multiplies matrices" if load == "processor" else "copies 256 MiB without a pause")
                 + "; the device itself is the processor here, so the program takes its time too: held "
                 "against in memory, "
