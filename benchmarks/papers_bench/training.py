@@ -401,13 +401,13 @@ def csr(session: Session) -> Found:
             all_fits = session.train(config, "CSR: what it takes", 1, device_budget=HUGE)
             if "error" in all_fits:
                 return [Row("FlashNeuron", claim, "1.07 x", "failed", all_fits["error"])], {}
-            budget = _share(config, all_fits["report"]["peak_bytes"], 0.5)
+            budget = _share(config, all_fits["report"]["peak_bytes"], 0.6)
             found = {}
             for compress in (False, True):
-                found[compress] = session.train(
+                found[compress] = session.train_within(
                     config,
                     f"CSR: compress={compress}",
-                    device_budget=budget,
+                    budget,
                     compress=compress,
                     recompute=False,
                     probe=True,
@@ -424,7 +424,7 @@ def csr(session: Session) -> Found:
     gain = found[False]["median_s"] / found[True]["median_s"]
     moved = {name: one["report"]["disk_written_bytes"] for name, one in found.items()}
     conditions = (
-        f"VGG as above, batch {config.batch}, half of its memory, recompute=False, the system limits the "
+        f"VGG as above, batch {config.batch}, 60 % of its memory, recompute=False, the system limits the "
         f"disk to "
         f"{format_bytes(SLOW_BYTES_PER_S)}/s each way; step {spread(found[False])} without, "
         f"{spread(found[True])} "
