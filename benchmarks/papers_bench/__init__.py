@@ -1,0 +1,1 @@
+"""What the papers claim, measured with real training, or simulated and named so."""
