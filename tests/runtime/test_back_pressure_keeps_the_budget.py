@@ -56,7 +56,7 @@ def test_a_slow_disk_costs_time_only(
                 iterate(model, optimizer, step)
         report = run.report()
     assert weights(model) == in_memory()
-    assert report.evicted_bytes > 0
+    assert report.evicted_bytes + report.recomputed_bytes > 0
     assert report.peak_bytes <= BUDGET_BYTES
     assert report.stall_s > report.predicted_stall_s
 

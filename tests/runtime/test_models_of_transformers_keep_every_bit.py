@@ -107,6 +107,6 @@ def test_same_bits(make: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
     # The router of the experts may send all words to one of them in a step that was not recorded.
     least = 0.5 if make is mixtral else 0.0
     for _, report in check_same(training(make), tmp_path, least, 0.6):
-        assert report.evicted_bytes > 0
+        assert report.evicted_bytes + report.recomputed_bytes > 0
         if make is lora:  # frozen weights come back again and again, and are written once
             assert report.moved_bytes_by_kind["weight"] == 0

@@ -42,7 +42,7 @@ def test_same_bits(name: str, tmp_path: Path) -> None:
         found, report = offloaded(program, budget_bytes, tmp_path)
         assert differences(expected, found) == [], f"{share}"
         assert report.peak_bytes <= budget_bytes
-        assert report.evicted_bytes > 0 and report.loaded_bytes > 0
+        assert report.evicted_bytes + report.recomputed_bytes > 0
         assert report.device_budget_bytes == budget_bytes
         if name != "dynamic":  # it runs other operators in each of its first steps
             assert report.trace_mismatches == 1, "the second step: the first one made the optimizer's state"
