@@ -84,4 +84,5 @@ def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
     assert late.address_bytes <= early.address_bytes + (64 << 20)
     assert late.resident_bytes <= early.resident_bytes + (16 << 20)
     assert late.arena_bytes == early.arena_bytes
-    assert (late.threads, late.files) == (early.threads, early.files)
+    assert late.threads <= early.threads + 1  # one that plans again may be at work
+    assert late.files == early.files
