@@ -17,7 +17,7 @@ from papers_bench.rows import Row
 from penstock.errors import PenstockError
 from penstock.units import format_decimal_bytes
 
-SYSTEMS = {"FlashNeuron": "flashneuron", "deepUM": "deepUM"}  # published name -> outcome's
+SYSTEMS = {"FlashNeuron": "flashneuron_g10", "deepUM": "deepUM"}  # published name -> outcome's
 SAYS = {"FlashNeuron": "FlashNeuron", "deepUM": "DeepUM+"}
 
 
