@@ -125,7 +125,7 @@ class Arena {
                         bool keeps);
   // A packed copy in memory is given up where it is in files too. kNo if it is not.
   Answer drop_packed(void* address);
-  // Whoever lets go of a copy outside of the arena does so here.
+  // Gives up a copy that is held outside of the arena.
   void let_go(std::shared_ptr<const Copy> copy);
 
   // Null if there is no room, or the block is not out. With `packed`, the place is for its copy's packed bytes as they

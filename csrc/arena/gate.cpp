@@ -180,7 +180,7 @@ void Arena::drop_memory(const Copy& copy) {
 }
 
 // A block that is out and has its packed bytes in memory gives them up; they are written to the swap file first where
-// no file has them. Whoever writes them elsewhere meanwhile writes anything. May release the lock. False if none can.
+// no file has them. What is written elsewhere meanwhile may be anything. May release the lock. False if none can.
 bool Arena::evict_packed(Lock& lock) {
   for (const auto& [serial, block] : blocks_) {
     if (block->in_memory || block->dropped || block->reading || block->writing || !block->copy->in_memory()) continue;

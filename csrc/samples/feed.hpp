@@ -1,4 +1,4 @@
-// The batches of one replica of one epoch, made ahead of whoever takes them.
+// The batches of one replica of one epoch, made before they are taken.
 #pragma once
 
 #include <atomic>

@@ -339,9 +339,7 @@ class Clock(TorchDispatchMode):
                 managed.pins += 1
         return True
 
-    @staticmethod
-    def _state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        return Recomputation.state_before(facts, args, kwargs)
+    _state_before = staticmethod(Recomputation.state_before)
 
     def _note(
         self,

@@ -6,7 +6,7 @@ device, and what was dropped is made again before it. A recipe keeps the storage
 something was dropped for its sake.
 
 On a CPU an access that nobody announced, such as NumPy's, waits in the device until a thread of this module
-has made what is missing: whoever waits there may hold the interpreter, and gives it up meanwhile.
+has made what is missing: the thread that waits may hold the interpreter, and gives it up meanwhile.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class _Recipe:
     makes: dict[ManagedStorage, int]
     need_bytes: int
     held: list[torch.UntypedStorage] = field(default_factory=list)
+
+    @property
+    def is_needed(self) -> bool:
+        """Something that it makes is dropped, and may be asked for."""
+        return any(made.state == DROPPED and made.storage() is not None for made in self.makes)
 
 
 class Recomputation:
@@ -224,11 +229,6 @@ class Recomputation:
             self._watch(managed, -1)
         recipe.held.clear()
 
-    def _settle(self, recipe: _Recipe) -> None:
-        """Let go of what the recipe reads, where nothing of it is dropped."""
-        if not any(managed.state == DROPPED for managed in recipe.makes):
-            recipe.held.clear()
-
     # -- dropping ------------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage) -> None:
@@ -303,7 +303,8 @@ class Recomputation:
         managed.state = RESIDENT
         managed.clean = False
         self.recomputed_bytes += managed.size_bytes
-        self._settle(recipe)
+        if not recipe.is_needed:
+            recipe.held.clear()
 
     def will_write(self, managed: ManagedStorage) -> None:
         """The storage is about to be written: make what depends on it first, and forget how."""
@@ -321,7 +322,7 @@ class Recomputation:
     def recompute_all(self) -> None:
         """Make everything that was dropped again. Raises what `recompute` raises."""
         with _disable_current_modes(), self._engine.lock:
-            for recipe in list(dict.fromkeys(self._recipes.values())):
+            for recipe in self._each():
                 self._finish(recipe)
 
     def close(self) -> None:
@@ -330,16 +331,23 @@ class Recomputation:
 
     def end_step(self) -> None:
         """Forget recipes of which nothing is dropped."""
-        for recipe in list(dict.fromkeys(self._recipes.values())):
-            if not any(managed.state == DROPPED for managed in recipe.makes):
+        for recipe in self._each():
+            if not recipe.is_needed:
                 self._forget(recipe)
+
+    def _each(self) -> list[_Recipe]:
+        return list(dict.fromkeys(self._recipes.values()))
 
     def bury(self, managed: ManagedStorage) -> None:
         """The storage has died."""
         for recipe in list(self._readers.get(managed, ())):
             self._forget(recipe)  # it kept nothing alive, and so nothing was dropped
         own = self._recipes.get(managed)
-        if own is not None and all(made.storage() is None for made in own.makes):
+        if own is None:
+            return
+        if not own.is_needed:
+            own.held.clear()
+        if all(made.storage() is None for made in own.makes):
             self._forget(own)
 
     # -- accesses that nobody announced --------------------------------------------------------

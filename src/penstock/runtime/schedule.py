@@ -56,8 +56,6 @@ class Prefetch(NamedTuple):
 class Note(NamedTuple):
     """Note how to run the kernel again: what it makes is dropped later."""
 
-    tensor: int = -1
-
 
 class Drop(NamedTuple):
     """Give the tensor's memory back: it is recomputed before it is needed again."""
@@ -123,8 +121,7 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    evictions = plan.evictions
-    for evict in sorted(evictions, key=lambda evict: (evict.after, evict.begin)):
+    for evict in sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
         if evict.codec != "raw":
@@ -135,13 +132,13 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         before[start % count].append(action)
     # What is asked back when it begins to be away is only written, and stays, with a copy from then on; or
     # only compressed, and stays so.
-    leaving = [evict for evict in evictions if evict.prefetch_at > evict.begin]
+    leaving = [evict for evict in plan.evictions if evict.prefetch_at > evict.begin]
     for evict in sorted(leaving, key=lambda evict: evict.begin):
         before[evict.begin % count].append(Release(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
     begins: dict[int, list[int]] = {}
-    for evict in evictions:
+    for evict in plan.evictions:
         begins.setdefault(evict.tensor, []).append(evict.begin)
     for tensor, kernel in _left_over(trace, plan.device_budget_bytes, needed):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
