@@ -14,7 +14,17 @@ from torch import nn
 import penstock
 from penstock import codecs
 from penstock.errors import InvalidArgument
-from tests.support.runs import EVERYTHING, HARDWARE, Bits, Step, bits, family_training, in_memory, offloaded
+from tests.support.runs import (
+    EVERYTHING,
+    HARDWARE,
+    Bits,
+    Step,
+    bits,
+    budgets,
+    family_training,
+    in_memory,
+    offloaded,
+)
 
 LAYERS, BATCH, WIDTH = 8, 256, 128
 RATES = {"fp16": (4e9, 4e9), "bf16": (4e9, 4e9)}
@@ -67,16 +77,11 @@ def _training(seen: Seen | None) -> Any:
     return program
 
 
-def _budget(program: Any, tmp_path: Path, share: float, **options: Any) -> int:
-    _, generous = offloaded(program, "1GiB", tmp_path, **options)
-    return int(generous.minimum_bytes + share * (generous.peak_bytes - generous.minimum_bytes))
-
-
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 def test_backward_reads_the_rounded_values_and_all_else_keeps_its_bits(codec: str, tmp_path: Path) -> None:
     seen: Any = {}
     expected = in_memory(_training(None))
-    budget_bytes = _budget(_training({}), tmp_path, 0.1, hardware=SLOW)
+    (budget_bytes,) = budgets(_training({}), tmp_path, 0.1, hardware=SLOW)
     found, report = offloaded(_training(seen), budget_bytes, tmp_path, hardware=SLOW, lossy=codec)
     assert found == expected, "no gradient of this program depends on what is saved"
     assert report.peak_bytes <= budget_bytes
@@ -93,7 +98,7 @@ def test_backward_reads_the_rounded_values_and_all_else_keeps_its_bits(codec: st
 def test_plans_are_lossy_only_where_the_user_says_so(tmp_path: Path) -> None:
     program = family_training("dense", 4)
     expected = in_memory(program)
-    budget_bytes = _budget(program, tmp_path, 0.3, hardware=SLOW)
+    (budget_bytes,) = budgets(program, tmp_path, 0.3, hardware=SLOW)
     found, report = offloaded(program, budget_bytes, tmp_path, hardware=SLOW)
     assert found == expected and not report.lossy
     torch.manual_seed(7)
@@ -154,7 +159,7 @@ def test_digits_are_learned_as_well(codec: str, tmp_path: Path) -> None:
 
     in_memory(program)
     exact = found["accuracy"]
-    budget_bytes = _budget(program, tmp_path, 0.4, hardware=SLOW)
+    (budget_bytes,) = budgets(program, tmp_path, 0.4, hardware=SLOW)
     options: Any = {"hardware": SLOW, "lossy": codec, "policy": "flashneuron"}
     _, report = offloaded(program, budget_bytes, tmp_path, **options)
     print(f"\n{codec}: {found['accuracy']:.2%} of held-out digits, {exact:.2%} without; {report.lossy}")

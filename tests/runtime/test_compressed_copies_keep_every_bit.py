@@ -22,6 +22,7 @@ from tests.support.runs import (
     Bits,
     Step,
     bits,
+    budgets,
     differences,
     family_training,
     in_memory,
@@ -74,8 +75,7 @@ def sparse_training(step: Step) -> Bits:
 
 def test_plans_compress_what_is_worth_it(tmp_path: Path) -> None:
     expected = in_memory(sparse_training)
-    _, generous = offloaded(sparse_training, "1GiB", tmp_path, hardware=SLOW)
-    budget_bytes = int(generous.minimum_bytes + 0.3 * (generous.peak_bytes - generous.minimum_bytes))
+    (budget_bytes,) = budgets(sparse_training, tmp_path, 0.3, hardware=SLOW)
     moved = {}
     for compress in (False, True):
         torch.manual_seed(7)
@@ -112,11 +112,9 @@ def test_everything_compressed(
     monkeypatch.setattr(CopyEngine, "evict", evict)
     program = family_training(name, 4)
     expected = in_memory(program)
-    _, generous = offloaded(program, "1GiB", tmp_path)
-    for share in (0.05, 0.5):
-        budget_bytes = int(generous.minimum_bytes + share * (generous.peak_bytes - generous.minimum_bytes))
+    for budget_bytes in budgets(program, tmp_path, 0.05, 0.5):
         found, report = offloaded(program, budget_bytes, tmp_path, recompute=False)
-        assert differences(expected, found) == [], f"{share}"
+        assert differences(expected, found) == [], f"budget {budget_bytes}"
         assert report.peak_bytes <= budget_bytes
     assert packed > 0
 

@@ -25,6 +25,7 @@ from tests.support.runs import (
     Program,
     Step,
     bits,
+    budgets,
     differences,
     family_training,
     in_memory,
@@ -68,8 +69,7 @@ def test_a_family(name: str, tmp_path: Path) -> None:
 def test_plans_recompute_where_the_disk_is_slow(name: str, tmp_path: Path) -> None:
     program = family_training(name, 6)
     expected = in_memory(program)
-    _, generous = offloaded(program, GENEROUS, tmp_path)
-    budget_bytes = int(generous.minimum_bytes + 0.6 * (generous.peak_bytes - generous.minimum_bytes))
+    (budget_bytes,) = budgets(program, tmp_path, 0.6)
     for recompute in (True, False):
         torch.manual_seed(7)
         with penstock.offload(

@@ -105,9 +105,9 @@ def offloaded(
         return found, run.report()
 
 
-def budgets(program: Program, spill_dir: Path, *shares: float) -> list[int]:
+def budgets(program: Program, spill_dir: Path, *shares: float, **options: Any) -> list[int]:
     """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1)."""
-    _, report = offloaded(program, "1GiB", spill_dir)
+    _, report = offloaded(program, "1GiB", spill_dir, **options)
     least, most = report.minimum_bytes, report.peak_bytes
     return [int(least + share * (most - least)) for share in shares]
 
