@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-papers sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-papers sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -22,6 +22,10 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cp
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# Two processes, one thread each: about four minutes.
+demo-ddp: setup
+	$(BIN)/python examples/ddp_demo.py
 
 demo-samples: setup
 	$(BIN)/python examples/samples_demo.py

@@ -317,6 +317,14 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
                 yield value
 
 
+def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all weights and the optimizer's state, to the last bit."""
+    found = hashlib.sha256()
+    for tensor in _tensors_of(model, optimizer):
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
 def _serve() -> None:
     received = json.loads(sys.stdin.readline())
     program = _load(received["program"])
@@ -350,10 +358,8 @@ def _serve() -> None:
             "peak_resident_bytes": resident.peak_resident_bytes() - before_bytes,
             "report": msgspec.to_builtins(method.run.report()) if method.run is not None else None,
         }
-        digest = hashlib.sha256()
-        for tensor in _tensors_of(model, optimizer):
-            digest.update(tensor.numpy().tobytes())
-    answer({**result, "state_sha256": digest.hexdigest()})
+        state = state_sha256(model, optimizer)
+    answer({**result, "state_sha256": state})
 
 
 if __name__ == "__main__":

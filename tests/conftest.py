@@ -37,7 +37,10 @@ def hardware() -> penstock.Hardware:
     )
 
 
-FOLDERS = ("checkpoint", "cli", "codecs", "gpu", "planning", "report", "runtime", "samples", "storage")
+FOLDERS = (
+    ("checkpoint", "cli", "codecs", "distributed", "gpu")
+    + ("planning", "report", "runtime", "samples", "storage")
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS:
             item.add_marker(folder)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: each run looks for garbage when it begins, and need not look there."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -106,6 +106,11 @@ class Arena {
   // `blocks_out`, counts those that the arena has moved out: see bring_in_moved.
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
   void kernel_over();
+  // What a kernel uses is used for longer: it does not leave before as many holds have ended. False where no block
+  // starts there.
+  bool hold(void* address, int change);
+  // What the kernel that runs allocates has a hold from now on, or not.
+  void hold_new(bool holds);
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
   int bring_in_moved(std::span<const std::uintptr_t> addresses);
 
@@ -240,6 +245,7 @@ class Arena {
   UseOrder use_;
   std::uint64_t tick_ = 1;
   pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
+  bool holds_new_ = false;
   std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial
   std::size_t events_pending_ = 0;
   std::size_t writes_ = 0;  // to the swap file, under way

@@ -311,6 +311,9 @@ void bind_arena(nb::module_& module) {
     if (error != 0) raise_os_error(error);
   });
   module.def(
+      "arena_hold", [](std::uintptr_t address, int change) { return arena().hold(pointer(address), change); },
+      nb::arg("address"), nb::arg("change"));
+  module.def(
       "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
       nb::arg("address"));
   module.def(

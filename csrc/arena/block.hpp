@@ -67,6 +67,7 @@ struct Block {
   bool staged_packed = false;
 
   std::uint64_t pinned_tick = 0;  // pinned while this is the arena's tick
+  int holds = 0;                  // it stays while there are any
   std::int64_t faulted_ns = 0;    // when a fault brought it in
   enum class Event : std::uint8_t { kNone, kOut, kIn } event = Event::kNone;
 

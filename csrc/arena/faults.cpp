@@ -10,6 +10,8 @@
 #include <cstring>
 #include <new>
 
+#include "arena/linkage.hpp"
+
 namespace penstock {
 
 namespace {
@@ -255,6 +257,17 @@ bool install() {
   return sigaction(SIGSEGV, &action, nullptr) == 0;
 }
 
+// Libraries that set a handler of their own, as torch does in the workers of a DataLoader, get what is not ours.
+int hooked_sigaction(int signal_number, const struct sigaction* action, struct sigaction* before) {
+  struct sigaction now = {};
+  if (signal_number != SIGSEGV || sigaction(SIGSEGV, nullptr, &now) != 0 || !(now.sa_flags & SA_SIGINFO) ||
+      now.sa_sigaction != on_fault)
+    return sigaction(signal_number, action, before);
+  if (before != nullptr) *before = next_action;
+  if (action != nullptr) next_action = *action;
+  return 0;
+}
+
 bool start_thread() {
   sigset_t all, before;
   sigfillset(&all);
@@ -282,6 +295,9 @@ bool serve_faults(Arena& arena) {
   served.store(&arena);
   started = started || start_thread();
   done = started && install();
+  if (done)
+    for (const auto& slot : find_slots("libtorch_python.so", "sigaction"))
+      write_slot(slot, reinterpret_cast<void*>(hooked_sigaction));
   return done;
 }
 

@@ -9,7 +9,8 @@ namespace penstock {
 
 // From now on, for the life of the process: SIGSEGV at an address of the arena is served by a thread of
 // its own, which needs no lock of the program's (the one that waits may hold any). Others go to the
-// handler before. False if the system refuses a thread or the handler. The arena is never destroyed.
+// handler before, or that torch sets later. False if the system refuses a thread or the handler. The arena is
+// never destroyed.
 bool serve_faults(Arena& arena);
 
 // Puts the handler in front again if another took its place; that one is asked next then. True if so.

@@ -54,7 +54,7 @@ Block* Arena::victim(Need need, bool memory_wanted, std::int64_t now,
   int lowest = 0;
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     const bool pinned = block->pinned_tick == tick_;
-    if (block->writing || (memory_wanted && !block->large())) continue;
+    if (block->writing || block->holds > 0 || (memory_wanted && !block->large())) continue;
     if (pinned && (memory_wanted || !is_fault(need))) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
@@ -83,7 +83,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
     if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
-        if (block->pinned_tick != tick_) may_leave += block->requested_bytes;
+        if (block->pinned_tick != tick_ && block->holds == 0) may_leave += block->requested_bytes;
       for (const auto& [serial, block] : blocks_)
         if (!block->in_memory && block->copy && block->copy->in_memory())
           may_leave += round_up(block->copy->packing.packed_bytes, kPageBytes);
@@ -169,6 +169,7 @@ bool Arena::evict(Lock& lock, Block& block, Need need) {
   stats_.swapped_out_bytes += found->requested_bytes;
   if (found->dirtied) return false;
   if (!found->copy) found->copy = std::move(copy);
+  if (found->holds > 0) return false;
   if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return put_out(*found, true);
   return is_fault(need);  // pinned meanwhile: only if nothing else can leave
 }
@@ -286,9 +287,23 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
   return events_pending_;
 }
 
+bool Arena::hold(void* address, int change) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return false;
+  block->holds = std::max(block->holds + change, 0);
+  return true;
+}
+
+void Arena::hold_new(bool holds) {
+  const Lock lock(mutex_);
+  holds_new_ = holds;
+}
+
 void Arena::kernel_over() {
   const Lock lock(mutex_);
   ++tick_;
+  holds_new_ = false;
   kernel_thread_ = {};
 }
 

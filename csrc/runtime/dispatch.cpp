@@ -183,6 +183,7 @@ Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
   known.is_repeatable = nb::cast<bool>(known.facts.attr("is_repeatable"));
   known.is_opaque = nb::cast<bool>(known.facts.attr("is_opaque"));
   known.takes_lists = nb::cast<bool>(known.facts.attr("takes_lists"));
+  known.is_collective = nb::cast<bool>(known.facts.attr("is_collective"));
   for (const auto argument : known.facts.attr("written"))
     known.written.emplace_back(nb::cast<Py_ssize_t>(argument[0]), nb::object(argument[1]));
   return operators_.emplace(torch_operator.ptr(), std::move(known)).first->second;
@@ -245,6 +246,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     const Section section(*this);
     storages_.bury();
     collect_all(clock, args, kwargs, used);
+    if (in_flight) clock.attr("_land")(to_list(used.storages));
     kernel = kernels;
     if (in_step) {
       number(used.storages, false);
@@ -293,6 +295,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   if (watches) clock.attr("_begin_measuring")();
   const double begun_s = now_s();
   nb::object result;
+#ifdef __linux__
+  if (facts.is_collective && memory_.in_arena) installed_arena()->hold_new(true);  // until the kernel is over
+#endif
   bool varies = false;  // it runs as another algorithm
   while (!result.is_valid()) {
     try {
@@ -345,6 +350,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       taken_bytes += managed->size_bytes;
     }
     if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before, varies);
+    if (facts.is_collective)
+      clock.attr("_launched")(facts.facts, result, to_list(used.storages), to_list(written.storages),
+                              to_list(made.storages));
   } catch (...) {
     over();
     throw;

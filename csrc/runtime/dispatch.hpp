@@ -29,7 +29,8 @@ struct DeviceMemory {
 struct Operator {
   nb::object torch_operator, callee, facts, name;
   std::vector<std::pair<Py_ssize_t, nb::object>> written;  // arguments: position, name
-  bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false;
+  bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false,
+       is_collective = false;
   std::int64_t need_bytes = 0;  // what it took last
 };
 
@@ -64,6 +65,7 @@ class KernelClock {
   bool asks_needs = false;        // Python tells what a kernel takes, before it runs
   bool watches = false;           // kernels are recorded
   bool notes = false;             // how to run the kernel that begins again
+  bool in_flight = false;         // collectives have returned, and are not done
   std::int64_t step = 0, kernels = 0, operators = 0;
   double clock_s = 0, left_s = 0;
   double excluded_s = 0;  // of what Python did for kernels, but is not the clock's own

@@ -50,7 +50,9 @@ void bind_storages(nb::module_& module) {
       .def_rw("slot", &ManagedStorage::slot, nb::arg().none())
       .def_rw("hold", &ManagedStorage::hold, nb::arg().none())
       .def_rw("place", &ManagedStorage::place, nb::arg().none())
-      .def("storage", [](const ManagedStorage& managed) { return managed.reference(); });
+      .def("storage", [](const ManagedStorage& managed) {
+        return managed.reference.is_none() ? nb::object(nb::none()) : managed.reference();
+      });
 
   nb::class_<Storages>(module, "Storages", nb::type_slots(storages_slots))
       .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("buried"),
@@ -65,6 +67,7 @@ void bind_storages(nb::module_& module) {
       .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
       .def("forget_address", &Storages::forget_address, nb::arg("managed"))
       .def("bury", &Storages::bury)
+      .def("renew", [](Storages& storages, nb::handle storage) { storages.renew(storage.ptr()); })
       .def("all", &Storages::all)
       .def("by_use", &Storages::by_use)
       .def("all_resident", &Storages::all_resident)
@@ -122,6 +125,7 @@ void bind_runtime(nb::module_& module) {
       .def_rw("asks_needs", &KernelClock::asks_needs)
       .def_rw("watches", &KernelClock::watches)
       .def_rw("notes", &KernelClock::notes)
+      .def_rw("in_flight", &KernelClock::in_flight)
       .def_rw("excluded_s", &KernelClock::excluded_s)
       .def_rw("activation", &KernelClock::activation)
       .def_ro("step", &KernelClock::step)

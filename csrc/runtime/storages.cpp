@@ -1,5 +1,7 @@
 #include "runtime/storages.hpp"
 
+#include <utility>
+
 #ifdef __linux__
 #include "arena/arena.hpp"
 #include "arena/hooks.hpp"
@@ -86,8 +88,16 @@ void Storages::forget_address(ManagedStorage& managed) {
   managed.address = 0;
 }
 
-void Storages::bury_one() {
-  const nb::object reference = pop_dead_();
+void Storages::bury_one() { forget(nb::object(pop_dead_())); }
+
+void Storages::renew(PyObject* storage) {
+  auto* managed = find(storage);
+  if (managed == nullptr) return;
+  const nb::object reference = std::exchange(managed->reference, nb::none());
+  forget(reference);
+}
+
+void Storages::forget(nb::object reference) {
   const auto found = by_reference_.find(reference.ptr());
   if (found == by_reference_.end()) return;
   const Owned owned = std::move(found->second);

@@ -16,7 +16,7 @@ namespace nb = nanobind;
 enum StorageState : int { kResident, kLeaving, kAway, kComing, kDropped };
 
 struct ManagedStorage {
-  nb::object reference;         // weak, to torch's storage
+  nb::object reference;         // weak, to torch's storage; None when it is another one now
   std::uintptr_t key = 0;       // torch's storage object
   std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
   std::int64_t size_bytes = 0;
@@ -54,6 +54,8 @@ class Storages {
   void move_to_end(ManagedStorage& managed) {
     if (managed.in_use_order) use_.splice(use_.end(), use_, managed.use);
   }
+  // The storage's memory is another one now: to the run it is another storage.
+  void renew(PyObject* storage);
   void bury() {
     while (has_dead()) bury_one();
   }
@@ -78,6 +80,7 @@ class Storages {
   };
 
   void bury_one();
+  void forget(nb::object reference);
   bool adopts(ManagedStorage& managed, PyObject* storage, bool made);
   void enter_address(ManagedStorage& managed);
 

@@ -233,6 +233,34 @@ TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   close(swap);
 }
 
+TEST(what_is_held_stays_when_its_kernel_is_over) {
+  Arena arena(kReserveBytes);
+  const int swap = unnamed_file();
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 10 * kMiB);
+  std::size_t out = 0;
+  auto* block = allocate(arena, 4 * kMiB);
+  arena.touch({}, &out);
+  arena.hold_new(true);
+  auto* made = allocate(arena, 2 * kMiB);  // by the kernel: it has a hold
+  CHECK(arena.hold(block, +1) && arena.hold(block, +1));
+  CHECK(!arena.hold(reinterpret_cast<char*>(block) + 1, +1));
+  arena.kernel_over();
+  void* address = nullptr;
+  CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);
+  CHECK(arena.hold(block, -1));
+  CHECK(arena.allocate(6 * kMiB, &address) == Arena::Outcome::kNoMemory);  // another one is left
+  CHECK(arena.hold(block, -1));
+  auto* other = allocate(arena, 6 * kMiB);
+  CHECK(state(arena, block) == Arena::State::kOut && state(arena, made) == Arena::State::kIn);
+  CHECK(arena.hold(made, -1));
+  auto* last = allocate(arena, 4 * kMiB);
+  CHECK(state(arena, made) == Arena::State::kOut || state(arena, other) == Arena::State::kOut);
+  for (auto* each : {block, made, other, last}) CHECK(arena.release(each));
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(swap);
+}
+
 TEST(a_full_disk_refuses_and_loses_nothing) {
   Arena arena(kReserveBytes);
   const int full = open("/dev/full", O_RDWR), swap = unnamed_file();

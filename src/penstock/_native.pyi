@@ -71,6 +71,7 @@ def arena_swap_file(fd_direct: int, fd_buffered: int, capacity_bytes: int) -> No
 # A kernel begins that uses these blocks. Gives the number of events pending.
 def arena_touch(addresses: list[int]) -> int: ...
 def arena_kernel_over() -> None: ...
+def arena_hold(address: int, change: int) -> bool: ...  # what a kernel uses stays after it
 def arena_bring_in_all() -> None: ...  # and no copy is kept
 def arena_guard(address: int) -> None: ...
 def arena_unguard(address: int) -> None: ...
@@ -410,6 +411,7 @@ class Storages:
     def move_to_end(self, managed: ManagedStorage) -> None: ...  # of `by_use`: it was used now
     def forget_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
     def bury(self) -> None: ...  # forget those that have died; call it before storages are looked up
+    def renew(self, storage: Any) -> None: ...  # its memory is another one: forget it too
     def all(self) -> list[ManagedStorage]: ...
 
     # Movable ones, the least recently used first. Those that are not resident are among them.
@@ -442,6 +444,7 @@ class KernelClock:
     asks_needs: bool  # Python tells what a kernel takes, before it runs
     watches: bool  # kernels are recorded
     notes: bool  # how to run the kernel that begins again
+    in_flight: bool  # collectives have returned, and are not done
     excluded_s: float  # of what was done for the kernel that begins, but is not the clock's own
     activation: int  # index of this kind of tensor
     def __init__(

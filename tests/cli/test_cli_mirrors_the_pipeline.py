@@ -193,6 +193,7 @@ def test_a_run_goes_through_its_batches_again(folder: Path, capsys: pytest.Captu
     assert "only 7 of 9 steps: batches is an iterator, and it ended" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch_is_divided_where_that_is_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planning = ("plan", "model.py:build", "--hardware", "given.json", "--time-limit", "1")
     plan = ask(capsys, *planning, "--device-budget", "700KiB", "--micro-batch", "auto")
@@ -214,6 +215,7 @@ def test_a_batch_is_divided_where_that_is_asked_for(folder: Path, capsys: pytest
     assert chosen["losses"] == pytest.approx(whole["losses"])
 
 
+@pytest.mark.slow
 def test_how_long_a_disk_lasts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask(capsys, "trace", "model.py:build")
     options = ("--device-budget", BUDGET, "--hardware", "given.json")

@@ -109,7 +109,7 @@ def test_every_policy_relies_on_it(data: st.DataObject, trace: Trace, fraction: 
     budget = least + int(fraction * (trace.peak_bytes - least))
     for policy in ("evict_all", "vdnn_all", "modnn", "g10", "optimal"):
         hardware = machine(1e6)
-        made = plan(trace, hardware, policy, time_limit_s=1.0, device_budget_bytes=budget)
+        made = plan(trace, hardware, policy, time_limit_s=0.1, device_budget_bytes=budget)
         assert check(trace, made, hardware) == []
         assert made.predicted_peak_bytes == simulate(trace, made, hardware).peak_bytes <= budget
 

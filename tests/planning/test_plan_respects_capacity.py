@@ -18,6 +18,7 @@ from penstock.simulator import simulate
 from tests.support.traces import PAGE, five_kernels, gpt, machine, machines, traces
 
 # FlashNeuron fails where its selection does not fit: see test_flashneuron_selects_from_the_front.
+SHORT_S = 0.1  # plans are legal whenever they have to be ready
 EVICTING = [name for name in POLICIES if name != "keep" and not name.startswith("flashneuron")]
 
 
@@ -29,7 +30,7 @@ def test_any_budget_from_the_minimum_up(
 ) -> None:
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
-    made = plan(trace, hardware, policy, device_budget_bytes=budget)
+    made = plan(trace, hardware, policy, device_budget_bytes=budget, time_limit_s=SHORT_S)
     assert check(trace, made, hardware) == []
     timeline = simulate(trace, made, hardware)
     assert timeline.peak_bytes <= budget
@@ -43,7 +44,7 @@ def test_any_budget_from_the_minimum_up(
 def test_the_minimum_itself(policy: str, trace: Trace, hardware: Hardware) -> None:
     least = minimum_bytes(trace)
     try:
-        made = plan(trace, hardware, policy, device_budget_bytes=least)
+        made = plan(trace, hardware, policy, device_budget_bytes=least, time_limit_s=SHORT_S)
     except SpillSpaceFull:
         assume(policy != "modnn")  # it gives tensors addresses, and may find no gap that is large enough
         raise
@@ -62,7 +63,7 @@ def test_small_tiers_are_kept_to_or_refused(
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
     try:
-        made = plan(trace, hardware, policy, device_budget_bytes=budget)
+        made = plan(trace, hardware, policy, device_budget_bytes=budget, time_limit_s=SHORT_S)
     except SpillSpaceFull:
         assert budget < trace.peak_bytes
         return

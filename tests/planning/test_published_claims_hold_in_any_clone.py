@@ -119,6 +119,7 @@ def test_at_real_speed_the_methods_take_what_the_table_says() -> None:
     assert over_ideal == pytest.approx([1.294, 2.03, 1.057, 1.000, 1.000], rel=3e-3)
 
 
+@pytest.mark.slow
 def test_at_real_speed_recomputation_helps_where_links_are_the_limit() -> None:
     one = cell(11, "Inceptionv3-1536")
     trace = cells.trace_of(one.model).scaled(INCEPTION_1536_MARGINAL)

@@ -185,6 +185,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
     assert train(offloaded=True) == train(offloaded=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_anywhere_leaves_a_model_that_can_go_on(tmp_path: Path, hardware: penstock.Hardware) -> None:
     """As in a notebook: the step is given up, wherever it is, and the next one gives the same bits."""

@@ -27,6 +27,7 @@ SETTLED = STEPS // 2  # the heap of the C library has taken by then what it take
 class Held(NamedTuple):
     objects: Counter[str]
     disk_bytes: int
+    evictions: int
     mappings: int
     address_bytes: int
     resident_bytes: int
@@ -52,6 +53,7 @@ def held(run: penstock.Offload) -> Held:
             if not is_of_an_abc(thing)
         ),
         run.report().disk_bytes,
+        len(run.plan.evictions) if run.plan is not None else 0,
         len(Path("/proc/self/maps").read_text().splitlines()),
         int(status["VmSize"].split()[0]) << 10,
         int(status["VmRSS"].split()[0]) << 10,
@@ -78,10 +80,13 @@ def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
         assert run.report().evicted_bytes > 0
     assert early is not None
     more = {name: late.objects[name] - early.objects[name] for name in late.objects}
-    assert {name: count for name, count in more.items() if count > 50} == {}
+    # A step may have been planned again: an eviction more is in the plan, the schedule and the copies.
+    most = 50 + 2 * max(late.evictions - early.evictions, 0)
+    assert {name: count for name, count in more.items() if count > most} == {}
     assert late.disk_bytes <= early.disk_bytes + (1 << 20)
     assert late.mappings <= early.mappings + 64
-    assert late.address_bytes <= early.address_bytes + (64 << 20)
+    # Threads that plan again have stacks, and heaps for which malloc reserves 64 MiB of addresses each.
+    assert late.address_bytes <= early.address_bytes + 4 * (72 << 20)
     assert late.resident_bytes <= early.resident_bytes + (16 << 20)
     assert late.arena_bytes == early.arena_bytes
     assert late.threads <= early.threads + 1  # one that plans again may be at work

@@ -260,6 +260,7 @@ def test_what_comes_back_writable_is_not_taken_for_its_copy(away: Away, size: in
     assert np.array_equal(tensor.numpy(), content)
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_leave_no_trace(away: Away) -> None:
     tensors = [tensor_of(random_bytes(size, size)) for size in (9000, 300_000, 2 * MIB, 5 * MIB)]
     segments = [away.write(tensor) for tensor in tensors]

@@ -66,6 +66,7 @@ def planners() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "penstock-planning"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_three_times_slower_is_planned_for(
     disk: Rate, budget_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
     assert report.predicted_step_s == pytest.approx(plan.predicted_s)
 
 
+@pytest.mark.slow
 def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
     disk: Rate, budget_bytes: int, tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
     assert report.ideal_s >= 2 * PAUSE_S
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_never_the_same_is_not_planned_for_all_the_time(
     disk: Rate, budget_bytes: int, tmp_path: Path
 ) -> None:

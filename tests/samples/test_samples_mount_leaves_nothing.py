@@ -47,6 +47,7 @@ def run(script: str, *arguments: object) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+@pytest.mark.slow
 def test_a_thousand_mounts_leave_nothing(tmp_path: Path) -> None:
     content = some_samples(20)
     write_store(tmp_path, content, data_file_bytes=20_000)

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Operators that ask for metadata only, or mark something for a profiler.
 _NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
@@ -25,6 +26,11 @@ _SILENT_WRITES = {
 }
 
 
+# Between processes. Their schemas do not say that those whose names end in "_" write their first argument.
+COLLECTIVES = ("c10d", "_c10d_functional")
+_WAIT = "_c10d_functional::wait_tensor"
+
+
 class Operator(NamedTuple):
     """What the runtime knows of an operator before it runs.
 
@@ -35,6 +41,8 @@ class Operator(NamedTuple):
     draws          it is repeatable but for the random numbers that it draws from a generator
     is_opaque      it has no schema, such as a compiled region: any of its inputs may be written
     takes_lists    of tensors, each for itself: see penstock.capture.slices
+    is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
+                   to stay until it is waited for
     """
 
     name: str
@@ -44,6 +52,7 @@ class Operator(NamedTuple):
     draws: bool = False
     is_opaque: bool = False
     takes_lists: bool = False
+    is_collective: bool = False
 
     @property
     def can_run_again(self) -> bool:
@@ -58,7 +67,10 @@ def describe(operator: Any) -> Operator:
     if schema is None:
         return Operator(str(operator), True, (), False, is_opaque=True)
     name = str(schema.name).removeprefix("aten::")
-    silent = _SILENT_WRITES.get(name, ())
+    silent: tuple[str, ...] = _SILENT_WRITES.get(name, ())
+    is_collective = operator.namespace in COLLECTIVES and name != _WAIT
+    if (is_collective and name.endswith("_")) or name == _WAIT:
+        silent = (schema.arguments[0].name,)
     written = tuple(
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
@@ -71,11 +83,13 @@ def describe(operator: Any) -> Operator:
         name,
         not (is_view or is_metadata),
         written,
-        not written and not _has_tag(operator, "nondeterministic_seeded", "nondeterministic_bitwise"),
+        not (written or is_collective)
+        and not _has_tag(operator, "nondeterministic_seeded", "nondeterministic_bitwise"),
         draws=not written
         and _has_tag(operator, "nondeterministic_seeded")
         and not _has_tag(operator, "nondeterministic_bitwise"),
         takes_lists=name.startswith(LIST_PREFIXES),
+        is_collective=is_collective,
     )
 
 
@@ -87,10 +101,14 @@ def _has_tag(operator: Any, *names: str) -> bool:
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results of an operator, which nest lists at most, in order.
 
-    Each has a storage: in the place of a sparse one come its indices and its values.
+    Each has a storage: in the place of a sparse one come its indices and its values, and in the place of one
+    that wraps others, such as a DTensor, those.
     """
     if isinstance(values, torch.Tensor):
-        if values.layout is torch.strided:
+        if is_traceable_wrapper_subclass(values):
+            names, _ = values.__tensor_flatten__()
+            yield from tensors_in([getattr(values, name) for name in names])
+        elif values.layout is torch.strided:
             yield values
         else:
             yield from _parts(values)

@@ -137,7 +137,7 @@ class _Filling:
         self._overwritten: dict[str, None] = {}
         for pair in pairs:
             index = by_address.get(pair.saved.untyped_storage().data_ptr(), -1)
-            data = _bytes_of(pair)
+            data = bytes_as_saved(pair.target.detach(), pair.saved)
             if data is None or index < 0 or index in self._straight or data.nbytes != entries[index].nbytes:
                 self._rest.append(pair)
             else:
@@ -149,7 +149,7 @@ class _Filling:
         pair, data = self._straight[entry]
         if pair.path not in self._overwritten:
             self._overwritten[pair.path] = None
-            _count_change(pair.target)
+            count_change(pair.target)
         return data
 
     def copy_rest(self) -> None:
@@ -166,9 +166,8 @@ class _Filling:
         return said
 
 
-def _bytes_of(pair: Pair) -> torch.Tensor | None:
+def bytes_as_saved(target: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
     """The target's bytes, if they lie in memory in the order of those that are saved, without gaps."""
-    target, saved = pair.target.detach(), pair.saved
     if target.is_conj() or target.is_neg() or not target.numel():
         return None
     order = sorted(range(target.dim()), key=lambda dimension: -saved.stride(dimension))
@@ -178,7 +177,7 @@ def _bytes_of(pair: Pair) -> torch.Tensor | None:
     return in_order.view(-1).view(torch.uint8)
 
 
-def _count_change(tensor: torch.Tensor) -> None:
+def count_change(tensor: torch.Tensor) -> None:
     """Let autograd know that the tensor was changed in place."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

@@ -179,6 +179,7 @@ class CopyEngine:
     waits, moved      since `begin_step`
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
+    wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """
@@ -196,6 +197,7 @@ class CopyEngine:
         self.victims = victims
         self.check_interrupt: Callable[[], None] = lambda: None
         self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
+        self.wait_for_others: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -511,6 +513,18 @@ class CopyEngine:
                 break
         self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
 
+    def settle(self, managed: ManagedStorage, needed: bool) -> None:
+        """Wait until no copy uses the storage's memory, which is about to be freed.
+
+        needed   its bytes are wanted before
+        """
+        if managed.state == COMING or (needed and managed.state > LEAVING):
+            self.demand([managed])
+        if managed.state <= LEAVING:
+            self.will_write(managed)
+            while managed.hold is not None:
+                self._wait()
+
     def _bring(self, managed: ManagedStorage, priority: int) -> bool:
         storage = managed.storage()
         if storage is None:
@@ -606,6 +620,8 @@ class CopyEngine:
                     short_bytes = used_bytes + size_bytes - self.budget_bytes
                 if short_bytes > 0:
                     if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
+                        if self.wait_for_others():
+                            continue
                         if expected:
                             break
                         self._refuse(used_bytes + size_bytes)
@@ -636,7 +652,7 @@ class CopyEngine:
                 if before - self._device.in_memory_bytes() > left_bytes:
                     continue
             if not self._freeing_bytes:
-                return left_bytes > 0
+                return left_bytes > 0 or self.wait_for_others()
             self._wait()
         return True
 
@@ -646,6 +662,8 @@ class CopyEngine:
             before = self._device.in_memory_bytes()
             self._evict_some(size_bytes)
             if not self._freeing_bytes and self._device.in_memory_bytes() >= before:
+                if self.wait_for_others():
+                    return
                 self._refuse(before + size_bytes)
         if self._freeing_bytes or self._in_bytes or self._out_bytes:
             self._wait()

@@ -32,6 +32,7 @@ from penstock.capture.slices import join, slices
 from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.eviction_order import eviction_order
@@ -95,6 +96,8 @@ class Clock(TorchDispatchMode):
         self.storages.tells_all = not device.memory.in_arena
         device.storages = self.storages
         engine.victims = self._victims
+        engine.wait_for_others = self._wait_for_a_collective
+        self._collectives = Collectives(device, engine.budget_bytes)
         self.recomputation = Recomputation(device, engine)
         self._kernels = _native.KernelClock(
             storages=self.storages,
@@ -119,6 +122,7 @@ class Clock(TorchDispatchMode):
         self._alternatives: tuple[Schedule, ...] = ()
         self._carried: dict[int, ManagedStorage] = {}
         self._recording: Recording | None = None
+        self._resized: set[ManagedStorage] = set()  # in this step, and not used since
         self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
@@ -129,12 +133,42 @@ class Clock(TorchDispatchMode):
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
         self._kernels.entered = True
+        if self._device.memory.in_arena:
+            torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
+        if self._kernels.entered and self._device.memory.in_arena:
+            del torch.UntypedStorage.resize_
         if self._is_innermost():
             self.__exit__(None, None, None)
         self._kernels.entered = False
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """In the place of UntypedStorage.resize_, which is no operator: FSDP2 frees gathered parameters with
+        it, and allocates them again. To the run it is another storage then."""
+        resize = torch._C.StorageBase.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            with self._interrupts, self._lock:
+                self.storages.bury()
+                managed = self.storages.find(storage)
+                if managed is not None:
+                    managed.pins += 1
+                    self._engine.settle(managed, needed=size > 0)
+                self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
+            resize(storage, size)
+            with self._interrupts, self._lock:
+                if managed is not None:
+                    managed.pins -= 1
+                    self.storages.renew(storage)
+                made = self.storages.meet(storage, made=True)
+                if self._recording is not None and self._kernels.in_step:
+                    self._resized.add(made)
+                self._kernel_over()
+            return storage
+
+        return resized
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,9 +205,11 @@ class Clock(TorchDispatchMode):
             self._alternatives = schedules[1:]
             self._recording = recording
             self.variants = Counter()
+            self._resized.clear()
             self._kernels.watches = recording is not None
             self.storages.tells_all = recording is not None or not self._device.memory.in_arena
             self._kernels.begin_step(first)
+            self._collectives.follow(first.budget_bytes if first is not None else 0)
             if first is not None:
                 for tensor, tier in first.away_at_start:
                     if (managed := self._tensor(tensor)) is not None:
@@ -208,6 +244,7 @@ class Clock(TorchDispatchMode):
         self.phases.exit()
         with self._lock:
             self.storages.bury()
+            self._land([])
             self.recomputation.end_step()
             self._kernels.in_step = False
             if not self.rests:
@@ -224,7 +261,7 @@ class Clock(TorchDispatchMode):
 
     def know(self, tensor: torch.Tensor, kind: int) -> None:
         """The tensor is a weight, a gradient, or the optimizer's."""
-        for storage in _storages_of(tensor):
+        for storage in self._storages_in(tensor):
             with self._interrupts, self._lock:
                 self.storages.bury()
                 managed = self.storages.meet(storage)
@@ -252,7 +289,12 @@ class Clock(TorchDispatchMode):
 
     @staticmethod
     def _storages_in(values: Any) -> list[torch.UntypedStorage]:
-        return [storage for tensor in tensors_in(values) for storage in _storages_of(tensor)]
+        """The storages that hold the values of tensors: none of an opaque one."""
+        found = []
+        for tensor in tensors_in(values):
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                found.append(tensor.untyped_storage())
+        return found
 
     def _run_slices(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """An operator on lists of tensors, in parts that fit. Ctrl-C comes before it or after it, as it does
@@ -356,6 +398,27 @@ class Clock(TorchDispatchMode):
             schedule: Schedule | None = self._kernels.schedule
             need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
             self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
+
+    def _launched(
+        self,
+        facts: Operator,
+        result: Any,
+        used: list[ManagedStorage],
+        written: list[ManagedStorage],
+        made: list[ManagedStorage],
+    ) -> None:
+        self._collectives.launched(facts, result, used, written, made)
+        self._kernels.in_flight = bool(self._collectives)
+
+    def _land(self, used: list[ManagedStorage]) -> None:
+        self._collectives.land(used)
+        self._kernels.in_flight = bool(self._collectives)
+
+    def _wait_for_a_collective(self) -> bool:
+        with self._interrupts:
+            waited = self._collectives.wait()
+        self._kernels.in_flight = bool(self._collectives)
+        return waited
 
     def _begin_measuring(self) -> None:
         self._ran = AS_TRACED
@@ -505,7 +568,9 @@ class Clock(TorchDispatchMode):
         """Follow another schedule that agrees with the step so far; none where there is none."""
         seen = (*self._kernels.seen(), name)
         agrees = (other for other in self._alternatives if other.names[: len(seen)] == seen)
-        self._kernels.follow(next(agrees, None))
+        found = next(agrees, None)
+        self._kernels.follow(found)
+        self._collectives.follow(found.budget_bytes if found is not None else 0)
 
     def _victims(self) -> Sequence[ManagedStorage]:
         self.storages.bury()  # a copy that is over may have been the last to hold one
@@ -549,29 +614,35 @@ class Clock(TorchDispatchMode):
         recording = self._recording
         assert recording is not None
         kernel = self.kernels
-        inputs = tuple(managed.index for managed in used)
+        # What was resized and is written now is born now.
+        resized = self._resized.intersection(used)
+        self._resized -= resized
+        born = {managed.index for managed in resized if managed in written}
+        inputs = tuple(managed.index for managed in used if managed.index not in born)
         outputs = tuple(
             dict.fromkeys(
                 [managed.index for managed in written]
                 + [managed.index for managed in made if managed.index not in inputs]
             )
         )
-        fresh = {managed.index for managed in made if managed.birth == kernel and managed.index not in inputs}
+        fresh = born | {
+            managed.index for managed in made if managed.birth == kernel and managed.index not in inputs
+        }
         for managed in self._kernels.numbered(len(recording.tensors)):
-            born = managed.index in fresh
+            is_fresh = managed.index in fresh
             recording.tensors.append(
                 TensorRecord(
                     managed.size_bytes,
-                    managed.kind if managed.kind >= 0 else _INPUT,
-                    not born,
-                    kernel if born else 0,
+                    _ACTIVATION if is_fresh else managed.kind if managed.kind >= 0 else _INPUT,
+                    not is_fresh,
+                    kernel if is_fresh else 0,
                     None,
                     movable=managed.movable,
                 )
             )
         phase = self.phases.current()
         for tensor in tensors_in(result):
-            for storage in _storages_of(tensor):
+            for storage in self._storages_in(tensor):
                 managed = self.storages.meet(storage)
                 if managed.index in fresh:
                     record = recording.tensors[managed.index]
@@ -620,22 +691,3 @@ skip_code(Clock.__torch_dispatch__.__code__)
 
 def _run_as(name: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
     return run_variant(name, operator, named(operator, args, kwargs))
-
-
-def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages that hold the tensor's values: two of a sparse one, none of an opaque one."""
-    if tensor.layout is torch.strided:
-        try:
-            return [tensor.untyped_storage()]
-        except (NotImplementedError, RuntimeError):
-            return []
-    parts: tuple[Callable[[], torch.Tensor], ...]
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices, tensor._values)
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices, tensor.col_indices, tensor.values)
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices, tensor.row_indices, tensor.values)
-    else:
-        return []
-    return [part().untyped_storage() for part in parts]

@@ -43,6 +43,7 @@ class Report:
     moved_bytes_by_io_path  of the whole run, between memory and disk
     lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
+    processes               of this job on this machine, which share its links, host and disk budgets
     """
 
     device: str
@@ -85,6 +86,7 @@ class Report:
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
     lossy: str = ""
+    processes: int = 1
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -149,6 +151,11 @@ class Report:
             "times, as rates or kernel times had drifted",
             f"  disk wear: {self.disk_wear}",
         ]
+        if self.processes > 1:
+            lines.append(
+                f"  one of {self.processes} processes on this machine, which share its links: the host and "
+                "disk budgets are divided among them"
+            )
         if self.lossy:
             lines.append(f"  {self.lossy}")
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:

@@ -20,6 +20,7 @@ import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from penstock.capture.operators import tensors_in
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import probe
 from penstock.capture.recorder import make_trace
@@ -37,7 +38,7 @@ from penstock.errors import (
     SpillError,
 )
 from penstock.planners import require_policy
-from penstock.runtime import arena, resident, timeline
+from penstock.runtime import arena, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
@@ -130,7 +131,8 @@ def offload(
                     else, and is gone with the process, however that ends.
     host_budget     pinned host memory to use as a tier and for staging, on a GPU; None for an eighth of what
                     is free
-    disk_budget     most bytes on disk; None for what is free there
+    disk_budget     most bytes on disk; None for what is free there. Where torchrun has started several
+                    processes on this machine, it and the host budget are theirs together, and are divided
     device          "cpu", or a GPU such as "cuda:0"; None for the model's, or the CPU
     policy          a key of penstock.planners.POLICIES
     plan            a plan made before, by `penstock.plan`: it is carried out as it stands
@@ -290,6 +292,9 @@ class Offload:
                 f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
             )
         _lingering[:] = [run for run in _lingering if not run._settle()]
+        self._processes = ranks.on_this_machine()
+        if disk_budget_bytes is not None:
+            disk_budget_bytes //= self._processes
         self._budget_bytes = device_budget_bytes
         self._policy = policy
         self._endurance_bytes = endurance_bytes
@@ -315,10 +320,13 @@ class Offload:
         )
         self._device: Device
         try:
-            machine = hardware or probe(spill_dirs, device=str(self._device_name), time_budget_s=PROBE_S)
+            machine = hardware or _measured(spill_dirs, self._device_name, self._processes)
             host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
             self._device, host_tier_bytes = _make_device(
-                self._device_name, self._spill, device_budget_bytes, 0 if on_cpu else host_bytes
+                self._device_name,
+                self._spill,
+                device_budget_bytes,
+                0 if on_cpu else host_bytes // self._processes,
             )
         except BaseException:
             self._spill.close()
@@ -328,7 +336,9 @@ class Offload:
                 machine,
                 device_bytes=device_budget_bytes,
                 host_bytes=host_tier_bytes,
-                disk_bytes=machine.disk_bytes if disk_budget_bytes is None else disk_budget_bytes,
+                disk_bytes=machine.disk_bytes // self._processes
+                if disk_budget_bytes is None
+                else disk_budget_bytes,
             )
             self._peak_resident_known = resident.reset_peak()
             self._engine = CopyEngine(self._device, device_budget_bytes)
@@ -551,6 +561,7 @@ class Offload:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
+            processes=self._processes,
             policy=plan.policy if plan is not None else NO_POLICY,
             reason=plan.reason if plan is not None else self._kinds.refusal or "no plan could be made",
             lossy=plan.lossy_text if plan is not None else "",
@@ -658,6 +669,17 @@ class Offload:
         )
 
 
+def _measured(spill_dirs: Sequence[Path], device: torch.device, processes: int) -> Hardware:
+    """The machine as this process gets it, where each of them uses its links at the same time."""
+    together = ranks.meet(processes)
+    machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)
+    return (
+        machine
+        if together
+        else machine.scaled({link: 1 / processes for link in LINKS if machine.rate_bytes_per_s(link)})
+    )
+
+
 def _make_device(
     name: torch.device, spill: SpillSpace, budget_bytes: int, host_bytes: int
 ) -> tuple[Device, int]:
@@ -686,9 +708,8 @@ def _known_tensors(
 
 def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> int:
     storages = {}
-    for tensor, _ in _known_tensors(model, optimizer):
-        if tensor.layout is torch.strided:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    for tensor in tensors_in([tensor for tensor, _ in _known_tensors(model, optimizer)]):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

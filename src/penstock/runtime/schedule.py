@@ -85,6 +85,7 @@ class Schedule:
     persistent      [T] the tensor is there again in the next iteration
     tensor_bytes    [T] sizes in the trace
     is_still        it is planned, and nothing moves
+    budget_bytes    of the device, that it keeps to; 0 where nothing is planned
     variants        [K] names of what kernels run as, "" as traced; empty where all do
     """
 
@@ -98,6 +99,7 @@ class Schedule:
     tensor_bytes: tuple[int, ...]
     is_still: bool = False
     variants: tuple[str, ...] = ()
+    budget_bytes: int = 0
 
     @property
     def kernels(self) -> int:
@@ -159,7 +161,12 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
         for kernel, variant in enumerate(plan.variants)
     )
     is_still = not made.away_at_start and not any(made.before) and not any(variants)
-    return replace(made, is_still=is_still, variants=variants if any(variants) else ())
+    return replace(
+        made,
+        is_still=is_still,
+        variants=variants if any(variants) else (),
+        budget_bytes=plan.device_budget_bytes,
+    )
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
 from penstock.planners import plan as make_plan
 from penstock.runtime import resident
+from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.copy_engine import Moved
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.drift import Drift
@@ -31,8 +32,9 @@ from penstock.runtime.variants import RUNNERS
 from penstock.simulator import simulate
 from penstock.units import format_seconds
 
-# Planning takes no longer than so many steps of the trace, within these limits.
-PLANNING_STEPS = 5.0
+# In a step that is recorded, planning takes no longer than so many steps of the trace, within these limits:
+# more time finds plans that are faster by less than one in a hundred.
+PLANNING_STEPS = 1.0
 PLANNING_LIMITS_S = (0.5, 10.0)
 
 # The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
@@ -343,10 +345,12 @@ class StepKinds:
 
     def _made(self, trace: Trace, hardware: Hardware, recordings_left: int, time_limit_s: float) -> StepKind:
         """A kind of step with a plan. Raises PenstockError."""
+        budget_bytes = hardware.device_bytes
         made = make_plan(
             trace,
             hardware,
             self._policy,
+            device_budget_bytes=budget_bytes - in_flight_bytes(trace, budget_bytes),
             recompute=self._recomputes,
             compress=len(trace.tensor_density) > 0,
             lossy=self._lossy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.checkpoint.file.header import Entry
@@ -81,10 +81,11 @@ class Checksums:
             total = crc32c_combine(total, crc, size_bytes)
         return total
 
-    def damaged(self) -> list[str]:
-        """Names of the tensors whose checksum differs from that of their entry."""
+    def damaged(self, added: Collection[int] | None = None) -> list[str]:
+        """Names of the tensors whose checksum differs from that of their entry; of all, or those that were
+        added."""
         return [
-            entry.name
-            for index, entry in enumerate(self._entries)
-            if entry.crc32c is not None and entry.crc32c != self.of(index)
+            self._entries[index].name
+            for index in (range(len(self._entries)) if added is None else sorted(added))
+            if self._entries[index].crc32c not in (None, self.of(index))
         ]

@@ -6,8 +6,9 @@ that what is read goes straight there.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, cast
 
@@ -43,7 +44,9 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     checksums = Checksums(source.header.entries)
     if verify and source.header.written_by_penstock:
         source.read_ahead()
-        _use_mapped(source, mapped, lambda piece, address: _check(piece, address, checksums), in_parallel)
+        pieces = cut(source.header.entries, source.header.data_offset)
+        check = functools.partial(_check, checksums=checksums)
+        _use_mapped(source, mapped, check, in_parallel, pieces)
         _raise_damaged(source, checksums.damaged())
     return _tensors(source, mapped, 0)
 
@@ -109,10 +112,16 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
 
 
 def fill(
-    source: Source, destination: Destination, mapped: bool, verify: bool = True, on_host: bool = True
+    source: Source,
+    destination: Destination,
+    mapped: bool,
+    verify: bool = True,
+    on_host: bool = True,
+    wanted: Collection[int] | None = None,
 ) -> None:
     """Copy the tensors' bytes to where they are wanted.
 
+    wanted    entries; only they are read, and verified. None for all
     mapped    out of the page cache, else past it
     on_host   all are wanted in the memory of the CPU: several threads copy. Else one does, so that
               copies are in order with what the caller's device has been told to do
@@ -130,8 +139,15 @@ def fill(
             begin = part.offset - source.header.data_offset - entry.begin
             checksums.add(part, _copy(part, address + part.offset - piece.offset, begin, to))
 
+    def pieces(*alignment_bytes: int) -> Iterator[Piece]:
+        for piece in cut(source.header.entries, source.header.data_offset, *alignment_bytes):
+            if wanted is not None:
+                piece = piece._replace(parts=tuple(part for part in piece.parts if part.entry in wanted))
+            if piece.parts:
+                yield piece
+
     if mapped:
-        _use_mapped(source, _map(source), copy, in_parallel if on_host else in_order)
+        _use_mapped(source, _map(source), copy, in_parallel if on_host else in_order, pieces())
     else:
         pool = BufferPool(pinned=not on_host)
 
@@ -139,10 +155,9 @@ def fill(
             buffer = pool.take()
             return buffer.address, buffer
 
-        pieces = cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes)
-        _use_read(source, pieces, take, copy, pool.give)
+        _use_read(source, pieces(source.file.alignment_bytes), take, copy, pool.give)
     if verify:
-        _raise_damaged(source, checksums.damaged())
+        _raise_damaged(source, checksums.damaged(wanted))
 
 
 def _copy(part: Part, address: int, begin: int, to: torch.Tensor | None) -> int:
@@ -163,7 +178,13 @@ def _map(source: Source) -> MappedFile:
         raise cannot_read(source.path, error) from error
 
 
-def _use_mapped(source: Source, mapped: MappedFile, use: Use, run: Callable[..., None]) -> None:
+def _use_mapped(
+    source: Source,
+    mapped: MappedFile,
+    use: Use,
+    run: Callable[..., None],
+    pieces: Iterable[Piece],
+) -> None:
     """Call ``use`` with every piece. ``run`` is in_parallel or in_order."""
 
     def bring_in(piece: Piece) -> None:
@@ -173,7 +194,7 @@ def _use_mapped(source: Source, mapped: MappedFile, use: Use, run: Callable[...,
             raise cannot_read(source.path, error, piece.offset, _names(source, piece)) from error
         use(piece, mapped.address + piece.offset)
 
-    run(bring_in, tuple(cut(source.header.entries, source.header.data_offset)))
+    run(bring_in, tuple(pieces))
 
 
 def _use_read(

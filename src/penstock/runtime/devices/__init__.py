@@ -54,6 +54,9 @@ class Device(copy_engine.Device, Protocol):
     def end_kernel(self) -> None:
         """The kernel is over, or failed."""
 
+    def hold(self, managed: ManagedStorage, change: int) -> None:
+        """What the kernel uses is used for longer, by one more or one less: it stays where it is."""
+
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
         failed for another reason than memory, or the budget allows no more."""

@@ -358,6 +358,9 @@ class AcceleratorDevice:
     def notice(self) -> None:
         pass
 
+    def hold(self, managed: ManagedStorage, change: int) -> None:
+        pass  # nothing leaves but by the engine, which asks for pins
+
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 

@@ -120,7 +120,8 @@ class CpuDevice:
                 return False
             if self.engine is not None:
                 self.engine.make_room(managed.size_bytes)
-            storage.resize_(managed.size_bytes)  # allocates anew, and copies
+            # Allocates anew, and copies. It is the same storage to the run.
+            torch._C.StorageBase.resize_(storage, managed.size_bytes)
             if not self._serial(storage):
                 return False
         managed.address = storage.data_ptr()
@@ -391,6 +392,10 @@ class CpuDevice:
             managed.guarded = False
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.address)
+
+    def hold(self, managed: ManagedStorage, change: int) -> None:
+        if managed.address:
+            _native.arena_hold(managed.address, change)
 
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone

@@ -1,0 +1,143 @@
+"""Collectives that have returned, and are not done: what they read and write stays on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.capture.operators import COLLECTIVES, Operator
+from penstock.core.memory_profile import minimum_bytes
+from penstock.core.trace import Trace
+from penstock.runtime.devices import Device
+from penstock.runtime.storages import ManagedStorage
+
+# As long as process groups wait for each other, unless they are told otherwise.
+TIMEOUT_S = 1800.0
+_POLL_S = 1e-4
+
+# Gloo's Work of these says that it is done only when it has been waited for; that must not be done twice,
+# since one of reduce_scatter writes its results then.
+_SILENT = ("reduce_scatter", "send", "recv")
+
+_LEAST_SHARE = 8  # of the budget: they have no more than this part of it
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One of them.
+
+    storages   that it reads and writes
+    writes     those that it writes: the program may use them when it has waited for them
+    work       a torch.distributed.Work that tells when it is done; None where there is none
+    """
+
+    storages: list[ManagedStorage]
+    writes: list[ManagedStorage]
+    work: Any
+
+    @property
+    def is_done(self) -> bool:
+        """As far as it tells."""
+        if self.work is not None and self.work.is_completed():
+            return True
+        return bool(self.writes) and all(managed.storage() is None for managed in self.writes)
+
+
+def in_flight_bytes(trace: Trace, budget_bytes: int) -> int:
+    """What a plan leaves for collectives of the trace that are in flight: room for the largest, as far as
+    there is any to spare."""
+    names = tuple(f"{namespace}::" for namespace in COLLECTIVES)
+    largest = max(
+        (
+            int(trace.tensor_bytes[np.union1d(trace.inputs[kernel], trace.outputs[kernel])].sum())
+            for kernel, name in enumerate(trace.kernel_name)
+            if name.startswith(names)
+        ),
+        default=0,
+    )
+    return max(min(largest, budget_bytes // _LEAST_SHARE, budget_bytes - minimum_bytes(trace)), 0)
+
+
+class Collectives:
+    """Those that are in flight. The engine's lock is held.
+
+    allowed_bytes   they may keep so much on the device where room is short; what is more is waited for
+    """
+
+    def __init__(self, device: Device, budget_bytes: int) -> None:
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._flights: list[_Flight] = []
+        self.allowed_bytes = 0
+
+    def follow(self, planned_bytes: int) -> None:
+        """A plan is followed that keeps to so much of the budget; 0: none is."""
+        budget_bytes = self._budget_bytes
+        self.allowed_bytes = budget_bytes - planned_bytes if planned_bytes else budget_bytes // _LEAST_SHARE
+
+    @property
+    def _bytes(self) -> int:
+        return sum(managed.size_bytes for flight in self._flights for managed in flight.storages)
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    def launched(
+        self,
+        operator: Operator,
+        result: Any,
+        used: Iterable[ManagedStorage],
+        written: list[ManagedStorage],
+        made: list[ManagedStorage],
+    ) -> None:
+        """A collective has returned.
+
+        used, written   storages of its arguments
+        made            of its results: what it has allocated, the device holds already
+        """
+        used = list(dict.fromkeys(used))
+        fresh = [managed for managed in made if managed not in used]
+        work = None if any(name in operator.name for name in _SILENT) else _work_of(result)
+        flight = _Flight(used + fresh, written or fresh, work)
+        for managed in flight.storages:
+            managed.pins += 1
+        for managed in used:
+            self._device.hold(managed, +1)
+        self._flights.append(flight)
+        while (size_bytes := self._bytes) > self.allowed_bytes:
+            if self._device.in_memory_bytes() + size_bytes <= self._budget_bytes or not self.wait():
+                break
+
+    def land(self, used: list[ManagedStorage]) -> None:
+        """See which are done: those, too, whose results the kernel uses that begins."""
+        for flight in self._flights[:]:
+            if flight.is_done or any(managed in used for managed in flight.writes):
+                self._flights.remove(flight)
+                for managed in flight.storages:
+                    managed.pins -= 1
+                    self._device.hold(managed, -1)
+
+    def wait(self) -> bool:
+        """Wait until one of them is done; False: none of them tells, or it takes too long."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        telling = [flight for flight in self._flights if flight.work is not None]
+        before = len(self._flights)
+        while telling and time.monotonic() < deadline_s:
+            self.land([])
+            if len(self._flights) < before:
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+
+def _work_of(result: Any) -> Any:
+    """The torch.distributed.Work among the results of a collective of torch.ops.c10d."""
+    for value in result if isinstance(result, tuple) else (result,):
+        if isinstance(value, torch.ScriptObject):
+            return torch.distributed.Work.unbox(value)
+    return None

@@ -1,0 +1,62 @@
+"""The processes of a job on one machine: they share its links, and its budgets are divided among them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+
+import torch.distributed
+
+from penstock.errors import InvalidArgument
+
+logger = logging.getLogger("penstock")
+
+# Processes of one job begin at about the same time. They wait so long for each other.
+WAIT_S = 30.0
+_POLL_S = 0.01
+
+_meetings = itertools.count()
+
+
+def on_this_machine() -> int:
+    """How many processes of this job there are on this machine, as torchrun says; 1 without it."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not said.isdigit() or int(said) < 1:
+        raise InvalidArgument(
+            f"the environment variable LOCAL_WORLD_SIZE is {said!r}: give a number of processes"
+        )
+    return int(said)
+
+
+def meet(processes: int) -> bool:
+    """Wait until all of them on this machine are here. False: they cannot be waited for, or do not come."""
+    if processes == 1:
+        return True
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        logger.warning(
+            "%d processes share this machine, and its links are measured by each alone: call "
+            "torch.distributed.init_process_group before penstock.offload, so that they are measured "
+            "together",
+            processes,
+        )
+        return False
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"penstock/{socket.gethostname()}/{next(_meetings)}"
+    here = store.add(key, 1)
+    deadline_s = time.monotonic() + WAIT_S
+    while here < processes:
+        if time.monotonic() > deadline_s:
+            logger.warning(
+                "%d of %d processes on this machine called penstock.offload within %.0f s: links are "
+                "measured without the others, which share them",
+                here,
+                processes,
+                WAIT_S,
+            )
+            return False
+        time.sleep(_POLL_S)
+        here = store.add(key, 0)
+    return True

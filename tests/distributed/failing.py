@@ -1,0 +1,43 @@
+"""Run by torchrun: one rank of several fails in the midst of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock
+from tests.support.runs import HARDWARE
+
+
+def main(how: str, spill_dir: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    fails = rank == 1
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = penstock.offload(
+        model,
+        device_budget="2MiB",
+        disk_budget="16KiB" if fails and how == "disk" else None,
+        spill_dir=spill_dir,
+        hardware=HARDWARE,
+        smallest_bytes=4096,
+    )
+    for step in range(50):
+        with run.step():
+            model(torch.randn(16, 256)).square().mean().backward()
+            if fails and how == "killed" and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+    print("trained to the end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

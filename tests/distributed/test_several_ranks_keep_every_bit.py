@@ -1,0 +1,49 @@
+"""Training on several processes gives the bits that it gives without penstock, within each one's budget."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import torchrun
+
+SCRIPT = Path(__file__).parent / "training.py"
+
+# Started together: a process takes longer to begin than to train.
+PROGRAMS = ("ddp --clip", "fsdp --clip --parts 2")
+MORE = ("ddp_views --parts 2", "ddp --precision autocast --parts 2", "fsdp --precision bf16")
+
+
+def same_bits(ranks: int, programs: tuple[str, ...], spill_dir: Path) -> None:
+    arguments = " --then ".join(f"{program} --spill {spill_dir}" for program in programs).split(" ")
+    printed = torchrun(ranks, SCRIPT, *arguments).splitlines()
+    found = [json.loads(line.removeprefix("rows ")) for line in printed if line.startswith("rows ")]
+    assert len(found) == len(programs)
+    for every in found:
+        assert len(every) == ranks
+        for rows in every:
+            roomy, half, least = rows
+            assert all(row["same"] for row in rows)
+            assert all(row["processes"] == ranks for row in rows)
+            assert roomy["evicted"] == 0
+            assert half["evicted"] > 0 and least["evicted"] > 0
+            assert half["peak"] <= half["budget"] and least["peak"] <= least["budget"]
+    assert list(spill_dir.iterdir()) == []
+
+
+def test_same_bits_on_two(tmp_path: Path) -> None:
+    same_bits(2, PROGRAMS, tmp_path)
+
+
+@pytest.mark.slow
+def test_same_bits_in_other_ways(tmp_path: Path) -> None:
+    same_bits(2, MORE, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 4, reason="four processes on fewer cores take minutes")
+def test_same_bits_on_four(tmp_path: Path) -> None:
+    same_bits(4, ("fsdp --steps 5",), tmp_path)

@@ -1,0 +1,83 @@
+"""A storage that the program frees and allocates again in a step is another one to the run, as for FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from tests.support.runs import HARDWARE
+
+WIDTH, LAYERS = 128, 8
+BYTES = WIDTH * WIDTH * 4
+
+
+def train(
+    steps: int, budget: int | None, spill_dir: Path
+) -> tuple[list[torch.Tensor], penstock.Report | None]:
+    """Each layer's weight is copied into a buffer that exists only while it is used."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(LAYERS)]
+    gathered = [torch.empty(WIDTH, WIDTH) for _ in range(LAYERS)]
+    for buffer in gathered:
+        buffer.untyped_storage().resize_(0)
+    run = None
+    if budget is not None:
+        run = penstock.offload(
+            device_budget=budget, spill_dir=spill_dir, hardware=HARDWARE, smallest_bytes=4096
+        )
+
+    def step(number: int) -> None:
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
+        with torch.no_grad():
+            for weight, buffer in zip(weights, gathered, strict=True):
+                buffer.untyped_storage().resize_(BYTES)
+                buffer.copy_(weight)
+                x = torch.tanh(x @ buffer)
+                weight.add_(x.t() @ x @ buffer, alpha=-1e-3)
+            for buffer in reversed(gathered):
+                x = x @ buffer
+                buffer.untyped_storage().resize_(0)
+            weights[0].add_(x.mean(), alpha=1e-3)
+
+    report = None
+    for number in range(steps):
+        if run is None:
+            step(number)
+        else:
+            with run.step():
+                step(number)
+    if run is not None:
+        report = run.report()
+        run.close()
+    return [weight.detach().clone() for weight in weights], report
+
+
+def test_same_bits_within_the_budget(tmp_path: Path) -> None:
+    wanted, _ = train(6, None, tmp_path)
+    found, roomy = train(6, 1 << 30, tmp_path)
+    assert roomy is not None and roomy.evicted_bytes == 0
+    assert all(map(torch.equal, found, wanted))
+    for budget in (LAYERS * BYTES, roomy.minimum_bytes):
+        found, report = train(6, budget, tmp_path)
+        assert report is not None
+        assert all(map(torch.equal, found, wanted))
+        assert report.evicted_bytes > 0
+        assert report.peak_bytes <= budget
+
+
+def test_resize_is_torchs_own_again_when_the_run_is_closed(tmp_path: Path) -> None:
+    before = torch.UntypedStorage.resize_
+    run = penstock.offload(device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE)
+    assert torch.UntypedStorage.resize_ is not before
+    tensor = torch.arange(1000.0)
+    assert tensor.untyped_storage().resize_(8000) is not None
+    assert torch.equal(tensor, torch.arange(1000.0))
+    with pytest.raises(RuntimeError):
+        torch.from_numpy(tensor.numpy()).untyped_storage().resize_(16000)
+    run.close()
+    assert torch.UntypedStorage.resize_ is before
+    assert "resize_" not in vars(torch.UntypedStorage)

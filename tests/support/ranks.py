@@ -1,0 +1,29 @@
+"""Several processes, started as users start them: with torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(ranks: int, script: Path, *args: object, timeout_s: float = 240, restarts: int = 0) -> str:
+    """What the script's processes print. Raises AssertionError, with that, where one of them fails."""
+    done = started(ranks, script, *args, timeout_s=timeout_s, restarts=restarts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def started(
+    ranks: int, script: Path, *args: object, timeout_s: float = 240, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The same, however it ends."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", str(script), *map(str, args)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
