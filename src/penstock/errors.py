@@ -9,6 +9,7 @@
     ├── InvalidFile           a file that is not what it should be   (also a ValueError)
     ├── InvalidArgument       an argument that cannot be used        (also a ValueError)
     ├── DeviceUnavailable     the device asked for is not there
+    ├── RankFailed            another process of the job failed; carries its rank
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
     ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
@@ -68,6 +69,20 @@ class InvalidArgument(PenstockError, ValueError):
 
 class DeviceUnavailable(PenstockError):
     """The device asked for is not on this machine."""
+
+
+class RankFailed(PenstockError):
+    """Another process of this job failed, and this one cannot go on without it.
+
+    rank   of the process that failed first
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.rank)
 
 
 class SpillError(PenstockError, OSError):

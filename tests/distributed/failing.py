@@ -21,9 +21,10 @@ def main(how: str, spill_dir: str) -> None:
     fails = rank == 1
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    print(f"process {os.getpid()}\n", end="", flush=True)
     run = penstock.offload(
         model,
-        device_budget="2MiB",
+        device_budget="64KiB" if fails and how == "memory" else "2MiB",
         disk_budget="16KiB" if fails and how == "disk" else None,
         spill_dir=spill_dir,
         hardware=HARDWARE,
@@ -32,8 +33,11 @@ def main(how: str, spill_dir: str) -> None:
     for step in range(50):
         with run.step():
             model(torch.randn(16, 256)).square().mean().backward()
-            if fails and how == "killed" and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if fails and step == 5:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "error":
+                    raise ValueError("the batch is bad\nfor many reasons")
             optimizer.step()
             optimizer.zero_grad()
     print("trained to the end", flush=True)

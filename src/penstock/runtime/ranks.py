@@ -10,6 +10,7 @@ import time
 
 import torch.distributed
 
+from penstock.core.job import attempt
 from penstock.errors import InvalidArgument
 
 logger = logging.getLogger("penstock")
@@ -44,7 +45,7 @@ def meet(processes: int) -> bool:
         )
         return False
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = f"penstock/{socket.gethostname()}/{next(_meetings)}"
+    key = f"penstock/meet/{attempt()}/{socket.gethostname()}/{next(_meetings)}"
     here = store.add(key, 1)
     deadline_s = time.monotonic() + WAIT_S
     while here < processes:

@@ -38,7 +38,7 @@ from penstock.errors import (
     SpillError,
 )
 from penstock.planners import require_policy
-from penstock.runtime import arena, ranks, resident, timeline
+from penstock.runtime import arena, failures, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
@@ -168,33 +168,34 @@ def offload(
 
     Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
     """
-    try:
-        return Offload(
-            model,
-            optimizer,
-            device_budget_bytes=parse_bytes(device_budget),
-            spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
-            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-            disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
-            device=device,
-            policy=policy,
-            plan=plan,
-            hardware=hardware,
-            page_cache_bytes=parse_bytes(page_cache_budget),
-            io_paths=[io_paths] if isinstance(io_paths, str) else io_paths,
-            io_costs=None if io_costs is None else Path(io_costs),
-            reexplore=reexplore,
-            verify_spill=verify_spill,
-            smallest_bytes=parse_bytes(smallest_bytes),
-            endurance_bytes=None if endurance is None else parse_endurance(endurance),
-            compress=compress,
-            recompute=recompute,
-            micro_batch=micro_batch,
-            variants=variants,
-            lossy=lossy,
-        )
-    except SpillError as error:
-        raise error from None  # it names the system's own error
+    with failures.told():
+        try:
+            return Offload(
+                model,
+                optimizer,
+                device_budget_bytes=parse_bytes(device_budget),
+                spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
+                host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+                disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
+                device=device,
+                policy=policy,
+                plan=plan,
+                hardware=hardware,
+                page_cache_bytes=parse_bytes(page_cache_budget),
+                io_paths=[io_paths] if isinstance(io_paths, str) else io_paths,
+                io_costs=None if io_costs is None else Path(io_costs),
+                reexplore=reexplore,
+                verify_spill=verify_spill,
+                smallest_bytes=parse_bytes(smallest_bytes),
+                endurance_bytes=None if endurance is None else parse_endurance(endurance),
+                compress=compress,
+                recompute=recompute,
+                micro_batch=micro_batch,
+                variants=variants,
+                lossy=lossy,
+            )
+        except SpillError as error:
+            raise error from None  # it names the system's own error
 
 
 def _show_compiled_regions() -> Callable[[], None]:
@@ -300,6 +301,8 @@ class Offload:
         self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
+        if on_cpu:  # on a GPU, a collective that hangs could hold SIGTERM up
+            failures.listen()
         if on_cpu and micro_batch == "auto":
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
@@ -386,13 +389,17 @@ class Offload:
         kind   a name for this kind of step, such as "evaluation", where there are several: each has a
                plan of its own. None: it is told by the operators that run
 
-        Raises BudgetTooSmall where a kernel's own tensors do not fit, and what the storage raises. After an
-        error the next step can be tried.
+        Raises BudgetTooSmall where a kernel's own tensors do not fit, what the storage raises, and RankFailed
+        where a collective fails since another rank has. After an error the next step can be tried.
         """
         if self._closed:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
+        with failures.told():
+            yield from self._step(kind)
+
+    def _step(self, kind: str | None) -> Iterator[None]:
         self._kinds.take_new_plan()
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
@@ -632,6 +639,7 @@ class Offload:
                     _lingering.append(self)
         finally:
             self._interrupts.remove()
+            failures.stop_listening()
             self._kinds.close()
 
     def _recompute_all(self) -> bool:

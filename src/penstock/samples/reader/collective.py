@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from penstock.core.job import attempt
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.format.manifest import StoreManifest
 from penstock.samples.reader.directory import Directory, PathLike, partition_folders
@@ -174,7 +175,7 @@ class Meeting:
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
         number = next(_meetings.setdefault(self.ranks, itertools.count()))
-        self._prefix = f"penstock/samples/{'-'.join(map(str, self.ranks))}/{number}"
+        self._prefix = f"penstock/samples/{attempt()}/{'-'.join(map(str, self.ranks))}/{number}"
         self._store = dist.distributed_c10d._get_default_store()
         self._said: list[str] = []
         self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
