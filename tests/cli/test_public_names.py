@@ -30,6 +30,7 @@ PUBLIC = [
     "Offload",
     "PenstockError",
     "Plan",
+    "RankFailed",
     "Recompute",
     "Report",
     "SampleError",

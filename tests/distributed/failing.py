@@ -31,13 +31,12 @@ def main(how: str, spill_dir: str) -> None:
         smallest_bytes=4096,
     )
     for step in range(50):
+        if fails and how == "between steps" and step == 3:
+            raise ValueError("the batch is bad\nfor many reasons")
         with run.step():
             model(torch.randn(16, 256)).square().mean().backward()
-            if fails and step == 5:
-                if how == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if how == "error":
-                    raise ValueError("the batch is bad\nfor many reasons")
+            if fails and how == "killed" and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
     print("trained to the end", flush=True)

@@ -86,7 +86,10 @@ def train(folder: Path, notes: Path, checkpoint: Path | None, dies: bool) -> str
                 if step == STEPS:
                     break
     digest = hashlib.sha256()
-    for tensor in (*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())):
+    for tensor in (
+        *model.parameters(),
+        *(value for each in optimizer.state.values() for value in each.values()),
+    ):
         digest.update(tensor.detach().numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
     if run is not None:

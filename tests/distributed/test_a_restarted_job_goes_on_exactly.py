@@ -1,4 +1,4 @@
-"""torchrun starts a job again after a rank was killed: it ends with the bits of one that nothing interrupted."""
+"""torchrun starts a job again after a rank was killed: it ends with the bits of one without interruption."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
+
+import torch.distributed as dist
 
 from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
@@ -14,24 +16,45 @@ from penstock.checkpoint.failures import cannot_write
 from penstock.checkpoint.file import writing
 from penstock.checkpoint.file.replace import Replacement
 from penstock.checkpoint.file.source import PathLike, path_of
+from penstock.errors import CheckpointError, InvalidArgument
 
 
 @overload
 def save(
-    state: Any, path: PathLike, *, wait: Literal[True] = True, metadata: Mapping[str, str] | None = None
+    state: Any,
+    path: PathLike,
+    *,
+    wait: Literal[True] = True,
+    metadata: Mapping[str, str] | None = None,
+    group: Any = None,
 ) -> None: ...
 @overload
 def save(
-    state: Any, path: PathLike, *, wait: Literal[False], metadata: Mapping[str, str] | None = None
+    state: Any,
+    path: PathLike,
+    *,
+    wait: Literal[False],
+    metadata: Mapping[str, str] | None = None,
+    group: None = None,
 ) -> SaveHandle: ...
 @overload
 def save(
-    state: Any, path: PathLike, *, wait: bool, metadata: Mapping[str, str] | None = None
+    state: Any,
+    path: PathLike,
+    *,
+    wait: bool,
+    metadata: Mapping[str, str] | None = None,
+    group: Any = None,
 ) -> SaveHandle | None: ...
 
 
 def save(
-    state: Any, path: PathLike, *, wait: bool = True, metadata: Mapping[str, str] | None = None
+    state: Any,
+    path: PathLike,
+    *,
+    wait: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    group: Any = None,
 ) -> SaveHandle | None:
     """Write ``state`` to ``path``: durable, with checksums, and whole or not at all.
 
@@ -43,10 +66,44 @@ def save(
                take at most 1 GiB at once, or the size of one state where that is more: further saves
                wait here until earlier ones have been written and their copies released
     metadata   texts that any reader of safetensors files can see
+    group      of torch.distributed: all its processes call this, its first one writes, and the others wait
+               for that, no longer than the group's time-out. None: every process that calls this writes,
+               and waits for nobody
 
     Gives a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
     what cannot be saved, and CheckpointError where the file cannot be written.
     """
+    if group is None:
+        return _save(state, path, wait, metadata)
+    if not wait:
+        raise InvalidArgument("with group=, save waits for the process that writes: leave wait=False out")
+    _by_the_first(group, partial(_save, state, path, True, metadata), path_of(path))
+    return None
+
+
+def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
+    """The first process of the group writes. All learn how that ended."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
+        raise InvalidArgument(
+            "group= needs a process group of torch.distributed that this process is in: call "
+            "torch.distributed.init_process_group first"
+        )
+    error = None
+    first = dist.get_global_rank(group, 0)
+    if dist.get_rank() == first:
+        try:
+            write()
+        except Exception as problem:  # the others wait to hear of it
+            error = problem
+    said = [f"{type(error).__name__}: {error}" if error is not None else ""]
+    dist.broadcast_object_list(said, first, group)
+    if error is not None:
+        raise error
+    if said[0]:
+        raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {said[0]}")
+
+
+def _save(state: Any, path: PathLike, wait: bool, metadata: Mapping[str, str] | None) -> SaveHandle | None:
     path = path_of(path)
     contents = writing.contents_of(state, metadata)
     if wait:

@@ -12,11 +12,12 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -34,8 +35,8 @@ _POLL_S = 0.02
 _OF_A_GROUP = re.compile("gloo|nccl|process ?group", re.IGNORECASE)
 
 _ENDED = (
-    "its process has ended, and no error in a step was the reason. It was killed, or failed outside of "
-    "run.step(): look at its messages, and at its exit code, which torchrun names"
+    "its process has ended, and told no error: it was killed, or it left. Look at its messages, and at its "
+    "exit code, which torchrun names"
 )
 _KEEPER_ENDED = (
     "it keeps the process group's key-value store, which does not answer: its process has ended. Look at its "
@@ -58,11 +59,11 @@ class Job:
         self.store = store
         self.rank, self._world = dist.get_rank(), dist.get_world_size()
         self._prefix = f"penstock/failures/{attempt()}"
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._has_failed = False
-        self._has_said = False
-        if begun := _begun(self._pid):
-            store.set(self._process_key(self.rank), f"{self._pid} {begun}")
+        self._cause: Cause | None = None
+        if begun := _begun(self.pid):
+            store.set(self._process_key(self.rank), f"{self.pid} {begun}")
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -73,29 +74,36 @@ class Job:
         try:
             yield
         except BaseException as error:
-            if _is_of_a_group(error):
-                if cause := self.cause(_LOOK_S):
-                    self._has_said = True
-                    raise RankFailed(self._without(cause), cause.rank) from error
-            else:
-                with contextlib.suppress(RuntimeError):  # a store that does not answer
-                    self._has_failed = self._tell(self.rank, _described(error)).rank == self.rank
+            if cause := self.other_cause(error):
+                raise RankFailed(self.without(cause), cause.rank) from error
             raise
+
+    def other_cause(self, error: BaseException) -> Cause | None:
+        """The rank that made a collective of this one fail. Another kind of error is told to the others."""
+        if _is_of_a_group(error):
+            return self.cause(_LOOK_S)
+        with contextlib.suppress(RuntimeError):  # a store that does not answer
+            self._has_failed = self._tell(self.rank, _described(error)).rank == self.rank
+        return None
 
     def cause(self, wait_s: float) -> Cause | None:
         """The rank that failed first, as soon as that is known; None: it is not, after so many seconds."""
         deadline_s = time.monotonic() + wait_s
         try:
-            while (cause := self._known() or self._found()) is None:
-                if time.monotonic() > deadline_s:
-                    return None
-                time.sleep(_POLL_S)
-            self._leave()
+            while self._cause is None:
+                self._cause = self._known() or self._found()
+                if self._cause is not None:
+                    self._leave()
+                elif time.monotonic() > deadline_s:
+                    break
+                else:
+                    time.sleep(_POLL_S)
         except RuntimeError:
-            cause = None if _agent_keeps_store() or self.rank == 0 else Cause(0, _KEEPER_ENDED)
-        return cause
+            if self._cause is None and self.rank != 0 and not _agent_keeps_store():
+                self._cause = Cause(0, _KEEPER_ENDED)
+        return self._cause
 
-    def _without(self, cause: Cause) -> str:
+    def without(self, cause: Cause) -> str:
         return f"rank {self.rank} cannot go on: rank {cause.rank} failed: {cause.why}"
 
     def _known(self) -> Cause | None:
@@ -141,11 +149,9 @@ class Job:
                 looked = self.store.add(f"{self._prefix}/looked", 0)
 
     def end(self) -> None:
-        """This process has to: say why, unless that was said."""
-        if self._has_said or os.getpid() != self._pid:  # a child has no store of its own
-            return
+        """SIGTERM has come. torchrun sends it to all where one rank fails."""
         if cause := self.cause(0):
-            logger.error("%s", self._without(cause))
+            logger.error("%s", self.without(cause))
         else:
             with contextlib.suppress(RuntimeError):
                 self._tell(self.rank, _TERMINATED)
@@ -173,26 +179,43 @@ def told() -> Iterator[None]:
         yield
 
 
-def listen() -> None:
-    """Let SIGTERM, which torchrun sends to all where one rank fails, name that rank before this one ends. A
-    handler of the program's own stays."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if _joined() is not None and is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+def listen(to_signals: bool) -> None:
+    """Where an error that nobody catches, or SIGTERM, ends this process, another rank may be the cause: name
+    it. A handler of the program's own stays."""
+    global _hook_before
+    if _joined() is None or threading.current_thread() is not threading.main_thread():
+        return
+    if sys.excepthook is not _uncaught:
+        _hook_before = sys.excepthook
+        sys.excepthook = _uncaught
+    if to_signals and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
 
 
-def stop_listening() -> None:
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) == _terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+_hook_before = sys.excepthook
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    job = None if isinstance(error, RankFailed) else _own_job()
+    cause = None if job is None else job.other_cause(error)
+    _hook_before(kind, error, trace)
+    if job is not None and cause is not None:
+        logger.error("%s", job.without(cause))
+    if signal.getsignal(signal.SIGTERM) == _terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is said
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    """End, as without a handler."""
+    """End as without a handler."""
     signal.signal(number, signal.SIG_DFL)
-    if _job is not None:
-        _job.end()
+    if (job := _own_job()) is not None:
+        job.end()
     os.kill(os.getpid(), number)
+
+
+def _own_job() -> Job | None:
+    """None in a child, which has no connection of its own to the store."""
+    return _job if _job is not None and _job.pid == os.getpid() else None
 
 
 def _is_of_a_group(error: BaseException) -> bool:

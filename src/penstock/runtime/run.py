@@ -301,8 +301,7 @@ class Offload:
         self._endurance_bytes = endurance_bytes
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
-        if on_cpu:  # on a GPU, a collective that hangs could hold SIGTERM up
-            failures.listen()
+        failures.listen(to_signals=on_cpu)  # on a GPU, a collective that hangs could hold them up
         if on_cpu and micro_batch == "auto":
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
@@ -639,7 +638,6 @@ class Offload:
                     _lingering.append(self)
         finally:
             self._interrupts.remove()
-            failures.stop_listening()
             self._kinds.close()
 
     def _recompute_all(self) -> bool:

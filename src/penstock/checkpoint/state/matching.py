@@ -11,6 +11,7 @@ import torch
 from penstock.checkpoint.failures import shown
 
 _NOTHING: Any = object()
+_WRAPPER = "module."  # DistributedDataParallel and DataParallel have the model there
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -55,7 +56,8 @@ class Match:
             return into
         if isinstance(into, torch.nn.Module):
             if not all(isinstance(value, torch.Tensor) for value in saved.values()):  # extra state
-                into.load_state_dict(self.take_over(saved, self._states[id(into)]))
+                state = self._states[id(into)]
+                into.load_state_dict(self.take_over(_wrapped_alike(saved, state), state))
             return into
         if isinstance(into, torch.optim.Optimizer):
             into.load_state_dict(self.take_over(saved, self._states[id(into)]))
@@ -74,7 +76,9 @@ class Match:
 
     def _compare(self, path: str, saved: Any, into: Any) -> None:
         if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
+            is_module = isinstance(into, torch.nn.Module)
             into = self._state_of(path, saved, into)
+            saved = _wrapped_alike(saved, into) if is_module else saved
         if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
             if difference := _difference(saved, into):
                 self._different.append(f"{path or 'the tensor'} ({difference})")
@@ -112,8 +116,22 @@ class Match:
         return state
 
 
+def _wrapped_alike(saved: Any, state: Mapping[str, Any]) -> Any:
+    """A module's saved state by the names of ``state``, where one of the two was wrapped for data-parallel
+    training, which puts "module." before all names, and the other was not."""
+    if not isinstance(saved, Mapping) or saved.keys() == state.keys():
+        return saved
+    if saved.keys() == {_WRAPPER + key for key in state}:
+        return {key: saved[_WRAPPER + key] for key in state}
+    if state.keys() == {f"{_WRAPPER}{key}" for key in saved}:
+        return {f"{_WRAPPER}{key}": value for key, value in saved.items()}
+    return saved
+
+
 def _difference(saved: torch.Tensor, target: torch.Tensor) -> str | None:
     """Why ``target`` cannot take ``saved``."""
+    if type(target).__name__ == "DTensor":
+        return "a DTensor, whose parts lie in several processes: see penstock.checkpoint.dcp.Reader"
     if type(target) not in _PLAIN or target.layout != torch.strided or target.is_quantized:
         return f"a {type(target).__name__} of layout {target.layout} cannot be filled in place"
     if target.is_meta:

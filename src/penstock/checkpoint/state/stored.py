@@ -264,7 +264,11 @@ def _problem(tensor: torch.Tensor) -> str | None:
     if tensor.is_nested:
         return "it is a nested tensor. Save list(tensor.unbind()), or to_padded_tensor()."
     if kind == "DTensor":
-        return "it is a DTensor. Save its full_tensor(), or its to_local()."
+        return (
+            "it is a DTensor, whose parts lie in several processes. Save the state with "
+            "torch.distributed.checkpoint and penstock.checkpoint.dcp.Writer, each process its part; or save "
+            "full_tensor()."
+        )
     if kind.startswith("Uninitialized"):
         return "it is not initialized yet. Run the model once first."
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
