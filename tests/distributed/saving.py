@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
 
     # Shards are for torch.distributed.checkpoint.
     sharded = fully_shard(network(0)[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    words = r"weight cannot be saved: .*penstock\.checkpoint\.dcp\.Writer"
+    words = r"'weight' cannot be saved: .*penstock\.checkpoint\.dcp\.Writer"
     refused(penstock.InvalidArgument, words, penstock.save, sharded.state_dict(), folder / "shards")
     penstock.save(network(0)[0].state_dict(), folder / f"layer-{rank}")
     words = r"penstock\.checkpoint\.dcp\.Reader.*Nothing was changed"
