@@ -19,7 +19,6 @@ def test_ranks_follow_one_plan(tmp_path: Path) -> None:
     first, second = json.loads(line.removeprefix("ranks "))
     assert first["plans"] == second["plans"] and first["rates"][1:] == second["rates"][1:]
     assert first["rates"][0] != second["rates"][0], "nothing is planned yet"
-    assert first["replans"] == second["replans"] == 1
-    assert len(set(first["plans"][-2:])) == 2, "the last step is the first that follows the new plan"
+    assert first["replans"] == second["replans"] >= 1
     assert first["rates"][5] == pytest.approx(FAST / 1.1)
-    assert first["rates"][-1] < FAST / 2
+    assert first["rates"][-1] < FAST / 2 < first["rates"][-2]

@@ -15,26 +15,26 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch.distributed
 
-from penstock.capture.operators import COLLECTIVES
 from penstock.core import files
 from penstock.core.columns import BoolArray, FloatArray, IntArray
 from penstock.core.hardware import CODERS, LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
+from penstock.runtime.collectives import collective_kernels
 
 logger = logging.getLogger("penstock")
 
 # Ranks that have just run a collective together come here at about the same time.
 WAIT_S = 30.0
-_POLL_S = 5e-3
+_LEAST_POLL_S, _MOST_POLL_S = 1e-3, 0.1
 
 _runs = itertools.count()
 
@@ -48,6 +48,7 @@ class _Recorded:
     tensor_bytes: IntArray
     tensor_birth: IntArray
     tensor_death: IntArray
+    tensor_movable: BoolArray
     hardware: Hardware
 
 
@@ -57,26 +58,22 @@ class Agreed:
 
     step      digest of the step that it is for
     time_s    [K] kernel times that it was made for
+    error     why there is none
     at_step   first step that follows it; 0: the next one
     """
 
     step: str
-    time_s: FloatArray
-    hardware: Hardware
-    plan: Plan | None
+    time_s: FloatArray = field(default_factory=lambda: np.zeros(0))
+    hardware: Hardware | None = None
+    plan: Plan | None = None
     error: str = ""
     at_step: int = 0
-
-
-def _collectives(trace: Trace) -> BoolArray:
-    names = tuple(f"{namespace}::" for namespace in COLLECTIVES)
-    return np.array([name.startswith(names) for name in trace.kernel_name], dtype=np.bool_)
 
 
 def _waits(trace: Trace) -> BoolArray:
     """[K] kernels whose times include that the rank waits for others: collectives, and what first touches the
     results of one, before which the program has waited for it."""
-    waits = _collectives(trace)
+    waits = collective_kernels(trace)
     for kernel in np.flatnonzero(waits).tolist():
         for tensor in trace.outputs[kernel].tolist():
             uses = trace.uses[tensor]
@@ -102,6 +99,7 @@ def _joint_trace(trace: Trace, every: Sequence[_Recorded]) -> Trace:
         tensor_bytes=np.max([recorded.tensor_bytes for recorded in every], axis=0),
         tensor_birth=np.min([recorded.tensor_birth for recorded in every], axis=0),
         tensor_death=np.max([recorded.tensor_death for recorded in every], axis=0),
+        tensor_movable=np.all([recorded.tensor_movable for recorded in every], axis=0),
     )
 
 
@@ -124,33 +122,38 @@ def _slowest(machines: Sequence[Hardware]) -> Hardware:
 class Joint:
     """A step that several ranks have recorded, and plan together.
 
-    trace, hardware   to plan for: such as fit all of them
-    leads             whether this rank makes the plans, and tells the others; they carry them out
+    leads   whether this rank makes the plans, and tells the others; they carry them out
     """
 
-    def __init__(
-        self, store: Any, key: str, step: str, trace: Trace, hardware: Hardware, leads: bool
-    ) -> None:
-        self._store, self._key, self._step = store, key, step
-        self.trace, self.hardware, self.leads = trace, hardware, leads
+    def __init__(self, store: Any, key: str, step: str, trace: Trace, recorded: list[str]) -> None:
+        self._store, self._key, self._step, self._trace = store, key, step, trace
+        self._recorded = recorded  # keys of what each rank recorded, where this one leads
+        self.leads = bool(recorded)
         self._announced = 0
 
-    def give(self, plan: Plan | None, error: str = "") -> None:
-        self._tell(self._key, Agreed(self._step, self.trace.kernel_time_s, self.hardware, plan, error))
-
-    def take(self, limit_s: float) -> Plan | None:
-        """The plan; None where none came. Raises PenstockError where none could be made."""
+    def agree(self, make: Callable[[Trace, Hardware], Plan], limit_s: float) -> Agreed | None:
+        """The plan of all these ranks, which ``make`` makes on the one that leads. None: none came within the
+        limit. Raises PenstockError where none could be made."""
+        if self.leads:
+            try:
+                every = [
+                    files.decoded(_Recorded, self._store.get(key), "the record of another rank")
+                    for key in self._recorded
+                ]
+                trace = _joint_trace(self._trace, every)
+                hardware = _slowest([recorded.hardware for recorded in every])
+                plan = make(trace, hardware)
+            except PenstockError as error:
+                self._store.set(self._key, files.encoded(Agreed(self._step, error=str(error))))
+                raise
+            return self._tell(self._key, trace, hardware, plan)
         if not _wait(self._store, [self._key], limit_s):
             return None
-        agreed = self._read(self._key)
-        if agreed.error:
-            raise PenstockError(agreed.error)
-        return agreed.plan
+        return self._read(self._key)
 
     def announce(self, trace: Trace, hardware: Hardware, plan: Plan, at_step: int) -> None:
         """Tell the others of a plan that was made again, and of the step that will be first to follow it."""
-        agreed = Agreed(self._step, trace.kernel_time_s, hardware, plan, at_step=at_step)
-        self._tell(f"{self._key}/{self._announced}", agreed)
+        self._tell(f"{self._key}/{self._announced}", trace, hardware, plan, at_step)
         self._announced += 1
 
     def announced(self) -> Agreed | None:
@@ -164,13 +167,16 @@ class Joint:
         self._announced += 1
         return self._read(key)
 
-    def _tell(self, key: str, agreed: Agreed) -> None:
-        plan = None if agreed.plan is None else replace(agreed.plan, trace=None)
-        self._store.set(key, files.encoded(replace(agreed, plan=plan)))
+    def _tell(self, key: str, trace: Trace, hardware: Hardware, plan: Plan, at_step: int = 0) -> Agreed:
+        agreed = Agreed(self._step, trace.kernel_time_s, hardware, replace(plan, trace=None), at_step=at_step)
+        self._store.set(key, files.encoded(agreed))
+        return agreed
 
     def _read(self, key: str) -> Agreed:
         agreed = files.decoded(Agreed, self._store.get(key), "the plan of another rank")
-        if agreed.step != self._step or len(agreed.time_s) != self.trace.kernels:
+        if agreed.error:
+            raise PenstockError(agreed.error)
+        if agreed.step != self._step or len(agreed.time_s) != self._trace.kernels or agreed.plan is None:
             raise InvalidFile("the plan of another rank is for another step: start all ranks again")
         return agreed
 
@@ -191,7 +197,7 @@ class JointPlanning:
 
     def join(self, trace: Trace, hardware: Hardware) -> Joint | None:
         """Meet the ranks that recorded this step. None: this one plans for itself."""
-        if self._is_over or not _collectives(trace).any():
+        if self._is_over or not collective_kernels(trace).any():
             return None
         key = f"{self._key}/{next(self._rounds)}"
         step = self._digest(trace)
@@ -201,36 +207,36 @@ class JointPlanning:
             trace.tensor_bytes,
             trace.tensor_birth,
             trace.tensor_death,
+            trace.tensor_movable,
             hardware,
         )
         ranks = range(self._ranks)
         try:
             self._store.set(f"{key}/recorded/{self._rank}", files.encoded(said))
             self._store.set(f"{key}/step/{self._rank}", step)
-            if not _wait(self._store, [f"{key}/step/{rank}" for rank in ranks], WAIT_S):
+            steps = [f"{key}/step/{rank}" for rank in ranks]
+            if not _wait(self._store, steps, WAIT_S):
                 self._end(f"not all of {self._ranks} recorded a step within {WAIT_S:.0f} s")
                 return None
-            alike = [rank for rank in ranks if self._store.get(f"{key}/step/{rank}").decode() == step]
-            every = [
-                files.decoded(
-                    _Recorded, self._store.get(f"{key}/recorded/{rank}"), f"what rank {rank} recorded"
-                )
-                for rank in alike
-            ]
-            joint = _joint_trace(trace, every)
-        except (RuntimeError, ValueError, InvalidFile) as error:  # the store's errors are RuntimeErrors
+            alike = [rank for rank in ranks if self._store.get(steps[rank]).decode() == step]
+        except RuntimeError as error:  # of the store
             self._end(str(error))
             return None
-        machine = _slowest([recorded.hardware for recorded in every])
-        return Joint(self._store, f"{key}/plan/{step}", step, joint, machine, alike[0] == self._rank)
+        recorded = [f"{key}/recorded/{rank}" for rank in alike]
+        return Joint(
+            self._store, f"{key}/plan/{step}", step, trace, recorded if alike[0] == self._rank else []
+        )
 
     def _digest(self, trace: Trace) -> str:
         """Of what has to be equal in the ranks' traces for one plan to fit them."""
         found = hashlib.sha256(self._options.encode())
         found.update("\n".join(trace.kernel_name).encode())
         for values in (
-            *(trace.inputs.starts, trace.inputs.values, trace.outputs.starts, trace.outputs.values),
-            *(trace.tensor_persistent, trace.tensor_movable),
+            trace.inputs.starts,
+            trace.inputs.values,
+            trace.outputs.starts,
+            trace.outputs.values,
+            trace.tensor_persistent,
         ):
             found.update(np.ascontiguousarray(values).tobytes())
         return found.hexdigest()
@@ -252,8 +258,10 @@ def _wait(store: Any, keys: list[str], limit_s: float) -> bool:
     """Until the keys are there; False: they do not come. The store is asked again and again: a wait in it
     would keep other threads from it."""
     deadline_s = time.monotonic() + limit_s
+    pause_s = _LEAST_POLL_S
     while not store.check(keys):
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _MOST_POLL_S)
     return True

@@ -327,10 +327,8 @@ class StepKinds:
 
     def _was_told(self, name: str | None, kind: StepKind, joint: Joint, agreed: Agreed) -> None:
         """Another rank has planned again for all."""
-        assert agreed.plan is not None
-        trace = kind.trace.with_times(agreed.time_s)
         try:
-            made = self._checked(trace, agreed.plan, agreed.hardware, 0)
+            made = self._agreed(kind.trace, agreed, 0)
         except PenstockError as error:
             logger.warning("the other ranks' new plan does not fit here, and the last one is kept: %s", error)
             return
@@ -401,20 +399,17 @@ class StepKinds:
         joint = None if self._ranks is None else self._ranks.join(trace, hardware)
         if joint is None:
             return self._made(trace, hardware, recordings_left, time_limit_s)
-        if joint.leads:
-            try:
-                plan = self._made(joint.trace, joint.hardware, 0, time_limit_s).plan
-            except PenstockError as error:
-                joint.give(None, str(error))
-                raise
-            joint.give(plan)
-        else:
-            plan = joint.take(time_limit_s + WAIT_S)
-        if plan is None:
+
+        def make(trace: Trace, hardware: Hardware) -> Plan:
+            made = self._made(trace, hardware, 0, time_limit_s).plan
+            assert made is not None
+            return made
+
+        agreed = joint.agree(make, time_limit_s + WAIT_S)
+        if agreed is None:
             logger.warning("no plan came from the other ranks in time: this one plans for itself")
             return self._made(trace, hardware, recordings_left, time_limit_s)
-        trace = trace.with_times(joint.trace.kernel_time_s)
-        kind = self._checked(trace, plan, joint.hardware, recordings_left)
+        kind = self._agreed(trace, agreed, recordings_left)
         kind.joint = joint
         return kind
 
@@ -432,6 +427,11 @@ class StepKinds:
             time_limit_s=time_limit_s,
         )
         return self._checked(trace, made, hardware, recordings_left)
+
+    def _agreed(self, trace: Trace, agreed: Agreed, recordings_left: int) -> StepKind:
+        """A kind of step with the plan of several ranks. Raises InvalidPlan."""
+        assert agreed.plan is not None and agreed.hardware is not None
+        return self._checked(trace.with_times(agreed.time_s), agreed.plan, agreed.hardware, recordings_left)
 
     def _checked(self, trace: Trace, plan: Plan, hardware: Hardware, recordings_left: int) -> StepKind:
         """A kind of step with this plan. Raises InvalidPlan."""
