@@ -1,4 +1,4 @@
-"""Run by torchrun: one rank of several fails in the midst of training."""
+"""Run by torchrun: one rank of several fails in the midst of training, in another way in each attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import penstock
 from tests.support.runs import HARDWARE
 
 
-def main(how: str, spill_dir: str) -> None:
+def main(spill_dir: str, *ways: str) -> None:
+    how = ways[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     fails = rank == 1
@@ -43,4 +44,4 @@ def main(how: str, spill_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
