@@ -112,16 +112,36 @@ def test_training_resumes_in_place(stepped: bool, tmp_path: Path) -> None:
     assert weights(model) == weights(expected)
 
 
+class Counting(nn.Linear):
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("writer", [checkpoint.save, torch.save])
+@pytest.mark.parametrize("wrapped", ["saved", "filled"])
+def test_a_wrapped_model_and_a_bare_one_fill_each_other(wrapped: str, writer: Any, tmp_path: Path) -> None:
+    model, other = Counting(2, 2), Counting(2, 2)
+    model.count = 5
+    saved = nn.DataParallel(model) if wrapped == "saved" else model
+    filled = nn.DataParallel(other) if wrapped == "filled" else other
+    writer({"model": saved.state_dict()}, tmp_path / "state")
+    checkpoint.load(tmp_path / "state", into={"model": filled})
+    assert other.count == 5 and torch.equal(other.weight, model.weight)
+    # Names of a dict are compared as they are, and a wrapper hides no difference.
+    with pytest.raises(penstock.InvalidArgument, match="missing in the file: model"):
+        checkpoint.load(tmp_path / "state", into={"model": filled.state_dict()})
+    larger = nn.Sequential(Counting(2, 2), Counting(2, 2))
+    for into in (larger, nn.DataParallel(larger)):
+        with pytest.raises(penstock.InvalidArgument, match="missing in the file: model"):
+            checkpoint.load(tmp_path / "state", into={"model": into})
+
+
 def test_the_extra_state_of_a_module_is_set(tmp_path: Path) -> None:
-    class Counting(nn.Linear):
-        count = 0
-
-        def get_extra_state(self) -> dict[str, int]:
-            return {"count": self.count}
-
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            self.count = state["count"]
-
     model, other = Counting(2, 2), Counting(2, 2)
     model.count = 5
     checkpoint.save(model.state_dict(), tmp_path / "state")
