@@ -74,10 +74,24 @@ def _decode(kind: Any, value: Any) -> Any:
     raise NotImplementedError(f"{kind} cannot be read from a file")
 
 
+def encoded(value: Any) -> bytes:
+    """``value`` as the text of a file."""
+    return msgspec.json.encode({"schema": _schema(type(value)), "value": value}, enc_hook=_encode)
+
+
+def decoded(kind: type[Value], data: bytes, name: str) -> Value:
+    """The ``kind`` in what `encoded` gave. Raises InvalidFile, with ``name``, where it is something else."""
+    try:
+        source = Source(msgspec.json.decode(data, type=_Named).schema, data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{name} is not JSON that names its schema: {error}") from error
+    return value(kind, source, name)
+
+
 def save(value: Any, path: str | Path) -> None:
     """Write ``value`` to ``path``, durably; the folder must exist. Raises OSError, with ``path``."""
     path = Path(path)
-    data = msgspec.json.encode({"schema": _schema(type(value)), "value": value}, enc_hook=_encode)
+    data = encoded(value)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
     try:
