@@ -30,6 +30,7 @@ def same_bits(ranks: int, programs: tuple[str, ...], spill_dir: Path) -> None:
             assert all(row["processes"] == ranks for row in rows)
             assert roomy["evicted"] == 0
             assert half["evicted"] > 0 and least["evicted"] > 0
+            assert [row["plan"] for row in rows] == [row["plan"] for row in every[0]], "one for all ranks"
             assert half["peak"] <= half["budget"] and least["peak"] <= least["budget"]
     assert list(spill_dir.iterdir()) == []
 

@@ -97,6 +97,7 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
             "predicted_s": report.predicted_step_s,
             "mismatches": report.trace_mismatches,
             "processes": report.processes,
+            "plan": hashlib.sha256(repr(run.plan and run.plan.evictions).encode()).hexdigest(),
             "all": run.trace.peak_bytes if run.trace is not None else 0,
         }
         run.close()

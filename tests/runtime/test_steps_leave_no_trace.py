@@ -95,8 +95,8 @@ def test_nothing_grows(tmp_path: Path, hardware: penstock.Hardware) -> None:
     assert {name: count for name, count in more.items() if count > most} == {}
     assert late.disk_bytes <= early.disk_bytes + (1 << 20)
     assert late.mappings <= early.mappings + 64
-    # Threads that plan again have stacks, and heaps for which malloc reserves 64 MiB of addresses each. A plan made
-    # between the two counts has been in memory.
+    # Threads that plan again have stacks, and heaps for which malloc reserves 64 MiB of addresses each. A
+    # plan made between the two counts has been in memory.
     assert late.address_bytes <= early.address_bytes + 4 * (72 << 20)
     assert late.resident_bytes <= early.resident_bytes + (32 << 20)
     assert late.arena_bytes == early.arena_bytes

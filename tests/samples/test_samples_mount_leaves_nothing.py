@@ -38,13 +38,17 @@ import gc, os, sys, time
 from pathlib import Path
 from penstock.samples.reader.store import mount
 
+def names():
+    tasks = Path("/proc/self/task").iterdir()
+    return sorted((task / "comm").read_text().strip() for task in tasks)
+
 def held():
     # A thread that was told to end may still be at it.
     deadline = time.monotonic() + 10
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     return (
-        sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")),
+        names(),
         len(os.listdir("/proc/self/fd")),
         len(Path("/proc/self/maps").read_text().splitlines()),
         int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from penstock.capture.operators import COLLECTIVES, Operator
+from penstock.core.columns import BoolArray
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.runtime.devices import Device
@@ -48,15 +49,19 @@ class _Flight:
         return bool(self.writes) and all(managed.storage() is None for managed in self.writes)
 
 
+def collective_kernels(trace: Trace) -> BoolArray:
+    """[K] whether a kernel is a collective."""
+    names = tuple(f"{namespace}::" for namespace in COLLECTIVES)
+    return np.array([name.startswith(names) for name in trace.kernel_name], dtype=np.bool_)
+
+
 def in_flight_bytes(trace: Trace, budget_bytes: int) -> int:
     """What a plan leaves for collectives of the trace that are in flight: room for the largest, as far as
     there is any to spare."""
-    names = tuple(f"{namespace}::" for namespace in COLLECTIVES)
     largest = max(
         (
             int(trace.tensor_bytes[np.union1d(trace.inputs[kernel], trace.outputs[kernel])].sum())
-            for kernel, name in enumerate(trace.kernel_name)
-            if name.startswith(names)
+            for kernel in np.flatnonzero(collective_kernels(trace)).tolist()
         ),
         default=0,
     )

@@ -38,7 +38,7 @@ from penstock.errors import (
     SpillError,
 )
 from penstock.planners import require_policy
-from penstock.runtime import arena, ranks, resident, timeline
+from penstock.runtime import arena, joint_planning, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
@@ -355,7 +355,12 @@ class Offload:
             self._device.engine = self._engine
             self._interrupts = Interrupts()
             self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
-            self._kinds = StepKinds(policy, hardware, compress, recompute, lossy)
+            options = (
+                f"{policy} {device_budget_bytes} {smallest_bytes} {compress} {recompute} {lossy} {variants}"
+            )
+            self._kinds = StepKinds(
+                policy, hardware, compress, recompute, lossy, joint_planning.with_ranks(options)
+            )
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
@@ -402,7 +407,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        self._kinds.take_new_plan()
+        self._kinds.begin_step()
         recording = self._kinds.recording(kind)
         begun_s = time.perf_counter()
         self._in_step = True

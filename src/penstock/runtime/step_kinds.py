@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.copy_engine import Moved
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.drift import Drift
+from penstock.runtime.joint_planning import WAIT_S, Agreed, Joint, JointPlanning
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.variants import RUNNERS
 from penstock.simulator import simulate
@@ -57,6 +59,9 @@ MOST_KINDS = 8
 # A step whose tensors take so much more than those of its trace is traced again.
 GROWTH = 1.05
 
+# Ranks take a new plan so many steps after it was announced: by then each of them has seen it.
+STEPS_AHEAD = 2
+
 logger = logging.getLogger("penstock")
 
 
@@ -73,6 +78,7 @@ class StepKind:
     drift            what its steps take; None before one was timed
     recorded         the step whose kernel times have drifted; None before it was recorded
     least_steps      that follow the plan before the next one is made
+    joint            where the plan is that of several ranks
     """
 
     trace: Trace
@@ -85,6 +91,7 @@ class StepKind:
     recorded: Trace | None = None
     least_steps: int = LEAST_STEPS
     steps: int = 0
+    joint: Joint | None = None
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""
@@ -97,6 +104,7 @@ class StepKinds:
     compresses      plans may use bitmask-CSR, and recordings sample how many zeros there are
     recomputes      plans may recompute tensors
     lossy           codec in which what is saved for backward may leave
+    ranks           that plan together; None: this process plans for itself
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
     hardware        the machine that this plan was made for
@@ -108,13 +116,20 @@ class StepKinds:
     """
 
     def __init__(
-        self, policy: str, hardware: Hardware, compresses: bool, recomputes: bool, lossy: str | None = None
+        self,
+        policy: str,
+        hardware: Hardware,
+        compresses: bool,
+        recomputes: bool,
+        lossy: str | None = None,
+        ranks: JointPlanning | None = None,
     ) -> None:
         self._policy = policy
         self.hardware = hardware
         self._compresses = compresses
         self._recomputes = recomputes
         self._lossy = lossy
+        self._ranks = ranks
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
@@ -125,6 +140,8 @@ class StepKinds:
         self.refusal = ""
         self.replans = 0
         self._planning: _Planning | None = None
+        self._steps = 0  # that have begun
+        self._coming: list[_Coming] = []
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
         made = schedule(trace, plan)
@@ -239,6 +256,8 @@ class StepKinds:
         plan = kind.plan
         if kind.fixed or kind.recordings_left or plan is None or not (plan.evictions or plan.recomputations):
             return
+        if kind.joint is not None and not kind.joint.leads:  # it is told of new plans
+            return
         if kind.drift is None:
             kind.drift = Drift(kind.trace, plan, kind.hardware)
         kind.drift.note(moved, step_s, kernels_s, clock_s, operators)
@@ -276,19 +295,49 @@ class StepKinds:
         made.least_steps = least_steps
         return made
 
-    def take_new_plan(self) -> None:
-        """Take the plan that was made in the background, if there is one. Called between two steps."""
+    def begin_step(self) -> None:
+        """Take a plan that was made in the background, here or by another rank, if there is one. Called
+        between two steps."""
+        self._steps += 1
         planning = self._planning
-        if planning is None or planning.is_running:
-            return
-        self._planning = None
+        if planning is not None and not planning.is_running:
+            self._planning = None
+            self._was_planned(planning)
+        for name, known in self._known.items():
+            for kind in known:
+                if kind.joint is not None and not kind.joint.leads and (agreed := kind.joint.announced()):
+                    self._was_told(name, kind, kind.joint, agreed)
+        for coming in [coming for coming in self._coming if coming.at_step <= self._steps]:
+            self._coming.remove(coming)
+            self._take(coming.name, coming.kind, coming.made)
+
+    def _was_planned(self, planning: _Planning) -> None:
+        """It was planned again in the background."""
         name, kind, made = planning.name, planning.kind, planning.made
-        known = self._known.get(name, [])
-        if kind not in known:  # it was recorded again meanwhile, and planned
-            return
         kind.steps, kind.least_steps, kind.drift = 0, min(2 * kind.least_steps, MOST_STEPS), None
         if made is None:
             logger.warning("no new plan could be made, and the one in force is kept: %s", planning.error)
+            return
+        made.joint, at_step = kind.joint, self._steps
+        if made.joint is not None and kind in self._known.get(name, []):
+            assert made.plan is not None
+            at_step += STEPS_AHEAD
+            made.joint.announce(made.trace, made.hardware, made.plan, at_step)
+        self._coming.append(_Coming(name, kind, made, at_step))
+
+    def _was_told(self, name: str | None, kind: StepKind, joint: Joint, agreed: Agreed) -> None:
+        """Another rank has planned again for all."""
+        try:
+            made = self._agreed(kind.trace, agreed, 0)
+        except PenstockError as error:
+            logger.warning("the other ranks' new plan does not fit here, and the last one is kept: %s", error)
+            return
+        made.joint = joint
+        self._coming.append(_Coming(name, kind, made, agreed.at_step))
+
+    def _take(self, name: str | None, kind: StepKind, made: StepKind) -> None:
+        known = self._known.get(name, [])
+        if kind not in known:  # it was recorded again meanwhile, and planned
             return
         known[known.index(kind)] = made
         self.replans += 1
@@ -331,7 +380,7 @@ class StepKinds:
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS, hardware)
         try:
-            kind = self._made(trace, hardware, left, _planning_s(trace))
+            kind = self._made_together(trace, hardware, left, _planning_s(trace))
             self.refusal = ""
         except PenstockError as error:
             if before is not None and before.plan is not None:
@@ -341,6 +390,27 @@ class StepKinds:
             self.refusal = str(error)
             kind = StepKind(trace, None, unplanned(trace), 0, hardware)
         resident.release_free_memory()  # what the solver took
+        return kind
+
+    def _made_together(
+        self, trace: Trace, hardware: Hardware, recordings_left: int, time_limit_s: float
+    ) -> StepKind:
+        """A kind of step with the plan of all ranks that run it. Raises PenstockError."""
+        joint = None if self._ranks is None else self._ranks.join(trace, hardware)
+        if joint is None:
+            return self._made(trace, hardware, recordings_left, time_limit_s)
+
+        def make(trace: Trace, hardware: Hardware) -> Plan:
+            made = self._made(trace, hardware, 0, time_limit_s).plan
+            assert made is not None
+            return made
+
+        agreed = joint.agree(make, time_limit_s + WAIT_S)
+        if agreed is None:
+            logger.warning("no plan came from the other ranks in time: this one plans for itself")
+            return self._made(trace, hardware, recordings_left, time_limit_s)
+        kind = self._agreed(trace, agreed, recordings_left)
+        kind.joint = joint
         return kind
 
     def _made(self, trace: Trace, hardware: Hardware, recordings_left: int, time_limit_s: float) -> StepKind:
@@ -356,10 +426,28 @@ class StepKinds:
             lossy=self._lossy,
             time_limit_s=time_limit_s,
         )
-        made = replace(made, offsets=())  # storages stay where they are
-        if violations := check(trace, made, hardware):
+        return self._checked(trace, made, hardware, recordings_left)
+
+    def _agreed(self, trace: Trace, agreed: Agreed, recordings_left: int) -> StepKind:
+        """A kind of step with the plan of several ranks. Raises InvalidPlan."""
+        assert agreed.plan is not None and agreed.hardware is not None
+        return self._checked(trace.with_times(agreed.time_s), agreed.plan, agreed.hardware, recordings_left)
+
+    def _checked(self, trace: Trace, plan: Plan, hardware: Hardware, recordings_left: int) -> StepKind:
+        """A kind of step with this plan. Raises InvalidPlan."""
+        plan = replace(plan, trace=trace, offsets=())  # storages stay where they are
+        if violations := check(trace, plan, hardware):
             raise InvalidPlan(violations)
-        return StepKind(trace, made, self._scheduled(trace, made), recordings_left, hardware)
+        return StepKind(trace, plan, self._scheduled(trace, plan), recordings_left, hardware)
+
+
+class _Coming(NamedTuple):
+    """A new plan, and the step that will be first to follow it."""
+
+    name: str | None
+    kind: StepKind
+    made: StepKind
+    at_step: int
 
 
 class _Planning:
