@@ -13,9 +13,9 @@ through it. Warm: everything was read into the page cache before. Rows take turn
 of the time, mounting is not. Throughput is of all samples, from the first beginning to the last end.
 
 The second part trains a small network on batches of a loader (figure 7b), cold, and on one batch in memory:
-one process with all cores, one thread that computes. Hidden is what the loader takes for a batch without
-training, less what training with it takes longer. On a machine that does other work, too, trust the processor's
-time alone.
+one process with all cores, one thread that computes. The difference is what is not hidden of the time that
+the loader takes for a batch when nothing is trained. The processor's time is that of the thread that trains:
+it says most where the machine does other work, too.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Reader:
         return found
 
     def train(self, how: str, epoch: int, batch_size: int, width: int) -> tuple[float, float]:
-        """Mean seconds of a step, on a batch in memory or those of a loader, or of the loader alone; and of the
-        processor for the thread that trains."""
+        """Mean seconds of a step, on a batch in memory or those of a loader, or of the loader alone; and of
+        the processor for the thread that trains."""
         size_bytes, store = self._data.size_bytes, self._stores["cold"]
         torch.manual_seed(0)
         model = network(size_bytes, width)
@@ -298,14 +298,19 @@ def show(data: Data, found: dict[str, Any]) -> None:
             f"({min(rates):,.0f} to {max(rates):,.0f})"
         )
     for width in WIDTHS[data.size_bytes]:
-        turns = [found["training"][f"{how} {width}"] for how in ("in memory", "with loader", "loader alone")]
-        memory_s, loaded_s, alone_s = (statistics.median(step_s for step_s, _ in turn) for turn in turns)
-        cpu_s = statistics.median(cpu_s for _, cpu_s in turns[1]) - statistics.median(c for _, c in turns[0])
-        more_s, batch_size = loaded_s - memory_s, BATCHES[data.size_bytes]
+        memory, loaded, alone = (
+            found["training"][f"{how} {width}"] for how in ("in memory", "with loader", "loader alone")
+        )
+        more_s, more_cpu_s = (
+            sorted(with_it[unit] - without[unit] for with_it, without in zip(loaded, memory, strict=True))
+            for unit in (0, 1)
+        )
         print(
-            f"  batches of {batch_size}, width {width}: in memory {memory_s * 1e3:.2f} ms, with the loader "
-            f"{more_s * 1e3:+.2f} ms, the loader alone {alone_s * 1e3:.2f} ms: {1 - more_s / alone_s:.0%} "
-            f"hidden; the thread that trains, processor: {cpu_s * 1e3:+.2f} ms"
+            f"  batches of {BATCHES[data.size_bytes]}, width {width}: a step in memory "
+            f"{statistics.median(step_s for step_s, _ in memory) * 1e3:.2f} ms, with the loader "
+            f"{statistics.median(more_s) * 1e3:+.2f} ms ({more_s[0] * 1e3:+.2f} to {more_s[-1] * 1e3:+.2f}), "
+            f"of the processor {statistics.median(more_cpu_s) * 1e3:+.2f} ms; the loader alone "
+            f"{statistics.median(step_s for step_s, _ in alone) * 1e3:.2f} ms"
         )
 
 

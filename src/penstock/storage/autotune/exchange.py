@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -189,6 +190,9 @@ class Exchange:
 
 
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_open.clear)  # their threads stay with the parent
 
 
 @atexit.register
