@@ -34,6 +34,7 @@ EXPLORERS: tuple[Explorers, ...] = get_args(Explorers)
 
 # Who claimed a class tells the others after so long, whether or not all is known. They wait twice as long.
 PATIENCE_S = 15.0
+MOST_TOLD_BYTES = 1 << 20
 _YIELD_S = 0.5  # to the rank whose claim comes first
 _PAUSES_S = (0.02, 0.5)  # between two looks: at first, and where nothing has changed for long
 _CLOSING_S = 2.0
@@ -181,8 +182,11 @@ class Exchange:
 
     def _told(self, key: str) -> Tables:
         """What another rank has told; nothing where that is not what a file may hold."""
+        name = "what another rank tells of I/O paths"
         try:
-            told = files.decoded(CostTables, self._store.get(key), "what another rank tells of I/O paths")
+            if len(data := self._store.get(key)) > MOST_TOLD_BYTES:
+                raise InvalidFile(f"{name} has {len(data)} bytes: no rank has so much to tell of one size")
+            told = files.decoded(CostTables, data, name)
         except InvalidFile as error:
             logger.warning("this rank finds out by itself what I/O paths cost: %s", error)
             return Tables()
