@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
-from penstock.units import format_bytes, format_seconds, parse_bytes
+from penstock.units import format_bytes, format_seconds
 
 TURNS = 2
 
@@ -43,25 +44,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="of each job; default: %(default)s")
     parser.add_argument("--spill-dir", default=tempfile.gettempdir(), metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
-    parser.add_argument("--budget", default="", help=argparse.SUPPRESS)  # of a process
+    parser.add_argument("--budgets", default="", help=argparse.SUPPRESS)  # of each process
     options = parser.parse_args()
     if options.steps <= UNSETTLED_STEPS:
         parser.error(f"--steps: give {UNSETTLED_STEPS + 1} or more")
-    config = gpt.QUICK if options.quick else gpt.Config()
-    config = replace(config, batch=max(config.batch // options.processes, 1))
+    config = config_of(options)
     if "RANK" in os.environ:
         return work(config, options)
 
-    # DDP's buckets are as large as the gradients, beside them.
-    trace = trace_of(config)
-    peak_bytes = trace.peak_bytes + sum(
-        tensor.nbytes for tensor in gpt.GPT(config).parameters() if tensor.requires_grad
-    )
-    budget = f"{int(peak_bytes * options.percent / 100)}"
+    peak_bytes = peak_bytes_of(config)
+    budgets = [int(peak_bytes * options.percent / 100)] * options.processes
     console = Console(highlight=False)
     found: dict[str, list[dict[str, Any]]] = {"in memory": [], "penstock": []}
     for turn in range(TURNS):
-        for method, given in (("in memory", ""), ("penstock", budget)):
+        for method, given in (("in memory", []), ("penstock", budgets)):
             console.print(f"turn {turn + 1} of {TURNS}: {method}, {options.processes} processes")
             found[method].append(job(given, options))
     table = Table("", "memory of a process", "step", "predicted", "against in memory", "same bits")
@@ -83,12 +79,24 @@ def main() -> int:
     return 0
 
 
-def job(budget: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the first of the processes says."""
+def config_of(options: argparse.Namespace) -> gpt.Config:
+    """The model, and the part of the batch that each process has."""
+    config = gpt.QUICK if options.quick else gpt.Config()
+    return replace(config, batch=max(config.batch // options.processes, 1))
+
+
+def peak_bytes_of(config: gpt.Config) -> int:
+    """What a process takes in memory. DDP's buckets are as large as the gradients, beside them."""
+    parameters = gpt.GPT(config).parameters()
+    return trace_of(config).peak_bytes + sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
+
+
+def job(budgets: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+    """What the first of the processes says. Without budgets, they train in memory."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.processes}", __file__, "--steps", str(options.steps)]
     command += ["--processes", str(options.processes), "--spill-dir", options.spill_dir]
-    command += ["--budget", budget] * bool(budget) + ["--quick"] * options.quick
+    command += ["--budgets", ",".join(map(str, budgets))] * bool(budgets) + ["--quick"] * options.quick
     threads = max((os.cpu_count() or 1) // options.processes, 1)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -103,8 +111,8 @@ def work(config: gpt.Config, options: argparse.Namespace) -> int:
         next(batches)
     parallel = DistributedDataParallel(model)
     run = None
-    if options.budget:
-        budget = parse_bytes(options.budget)
+    if options.budgets:
+        budget = int(options.budgets.split(",")[dist.get_rank()])
         run = penstock.offload(parallel, optimizer, device_budget=budget, spill_dir=options.spill_dir)
     steps_s = []
     for _ in range(options.steps):

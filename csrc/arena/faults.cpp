@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::size_t kProblemBytes = 512;
 constexpr std::size_t kStackBytes = std::size_t{512} << 10;
+constexpr std::int64_t kForever = std::int64_t{1} << 62;
 constexpr int kPlainRepeats = 1000;  // of one access to what is plainly there, before it is not ours
 
 // What a thread that waits and the thread that serves share. Its state is what both wait for.
@@ -31,19 +32,87 @@ struct Request {
   char problem[kProblemBytes] = {};
 };
 
-std::array<Request, 64> requests;
-std::atomic<std::uint32_t> posted{0};
+class Mailbox {
+ public:
+  Request& post(const void* address, bool is_write, const FaultHistory& history) {
+    auto& request = taken();
+    request.address = address;
+    request.is_write = is_write;
+    request.history = history;
+    request.state.store(Request::kPosted);
+    ring();
+    return request;
+  }
 
-// The same, for what only the owner of a block can compute.
-struct Question {
-  enum State : std::uint32_t { kFree, kTaken, kPosted, kServing, kAnswered, kFailed, kGivenUp };
-  std::atomic<std::uint32_t> state{kFree};
-  const void* address = nullptr;
-  bool is_write = false;
+  // Until it is answered; false: it is not in time, and is given up.
+  bool wait(Request& request, std::int64_t deadline_ns) {
+    for (;;) {
+      auto state = request.state.load();
+      if (state == Request::kAnswered) return true;
+      const auto left = deadline_ns - now_ns();
+      if (left > 0)
+        futex_wait(request.state, state, left);
+      else if (request.state.compare_exchange_strong(state, Request::kGivenUp))
+        return false;
+    }
+  }
+
+  // The server's: the next request; null where there is none within so long.
+  Request* next(std::int64_t wait_ns) {
+    const auto deadline = now_ns() + wait_ns;
+    for (;;) {
+      const auto seen = rung_.load();
+      for (auto& request : requests_) {
+        std::uint32_t state = Request::kGivenUp;
+        request.state.compare_exchange_strong(state, Request::kFree);
+        state = Request::kPosted;
+        if (request.state.compare_exchange_strong(state, Request::kServing)) return &request;
+      }
+      const auto left = deadline - now_ns();
+      if (left <= 0 || closed_.load()) return nullptr;
+      futex_wait(rung_, seen, left);
+    }
+  }
+
+  void answer(Request& request, Arena::Answer answer) {
+    request.answer = answer;
+    std::uint32_t state = Request::kServing;
+    if (request.state.compare_exchange_strong(state, Request::kAnswered))
+      futex_wake(request.state);
+    else
+      request.state.store(Request::kFree);  // given up meanwhile
+  }
+
+  Request& at(std::size_t number) { return requests_.at(number); }
+  std::size_t number_of(const Request& request) const { return &request - requests_.data(); }
+
+  // A server that waits goes on, or ends.
+  void close(bool closed) {
+    closed_.store(closed);
+    ring();
+  }
+
+ private:
+  Request& taken() {
+    for (;; sched_yield())
+      for (auto& request : requests_) {
+        std::uint32_t free = Request::kFree;
+        if (request.state.compare_exchange_strong(free, Request::kTaken)) return request;
+      }
+  }
+
+  void ring() {
+    rung_.fetch_add(1);
+    futex_wake(rung_);
+  }
+
+  std::array<Request, 64> requests_;
+  std::atomic<std::uint32_t> rung_{0};
+  std::atomic<bool> closed_{false};
 };
 
-std::array<Question, 64> questions;
-std::atomic<std::uint32_t> asked{0};
+Mailbox faults;     // the thread of this file serves them
+Mailbox questions;  // what only the owner of a block can compute
 std::atomic<const Interpreter*> interpreter{nullptr};
 std::atomic<Arena*> served{nullptr};
 std::atomic<bool> in_child{false};
@@ -115,15 +184,6 @@ void say_problem(const char* text) {
   say("\n");
 }
 
-template <typename Slot, std::size_t count>
-Slot& take_slot(std::array<Slot, count>& slots) {
-  for (;; sched_yield())
-    for (auto& slot : slots) {
-      std::uint32_t free = Slot::kFree;
-      if (slot.state.compare_exchange_strong(free, Slot::kTaken)) return slot;
-    }
-}
-
 // Waits until the block's owner has computed what the access needs. The owner runs Python: this thread gives up
 // the interpreter meanwhile, if it has it.
 bool ask_owner(const void* address, bool is_write) {
@@ -132,59 +192,29 @@ bool ask_owner(const void* address, bool is_write) {
     say_problem("an access to memory that was dropped, and that nobody computes any more");
     return false;
   }
-  const auto deadline = now_ns() + timeout_ns.load();
-  auto& question = take_slot(questions);
-  question.address = address;
-  question.is_write = is_write;
-  question.state.store(Question::kPosted);
-  asked.fetch_add(1);
-  futex_wake(asked);
+  auto& question = questions.post(address, is_write, history);
   void* const held = python->is_held() ? python->release() : nullptr;
-  bool done = false;
-  for (;;) {
-    auto state = question.state.load();
-    done = state == Question::kAnswered;
-    if (done || state == Question::kFailed) {
-      question.state.store(Question::kFree);
-      break;
-    }
-    const auto left = deadline - now_ns();
-    if (left <= 0) {
-      if (!question.state.compare_exchange_strong(state, Question::kGivenUp)) continue;
-      say_problem("an access to memory that was dropped got no answer in time: it is not computed");
-      break;
-    }
-    futex_wait(question.state, state, left);
-  }
+  const bool answered = questions.wait(question, now_ns() + timeout_ns.load());
+  const bool done = answered && question.answer == Arena::Answer::kYes;
+  if (answered)
+    question.state.store(Request::kFree);
+  else
+    say_problem("an access to memory that was dropped got no answer in time: it is not computed");
   if (held != nullptr) python->take(held);
   return done;
 }
 
 // Posts a request and waits for its answer.
 Arena::Answer ask(const void* address, bool is_write) {
-  const auto deadline = now_ns() + timeout_ns.load();
-  auto* const request = &take_slot(requests);
-  request->address = address;
-  request->is_write = is_write;
-  request->history = history;
-  request->state.store(Request::kPosted);
-  posted.fetch_add(1);
-  futex_wake(posted);
-  for (;;) {
-    auto state = request->state.load();
-    if (state == Request::kAnswered) break;
-    const auto left = deadline - now_ns();
-    if (left <= 0) {
-      if (!request->state.compare_exchange_strong(state, Request::kGivenUp)) continue;
-      say_problem("an access to memory that is out got no answer in time: its disk hangs");
-      return Arena::Answer::kError;
-    }
-    futex_wait(request->state, state, left);
+  auto& request = faults.post(address, is_write, history);
+  if (!faults.wait(request, now_ns() + timeout_ns.load())) {
+    say_problem("an access to memory that is out got no answer in time: its disk hangs");
+    return Arena::Answer::kError;
   }
-  const auto answer = request->answer;
-  history = request->history;
-  if (answer == Arena::Answer::kError) say_problem(request->problem);
-  request->state.store(Request::kFree);
+  const auto answer = request.answer;
+  history = request.history;
+  if (answer == Arena::Answer::kError) say_problem(request.problem);
+  request.state.store(Request::kFree);
   return answer;
 }
 
@@ -222,25 +252,16 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
 void* serve(void*) {
   is_server = true;
   for (;;) {
-    const auto seen = posted.load();
-    for (auto& request : requests) {
-      std::uint32_t state = Request::kPosted;
-      if (request.state.load() == Request::kGivenUp) request.state.store(Request::kFree);
-      if (!request.state.compare_exchange_strong(state, Request::kServing)) continue;
-      try {
-        request.answer = served.load()->serve_fault(request.address, request.is_write, request.history,
-                                                    request.problem, kProblemBytes);
-      } catch (const std::bad_alloc&) {
-        request.answer = Arena::Answer::kError;
-        std::strcpy(request.problem, "an access to memory that is out cannot be served: there is no memory left");
-      }
-      state = Request::kServing;
-      if (request.state.compare_exchange_strong(state, Request::kAnswered))
-        futex_wake(request.state);
-      else
-        request.state.store(Request::kFree);  // given up meanwhile
+    auto* const request = faults.next(kForever);
+    if (request == nullptr) continue;
+    auto answer = Arena::Answer::kError;
+    try {
+      answer = served.load()->serve_fault(request->address, request->is_write, request->history,
+                                          request->problem, kProblemBytes);
+    } catch (const std::bad_alloc&) {
+      std::strcpy(request->problem, "an access to memory that is out cannot be served: there is no memory left");
     }
-    futex_wait(posted, seen, -1);
+    faults.answer(*request, answer);
   }
   return nullptr;
 }
@@ -309,36 +330,18 @@ void serve_faults_in_child() { in_child.store(true); }
 
 void set_interpreter(const Interpreter* python) {
   interpreter.store(python);
-  asked.fetch_add(1);
-  futex_wake(asked);
+  questions.close(python == nullptr);
 }
 
 std::optional<OwnerQuestion> next_question(double seconds) {
   is_owner = true;
-  const auto deadline = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
-  for (;;) {
-    const auto seen = asked.load();
-    for (std::size_t i = 0; i < questions.size(); ++i) {
-      auto& question = questions[i];
-      std::uint32_t state = Question::kGivenUp;
-      question.state.compare_exchange_strong(state, Question::kFree);
-      state = Question::kPosted;
-      if (question.state.compare_exchange_strong(state, Question::kServing))
-        return OwnerQuestion{i, question.address, question.is_write};
-    }
-    const auto left = deadline - now_ns();
-    if (left <= 0 || interpreter.load() == nullptr) return std::nullopt;
-    futex_wait(asked, seen, left);
-  }
+  const auto* const question = questions.next(static_cast<std::int64_t>(seconds * 1e9));
+  if (question == nullptr) return std::nullopt;
+  return OwnerQuestion{questions.number_of(*question), question->address, question->is_write};
 }
 
 void answer_question(std::size_t number, bool done) {
-  auto& question = questions.at(number);
-  std::uint32_t state = Question::kServing;
-  if (question.state.compare_exchange_strong(state, done ? Question::kAnswered : Question::kFailed))
-    futex_wake(question.state);
-  else
-    question.state.store(Question::kFree);  // given up meanwhile
+  questions.answer(questions.at(number), done ? Arena::Answer::kYes : Arena::Answer::kError);
 }
 
 }  // namespace penstock

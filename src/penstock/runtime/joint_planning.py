@@ -140,16 +140,20 @@ class Joint:
                     files.decoded(_Recorded, self._store.get(key), "the record of another rank")
                     for key in self._recorded
                 ]
-                trace = _joint_trace(self._trace, every)
+                self._trace = _joint_trace(self._trace, every)
                 hardware = _slowest([recorded.hardware for recorded in every])
-                plan = make(trace, hardware)
+                plan = make(self._trace, hardware)
             except PenstockError as error:
                 self._store.set(self._key, files.encoded(Agreed(self._step, error=str(error))))
                 raise
-            return self._tell(self._key, trace, hardware, plan)
+            return self._tell(self._key, self._trace, hardware, plan)
         if not _wait(self._store, [self._key], limit_s):
             return None
         return self._read(self._key)
+
+    def fitting_all(self, trace: Trace) -> Trace:
+        """What to plan for on the rank that leads, where it has recorded the step again."""
+        return self._trace.with_times(trace.kernel_time_s)
 
     def announce(self, trace: Trace, hardware: Hardware, plan: Plan, at_step: int) -> None:
         """Tell the others of a plan that was made again, and of the step that will be first to follow it."""

@@ -278,21 +278,21 @@ class StepKinds:
         """The kind of step with a plan for what was measured: a new one, or that in force if it is as good
         still. Called on a thread of its own. Raises PenstockError."""
         assert kind.plan is not None
-        least_steps = min(2 * kind.least_steps, MOST_STEPS)
-        made = self._made(trace, hardware, 0, max(_planning_s(trace), LEAST_IN_BACKGROUND_S))
-        assert made.plan is not None
-        before = replace(kind.plan, trace=trace)
-        if not check(trace, before, hardware):
-            predicted = simulate(trace, before, hardware)
-            if predicted.iteration_s <= made.plan.predicted_s:
-                before = replace(
+        fits_all = trace if kind.joint is None else kind.joint.fitting_all(trace)
+        plan = self._made(fits_all, hardware, 0, max(_planning_s(trace), LEAST_IN_BACKGROUND_S)).plan
+        assert plan is not None
+        before = replace(kind.plan, trace=fits_all)
+        if not check(fits_all, before, hardware):
+            predicted = simulate(fits_all, before, hardware)
+            if predicted.iteration_s <= plan.predicted_s:
+                plan = replace(
                     before,
                     predicted_s=predicted.iteration_s,
                     predicted_peak_bytes=predicted.peak_bytes,
-                    lower_bound_s=min(made.plan.lower_bound_s, predicted.iteration_s),
+                    lower_bound_s=min(plan.lower_bound_s, predicted.iteration_s),
                 )
-                made = StepKind(trace, before, self._scheduled(trace, before), 0, hardware)
-        made.least_steps = least_steps
+        made = self._checked(trace, plan, hardware, 0)
+        made.least_steps = min(2 * kind.least_steps, MOST_STEPS)
         return made
 
     def begin_step(self) -> None:
