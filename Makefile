@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-papers sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -84,6 +84,11 @@ bench-planners: setup
 bench-samples: setup
 	$(BIN)/python benchmarks/samples.py -o out/samples.json
 	$(BIN)/python benchmarks/samples_directory.py -o out/samples_directory.json
+
+# Half an hour, 6 GB of free disk: what several processes get of the disk together.
+bench-ranks: setup
+	$(BIN)/python benchmarks/ranks_disk.py -o out/ranks_disk.json
+	$(BIN)/python benchmarks/samples_scale.py -o out/samples_scale.json
 
 # What five papers claim, beside what is measured here: docs/papers.md. Twenty minutes on two cores that do nothing
 # else, 6 GB of free disk and 8 GB of memory; the slow disk needs root.

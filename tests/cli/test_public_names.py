@@ -55,8 +55,8 @@ SIGNATURES = {
     "offload": (
         ["model=", "optimizer="],
         ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "device=", "policy=", "plan="]
-        + ["hardware=", "page_cache_budget=", "io_paths=", "io_costs=", "reexplore=", "verify_spill="]
-        + ["smallest_bytes=", "endurance=", "compress="],
+        + ["hardware=", "page_cache_budget=", "io_paths=", "io_costs=", "io_explorers="]
+        + ["reexplore=", "verify_spill=", "smallest_bytes=", "endurance=", "compress="],
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),

@@ -383,6 +383,23 @@ def test_the_faster_path_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert chosen.bounced <= 6 if faster == "direct" else chosen.bounced >= 24
 
 
+def test_what_was_learned_serves_the_next_run_on_the_same_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memories(MemoryTransport):
+        methods = ("gpu-direct",)
+
+    monkeypatch.setitem(GPU_TRANSPORTS, "kvikio", Memories)
+    bounced = {}
+    options: dict[str, Any] = {"reexplore": 0, "tables_path": tmp_path / "costs.json"}
+    for run, gpu in (("first", "GPU a"), ("again", "GPU a"), ("elsewhere", "GPU b")):
+        with runner(tmp_path, 0.03, accelerator=gpu, **options) as one:
+            one.cycle(64 << 10, 8)
+            bounced[run] = one.bounced
+    assert bounced["first"] == bounced["elsewhere"] > 0
+    assert bounced["again"] == 0
+
+
 def test_a_pinned_direct_path_moves_all_but_the_smallest(kvikio: StandIn, tmp_path: Path) -> None:
     with runner(tmp_path, paths=[GPU_DIRECT], page_cache_bytes=64 * MIB) as pinned:
         trial_bytes = pinned.space.moved_bytes_by_path[GPU_DIRECT]

@@ -67,7 +67,7 @@ def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
     with SpillSpace(tmp_path, SpillOptions(paths=paths, tables_path=path, reexplore=0)) as space:
         cycle(space, MIB, 5)
         assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
-    assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path])}
+    assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path], "cpu")}
 
 
 def entry(path: str, samples: int, s_per_byte: float) -> Entry:

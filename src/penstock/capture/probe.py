@@ -83,6 +83,12 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     )
 
 
+def device_name(device: str) -> str:
+    """The model of a device, the same for all devices that are equal. Raises as `probe`."""
+    target = _device(device)
+    return _cpu_name() if target.type == "cpu" else str(torch.cuda.get_device_name(target))
+
+
 def _hardware(
     device: torch.device,
     disk: Disk,

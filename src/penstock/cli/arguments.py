@@ -92,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
     _spill_dir(paths, "use")
     _page_cache_budget(paths)
     paths.add_argument("--seconds", type=seconds, default=5.0, help="time to take; default: %(default)g")
+    paths.add_argument(
+        "--device", default="cpu", help="whose runs use --io-costs: cpu, or cuda:0 and so on; default: cpu"
+    )
     _io_costs(paths)
 
     trace = _command(names, "trace", "commands.trace", "capture one training step", SCRIPT_HELP)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock.capture.probe import device_name
 from penstock.cli.output import Answer, Table, own_files
 from penstock.runtime.run import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
@@ -27,7 +28,10 @@ def io_paths(options: Namespace) -> Answer:
         SpillSpace(
             directories,
             SpillOptions(
-                page_cache_bytes=options.page_cache_budget, tables_path=options.io_costs, reexplore=0.5
+                page_cache_bytes=options.page_cache_budget,
+                tables_path=options.io_costs,
+                reexplore=0.5,
+                accelerator=device_name(options.device),
             ),
         ) as space,
     ):

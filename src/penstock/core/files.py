@@ -83,7 +83,7 @@ def decoded(kind: type[Value], data: bytes, name: str) -> Value:
     """The ``kind`` in what `encoded` gave. Raises InvalidFile, with ``name``, where it is something else."""
     try:
         source = Source(msgspec.json.decode(data, type=_Named).schema, data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} is not JSON that names its schema: {error}") from error
     return value(kind, source, name)
 

@@ -12,6 +12,8 @@ import torch.distributed
 
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument
+from penstock.storage.autotune.exchange import EXPLORERS, Explorers
+from penstock.storage.spill import SpillSpace
 
 logger = logging.getLogger("penstock")
 
@@ -30,6 +32,22 @@ def on_this_machine() -> int:
             f"the environment variable LOCAL_WORLD_SIZE is {said!r}: give a number of processes"
         )
     return int(said)
+
+
+def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
+    """Share what is learned of I/O paths with the other ranks. False: there is no process group of several.
+
+    Raises InvalidArgument for other explorers than EXPLORERS.
+    """
+    if explorers not in EXPLORERS:
+        raise InvalidArgument(f"I/O paths are explored {explorers!r}: give one of {', '.join(EXPLORERS)}")
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return False
+    if explorers != "each":
+        store = distributed.distributed_c10d._get_default_store()
+        spill.share(store, explorers, distributed.get_rank(), distributed.get_world_size())
+    return True
 
 
 def meet(processes: int) -> bool:

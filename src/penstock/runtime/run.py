@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.capture.operators import tensors_in
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
-from penstock.capture.probe import probe
+from penstock.capture.probe import device_name, probe
 from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
 from penstock.core.columns import LOSSY
@@ -50,6 +50,7 @@ from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
+from penstock.storage.autotune.exchange import Explorers
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.tables import Tables
 from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
@@ -101,6 +102,7 @@ def offload(
     page_cache_budget: int | str = 0,
     io_paths: str | Sequence[str] | None = None,
     io_costs: str | os.PathLike[str] | None = None,
+    io_explorers: Explorers = "divided",
     reexplore: float = 0.005,
     verify_spill: bool = False,
     smallest_bytes: int | str = SMALLEST_BYTES,
@@ -144,8 +146,11 @@ def offload(
                     by size, in the first steps, and from then on while they run. A name such as
                     "io_uring direct": that one only. Several: the fastest of them. `run.io_paths` names
                     those of this machine
-    io_costs        a file of I/O cost tables: read at the start, for what other runs learned on disks of
-                    the same kind, and added to
+    io_costs        a file of I/O cost tables: read at the start, for what other runs learned on devices and
+                    disks of the same kind, and added to
+    io_explorers    of the ranks of a job whose device, file system, disk and I/O paths are the same:
+                    "divided", each size is explored by one of them, which tells the others; "one" explores
+                    for all; "each" explores for itself. Ranks where these differ do not hear of each other
     reexplore       share of the transfer time to spend on trying slower I/O paths again, since machines
                     change; 0 for none after the first steps
     verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
@@ -184,6 +189,7 @@ def offload(
                 page_cache_bytes=parse_bytes(page_cache_budget),
                 io_paths=[io_paths] if isinstance(io_paths, str) else io_paths,
                 io_costs=None if io_costs is None else Path(io_costs),
+                io_explorers=io_explorers,
                 reexplore=reexplore,
                 verify_spill=verify_spill,
                 smallest_bytes=parse_bytes(smallest_bytes),
@@ -256,6 +262,7 @@ class Offload:
         page_cache_bytes: int,
         io_paths: Sequence[str] | None,
         io_costs: Path | None,
+        io_explorers: Explorers,
         reexplore: float,
         verify_spill: bool,
         smallest_bytes: int,
@@ -317,6 +324,7 @@ class Offload:
                 tables_path=io_costs,
                 reexplore=reexplore,
                 verify=verify_spill,
+                accelerator=device_name(str(self._device_name)),
                 gpu=not on_cpu,
             ),
         )
@@ -334,6 +342,7 @@ class Offload:
             self._spill.close()
             raise
         try:
+            ranks.share_io_costs(self._spill, io_explorers)
             hardware = replace(
                 machine,
                 device_bytes=device_budget_bytes,
@@ -552,6 +561,18 @@ class Offload:
     def io_costs(self) -> Tables:
         """What each I/O path costs, by size of tensor, as far as it is known."""
         return self._spill.tables()
+
+    def share_io_costs(self, io_explorers: Explorers = "divided") -> None:
+        """Share what is learned about I/O paths with the other ranks from now on, as `offload` does by itself
+        where the process group was made before. Each rank calls it when it likes; nobody waits.
+
+        Raises InvalidArgument where there is no process group.
+        """
+        if self._closed or not ranks.share_io_costs(self._spill, io_explorers):
+            raise InvalidArgument(
+                "there is nobody to share with: call it while the run is open, after "
+                "torch.distributed.init_process_group with several ranks"
+            )
 
     def io_report(self) -> ChoiceReport:
         """How often each I/O path was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""

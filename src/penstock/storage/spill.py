@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import align_up
 from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.exchange import Exchange, Explorers, Store
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
 from penstock.storage.autotune.tables import Tables
@@ -55,6 +56,7 @@ class SpillOptions:
                       `save_tables`, and on `close`
     verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
                       a gigabyte each
+    accelerator       what computes, by name: I/O cost tables are kept apart by it
     gpu               also look for an I/O path between the memory of a GPU and the disk
     timeout_s         the disk hangs where no transfer ends for so long: then what waits for its turn
                       fails, and so does `close`. What the system has begun cannot be taken back: its
@@ -67,6 +69,7 @@ class SpillOptions:
     reexplore: float = 0.005
     tables_path: Path | None = None
     verify: bool = False
+    accelerator: str = "cpu"
     gpu: bool = False
     timeout_s: float = TIMEOUT_S
 
@@ -81,7 +84,9 @@ class SpillSpace:
     gpu_direct          name of the I/O path between the memory of a GPU and the disk, None where there is
                         none. It is not among ``paths``: who has the memory chooses it
     gpu_direct_only     no other I/O path was wanted
-    device_kind         what the directories lie on
+    choices             that one, and those made by `new_choice`, by name
+    device_kind         what the directories lie on, and what computes
+    lock                of the choices
     direct              every file can bypass the page cache
     written_bytes, read_bytes, moved_bytes_by_path   moved so far
 
@@ -104,12 +109,15 @@ class SpillSpace:
             self._regions["disk"] = Region("disk", directories, capacity_bytes)
             if any(path.medium == "page cache" for path in self.paths.values()):
                 self._regions["page cache"] = Region("page cache", directories, page_cache_bytes)
-            self.device_kind = device_kind(directories)
-            self.choice = Choice(
+            self.device_kind = device_kind(directories, options.accelerator)
+            self._known = (
+                read_tables(options.tables_path, self.device_kind) if options.tables_path else Tables()
+            )
+            self.choices: dict[str, Choice] = {}
+            self.choice = self.new_choice(
+                "host",
                 {path.name: path.medium for path in self.paths.values()},
-                reexplore=options.reexplore,
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
-                tables=read_tables(options.tables_path, self.device_kind) if options.tables_path else None,
             )
             self._gpu_path = self._usable_gpu_path()
         except BaseException:
@@ -123,12 +131,13 @@ class SpillSpace:
         self.written_bytes = 0
         self.read_bytes = 0
         self._scheduler = Scheduler(options.timeout_s, self._error, self._note, self.hang_error)
-        self._lock = self._scheduler.lock
+        self.lock = self._lock = self._scheduler.lock
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
         self._asked = {"write": 0, "read": 0}
         self._first_directory = directories[0]
+        self._exchange: Exchange | None = None
         self._closed = False
 
     @property
@@ -308,6 +317,20 @@ class SpillSpace:
             self._gpu_path = None
             self._io.give_up(path, reason)
 
+    def new_choice(self, name: str, media: Mapping[str, str], copying: Collection[str] = ()) -> Choice:
+        """A choice between I/O paths, by name and medium, that begins with what is known of them, and is
+        saved with the others. Who asks it holds `lock`."""
+        choice = self.choices[name] = Choice(
+            media, reexplore=self.options.reexplore, tables=self._known, copying=copying
+        )
+        return choice
+
+    def share(self, store: Store, explorers: Explorers, rank: int, ranks: int) -> None:
+        """Share what is learned with the other ranks of a job from now on, as Exchange does."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = Exchange(store, self.choices, self.lock, self.device_kind, explorers, rank, ranks)
+
     def save_tables(self) -> None:
         """Add what was learned to the file that was given as ``tables_path``, if any."""
         if (path := self.options.tables_path) is not None:
@@ -316,7 +339,7 @@ class SpillSpace:
     def tables(self) -> Tables:
         """What the I/O paths cost, as far as it is known."""
         with self._lock:
-            return self.choice.tables()
+            return Tables(tuple(e for choice in self.choices.values() for e in choice.tables().entries))
 
     def report(self) -> ChoiceReport:
         """How often each I/O path was the fastest."""
@@ -332,6 +355,8 @@ class SpillSpace:
         with self._lock:
             first = not self._closed
             self._closed = True
+        if self._exchange is not None:
+            self._exchange.close()
         timeout_s = 0.0 if self._scheduler.hangs else self.timeout_s
         if not self._scheduler.close(timeout_s) or not self._io.close(timeout_s):
             self._scheduler.give_up()

@@ -8,7 +8,6 @@ size by size.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 
@@ -38,7 +37,6 @@ class Paths:
 
     def __init__(self, spill: SpillSpace, device: torch.device) -> None:
         self._spill = spill
-        self._lock = threading.Lock()
         self.choice: Choice | None = None
         if (direct := spill.gpu_direct) is None:
             return
@@ -46,7 +44,7 @@ class Paths:
             spill.give_up_gpu_direct(failure)
             return
         names = (direct,) if spill.gpu_direct_only else (BOUNCE, direct)
-        self.choice = Choice(dict.fromkeys(names, "disk"), reexplore=spill.choice.reexplore)
+        self.choice = spill.new_choice("gpu", dict.fromkeys(names, "disk"))
 
     def allocate(self, size_bytes: int) -> Extent:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
@@ -66,7 +64,7 @@ class Paths:
             return bounce(copy)
         if copy.managed.lasts and not self._spill.gpu_direct_only:
             return bounce(copy)  # it is checksummed, which takes a processor that sees the bytes
-        with self._lock:
+        with self._spill.lock:
             if kind == "write":
                 path = choice.path_to_write(size_bytes)
             else:
@@ -79,7 +77,7 @@ class Paths:
         finally:
             # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
             cost_s = time.perf_counter() - begun_s
-            with self._lock:
+            with self._spill.lock:
                 if moved_well:
                     choice.observe(kind, size_bytes, path, cost_s)
                 else:

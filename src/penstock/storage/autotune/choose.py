@@ -61,6 +61,7 @@ class Choice:
                 where they are clearly faster
 
     explores    the path given last is not known to be the best: its cost is worth measuring
+    shares      others may explore in place of this choice: a new size class waits for `learn` or `explore`
 
     Raises InvalidArgument where a path or a kind is unknown.
     """
@@ -80,15 +81,12 @@ class Choice:
         self.paths = dict(paths)
         self.reexplore = reexplore
         self.explores = False
+        self.shares = False
         self._copying = frozenset(copying)
         self._classes: dict[int, SizeClass] = {}
         self._rounds: dict[int, dict[Mode, Rounds]] = {}
-        loaded: dict[int, list[Entry]] = {}
-        for entry in tables.entries if tables else ():
-            if self.paths.get(entry.path) == entry.medium:
-                loaded.setdefault(size_class(entry.class_bytes), []).append(entry)
-        for number, entries in loaded.items():
-            self._new_class(number, entries)
+        if tables is not None:
+            self.learn(tables)
 
     def path_to_write(self, size_bytes: int, media: Collection[str] | None = None) -> str:
         """The path to write a tensor of ``size_bytes``. Report its cost to `observe`, or `withdraw` it.
@@ -149,6 +147,29 @@ class Choice:
         if record.pending:
             record.spent_s -= record.pending.popleft()[0]
 
+    def learn(self, tables: Tables) -> None:
+        """Take costs that others found: they count as first explorations. Paths that are not among ``paths``,
+        or have another medium there, are ignored."""
+        known: dict[int, list[Entry]] = {}
+        for entry in tables.entries:
+            if self.paths.get(entry.path) == entry.medium:
+                known.setdefault(size_class(entry.class_bytes), []).append(entry)
+        for number, entries in known.items():
+            if number in self._classes:
+                self._classes[number].learn(entries)
+                for rounds in self._rounds[number].values():
+                    rounds.begin()
+            else:
+                self._new_class(number, entries)
+
+    def explore(self, number: int) -> None:
+        """Wait no more for what others find out about a size class."""
+        self._classes[number].waits = False
+
+    def classes(self) -> dict[int, bool]:
+        """Size classes seen so far, and whether each path of theirs was tried often enough."""
+        return {number: not known.waits and _is_explored(known) for number, known in self._classes.items()}
+
     def tables(self) -> Tables:
         """What is known now, to be saved, merged with that of other processes, and loaded again."""
         return Tables(
@@ -186,6 +207,7 @@ class Choice:
     ) -> str:
         best = known.best(kind, among)
         chosen = None
+        explore = explore and not known.waits
         if explore:
             for medium in among:
                 if kind in medium.untried:
@@ -202,7 +224,7 @@ class Choice:
             chosen = self._neighbour(kind, known, among) or min(
                 (record for medium in among for record in medium.records[kind]), key=_tries
             )
-        self.explores = chosen is not best or best.count < SURE
+        self.explores = not known.waits and (chosen is not best or best.count < SURE)
         if self.explores:
             chosen.in_flight += 1
         return chosen.path
@@ -245,8 +267,9 @@ class Choice:
                 return known.records[kind][best.path]
         return None
 
-    def _new_class(self, number: int, entries: Iterable[Entry] = ()) -> SizeClass:
+    def _new_class(self, number: int, entries: Sequence[Entry] = ()) -> SizeClass:
         known = self._classes[number] = SizeClass(number, self.paths, entries, self._copying)
+        known.waits = self.shares and not entries
         self._rounds[number] = {kind: Rounds(kind, list(known.media.values())) for kind in MODES}
         return known
 
@@ -275,12 +298,20 @@ def _exploration(records: Sequence[PathCost]) -> PathCost | None:
     chosen, fewest = None, SURE
     for record in records:
         tries = _tries(record)
-        if tries >= fewest or (record.count >= 2 and record.cost > FAR * best):
+        if tries >= fewest or (record.count >= 2 and (record.loaded or record.cost > FAR * best)):
             continue
         near = record.count >= EXPLORATIONS and record.cost <= NEAR * best and not record.loaded
         if tries < EXPLORATIONS or near:
             chosen, fewest = record, tries
     return chosen
+
+
+def _is_explored(known: SizeClass) -> bool:
+    return all(
+        _exploration(records) is None and not any(record.in_flight for record in records)
+        for medium in known.media.values()
+        for records in medium.records.values()
+    )
 
 
 def _tries(record: PathCost) -> int:

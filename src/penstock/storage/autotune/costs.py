@@ -128,6 +128,7 @@ class SizeClass:
     entries    costs known from before: they count as first explorations
     copying    as of Medium
 
+    waits      others explore it: the best that is known is used until `learn`
     home       the medium that is written to, where it has room
     earned_s   what each path was allowed to spend on explorations so far
     others     paths that share the exploration budget
@@ -142,6 +143,7 @@ class SizeClass:
         copying: Collection[str],
     ) -> None:
         self.number = number
+        self.waits = False
         self.media = {
             name: Medium(name, [path for path in paths if paths[path] == name], copying)
             for name in dict.fromkeys(paths.values())
@@ -154,11 +156,16 @@ class SizeClass:
         self.earned_s = 0.0
         self.others = max(2 * len(paths) - 2, 1)
         self.asks: dict[Kind, int] = {"write": 0, "read": 0}
+        self.learn(entries)
+
+    def learn(self, entries: Iterable[Entry]) -> None:
+        """Take costs that are known from elsewhere, where there are not enough from here."""
+        self.waits = False
         for entry in entries:
             record = self.records[entry.kind][entry.path]
-            for _ in range(min(entry.samples, EXPLORATIONS)):
+            for _ in range(min(entry.samples, EXPLORATIONS) - record.count):
                 record.add(entry.s_per_byte)
-            record.loaded = True
+                record.loaded = True
             self.refresh(entry.kind, record)
 
     def best(self, kind: Kind, among: Sequence[Medium]) -> PathCost:

@@ -138,7 +138,7 @@ class Rounds:
         # Pairs of different paths are counted once they win: there are many.
         self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
         self._policies: dict[str, _Sum] = {}
-        self._begin()
+        self.begin()
 
     def saw(self, kind: Kind, record: PathCost, size_bytes: int) -> bool:
         """A cost of ``record`` was added. Gives whether that ends the round: then call `end`."""
@@ -172,9 +172,10 @@ class Rounds:
             # A path out of play was measured earlier: it cannot have beaten this round's fastest.
             time_s = self._bytes * max(costs[path], costs[winner])
             self._policies.setdefault(policy, _Sum()).add(path == winner, time_s, optimum_s)
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a round, and forget of the last one what was counted so far."""
         self._bytes = 0
         self._starts = {record: record.count for record in self._records}
         costs = {name: sum(part.cost for part in parts) for name, parts in self._options.items()}

@@ -71,9 +71,9 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
         logger.warning("what was learned about transfers was not saved to %s: %s", path, error.strerror)
 
 
-def device_kind(directories: Sequence[Path]) -> str:
-    """What the directories lie on, in words that are the same on machines of the same kind."""
-    return ", ".join(sorted({_kind_of(directory) for directory in directories}))
+def device_kind(directories: Sequence[Path], accelerator: str) -> str:
+    """What the directories lie on, and what computes: in words that are the same on machines of one kind."""
+    return f"{', '.join(sorted({_kind_of(directory) for directory in directories}))}, {accelerator}"
 
 
 def _limited(tables: Tables) -> Tables:

@@ -1,0 +1,206 @@
+"""What ranks of one job learn about I/O paths, divided among them and told to each other while they run.
+
+Fastensor (section 4.3) has one device of several that are equal explore, and broadcast what it found; devices
+that differ, or have other parts of a model, explore each for itself. Here ranks claim size classes, in the
+key-value store of their process group. A key holds the kind of device and its I/O paths: ranks where these
+differ do not meet. Who claims a class first explores it, and tells the others; until then they use the best
+that they know. Nobody waits: a thread of each rank claims, tells and asks while it trains, and what is not
+told in time is explored after all. So a class that one rank alone has is explored there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from penstock.core import files
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.storage.autotune.choose import Choice
+from penstock.storage.autotune.sharing import CostTables
+from penstock.storage.autotune.tables import Tables
+
+logger = logging.getLogger("penstock")
+
+Explorers = Literal["divided", "one", "each"]
+EXPLORERS: tuple[Explorers, ...] = get_args(Explorers)
+
+# Who claimed a class tells the others after so long, whether or not all is known. They wait twice as long.
+PATIENCE_S = 15.0
+MOST_TOLD_BYTES = 1 << 20
+_YIELD_S = 0.5  # to the rank whose claim comes first
+_PAUSES_S = (0.02, 0.5)  # between two looks: at first, and where nothing has changed for long
+_CLOSING_S = 2.0
+
+
+class Store(Protocol):
+    """Of torch.distributed."""
+
+    def add(self, key: str, value: int, /) -> int: ...
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+
+
+@dataclass(slots=True)
+class _Class:
+    """A size class of a choice, as long as it is not over.
+
+    seen_s   when it was first seen, by time.monotonic()
+    mine     whether this rank explores it; None before that is known
+    """
+
+    key: str
+    seen_s: float
+    mine: bool | None = None
+    over: bool = False
+
+
+class Exchange:
+    """Shares what choices learn with those of the other ranks, in a thread, until `close`.
+
+    choices     by a name that all ranks give them
+    lock        of the choices
+    kind        of device; ranks where it is another one, or the I/O paths, do not meet
+    explorers   "divided": each size class is explored by one rank; "one": all of them by the same rank
+    rank, ranks of the job: each has the first claim to some of the classes
+
+    Raises InvalidArgument for other explorers.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        choices: Mapping[str, Choice],
+        lock: threading.Lock,
+        kind: str,
+        explorers: Explorers,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        if explorers not in EXPLORERS[:2]:
+            raise InvalidArgument(f"explorers are 'divided' or 'one' where ranks share, not {explorers!r}")
+        self._store, self._lock, self._kind = store, lock, kind
+        self._choices = dict(choices)
+        self._one, self._rank, self._ranks = explorers == "one", rank, ranks
+        self._classes: dict[tuple[str, int], _Class] = {}
+        self._leads: dict[str, bool] = {}  # where one rank explores all: whether it is this one
+        self._keys = {}
+        for name, choice in self._choices.items():
+            same = repr((kind, name, sorted(choice.paths.items()))).encode()
+            self._keys[name] = f"penstock/io-costs/{hashlib.sha256(same).hexdigest()[:32]}"
+        with lock:
+            for choice in self._choices.values():
+                choice.shares = True
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-io-costs", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def close(self) -> None:
+        """Share no more. Waits for the store for two seconds at most. Idempotent."""
+        self._stop.set()
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        pause_s = _PAUSES_S[0]
+        try:
+            while not self._stop.wait(pause_s):
+                pause_s = _PAUSES_S[0] if self._look() else min(1.2 * pause_s, _PAUSES_S[1])
+        except Exception as error:  # the store's errors are RuntimeErrors: its server has ended
+            if not self._stop.is_set():
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                logger.warning("ranks tell each other no more of what I/O paths cost: %s", reason)
+        finally:
+            with self._lock:
+                for choice in self._choices.values():
+                    choice.shares = False
+                    for number in choice.classes():
+                        choice.explore(number)
+
+    def _look(self) -> bool:
+        """Go on with every class that is not over. Gives whether anything has changed."""
+        changed = False
+        for name, choice in self._choices.items():
+            with self._lock:
+                classes = choice.classes()
+            for number, explored in classes.items():
+                known = self._classes.get((name, number))
+                if known is None:
+                    known = _Class(f"{self._keys[name]}/{number}", time.monotonic())
+                    self._classes[name, number] = known
+                    changed = True
+                if not known.over:
+                    changed |= self._advance(name, choice, number, known, explored)
+        return changed
+
+    def _advance(self, name: str, choice: Choice, number: int, known: _Class, explored: bool) -> bool:
+        waited_s = time.monotonic() - known.seen_s
+        if known.mine is None:
+            if waited_s < _YIELD_S and (0 if self._one else number % self._ranks) != self._rank:
+                return True
+            known.mine = self._claims(name, known.key)
+            if known.mine:
+                with self._lock:
+                    choice.explore(number)
+            return True
+        if known.mine:
+            if explored or waited_s > PATIENCE_S:
+                self._tell(choice, number, known.key)
+                known.over = True
+        elif self._store.check([known.key]):
+            told = self._told(known.key)
+            with self._lock:
+                choice.explore(number)  # what was not told
+                choice.learn(told)
+            known.over = True
+        elif waited_s > 2 * PATIENCE_S:
+            with self._lock:
+                choice.explore(number)
+            known.over = True
+        return known.over
+
+    def _claims(self, name: str, key: str) -> bool:
+        if not self._one:
+            return self._store.add(f"{key}/claims", 1) == 1
+        if name not in self._leads:
+            self._leads[name] = self._store.add(f"{self._keys[name]}/claims", 1) == 1
+        return self._leads[name]
+
+    def _tell(self, choice: Choice, number: int, key: str) -> None:
+        with self._lock:
+            tables = choice.tables()
+        known = Tables(tuple(entry for entry in tables.entries if entry.class_bytes == 1 << number))
+        self._store.set(key, files.encoded(CostTables({self._kind: known})))
+
+    def _told(self, key: str) -> Tables:
+        """What another rank has told; nothing where that is not what a file may hold."""
+        name = "what another rank tells of I/O paths"
+        try:
+            if len(data := self._store.get(key)) > MOST_TOLD_BYTES:
+                raise InvalidFile(f"{name} has {len(data)} bytes: no rank has so much to tell of one size")
+            told = files.decoded(CostTables, data, name)
+        except InvalidFile as error:
+            logger.warning("this rank finds out by itself what I/O paths cost: %s", error)
+            return Tables()
+        return told.devices.get(self._kind, Tables())
+
+
+_open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_open.clear)  # their threads stay with the parent
+
+
+@atexit.register
+def _close_all() -> None:
+    # A thread that comes back from the store must find the interpreter whole.
+    for exchange in list(_open):
+        exchange.close()
