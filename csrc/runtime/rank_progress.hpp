@@ -12,8 +12,8 @@ namespace penstock {
 class RankProgress {
  public:
   // What a rank has done with a piece, in this order.
-  enum Stage { kFilled, kSummed, kTaken, kStages };
-  static constexpr std::size_t kDepth = 4;  // pieces in flight
+  enum Stage { kFilled, kSummed, kStages };
+  static constexpr std::size_t kDepth = 3;  // pieces in flight
 
   // Of the memory, which is zero at first.
   static std::size_t bytes(std::size_t ranks);

@@ -83,8 +83,7 @@ void bind_storages(nb::module_& module) {
 void bind_rank_progress(nb::module_& module) {
   nb::enum_<RankProgress::Stage>(module, "Stage")
       .value("filled", RankProgress::kFilled)
-      .value("summed", RankProgress::kSummed)
-      .value("taken", RankProgress::kTaken);
+      .value("summed", RankProgress::kSummed);
   nb::class_<RankProgress>(module, "RankProgress")
       .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::vector<int>>(), nb::arg("address"),
            nb::arg("ranks"), nb::arg("rank"), nb::arg("watched"))

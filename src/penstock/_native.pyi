@@ -439,7 +439,6 @@ class Stage(enum.Enum):
 
     filled = 0
     summed = 1
-    taken = 2
 
 class RankProgress:
     """How far each of several processes is, in memory that they share. Linux only.

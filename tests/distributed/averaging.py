@@ -70,7 +70,8 @@ def checked() -> dict[str, object]:
     """As on an accelerator: copies run late, on a stream of their own."""
     driver = CheckedDriver(seed=dist.get_rank())
     exchange = Exchange(dist.group.WORLD, DeviceCopies(driver), 60, piece_bytes=256 << 10)
-    cases = average_all(lambda tensor: exchange.submit(tensor).future)
+    with driver.mode:  # it sees what makes and uses the tensors
+        cases = average_all(lambda tensor: exchange.submit(tensor).future)
     exchange.close()
     driver.check()
     return {"cases": cases}

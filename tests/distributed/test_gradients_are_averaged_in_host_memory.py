@@ -59,9 +59,9 @@ def test_exact_on_three_ranks_and_refused_with_reasons() -> None:
     found = found_in(torchrun(3, AVERAGING, "exact", "checked", "auto", "refused"))
     # Many tensors of all types in flight, in the order of the ranks; nothing is left when it is closed.
     exact = {"cases": 24, "inside": 1, "after": 0, "order shows": True}
-    assert found["exact"] == {rank: exact for rank in range(3)}
-    # The same by copies that run late, as those of an accelerator do.
-    assert found["checked"] == {rank: {"cases": 24} for rank in range(3)}
+    assert found["exact"] == dict.fromkeys(range(3), exact)
+    late = {"cases": 24}  # the same by copies that run late, as those of an accelerator do
+    assert found["checked"] == dict.fromkeys(range(3), late)
     check_auto(*found["auto"].values())
     for said in found["refused"].values():
         words = ["method 'nccl'", "no sizes", "for all-reduce only", "torch.int64", "not contiguous", "meta"]

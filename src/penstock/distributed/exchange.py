@@ -4,8 +4,11 @@ A tensor goes through in pieces. Each rank copies its piece to its own slot, add
 of all slots, in the order of the ranks, and copies the whole result back. So all of them get the same bits,
 every time. While one piece is summed the next is copied in, and the one before is copied back.
 
-All of it happens on a thread of its own, for one tensor after the other. It counts pieces, of all tensors
-together; a slot is used again when all ranks have taken the result that it went into.
+All of it happens on a thread of its own, for one tensor after the other, whose pieces are counted through.
+Three of them are in flight, and ranks wait twice for each: until all have filled their slots, and until all
+have summed their shares. That is enough to use slots again: a rank that fills the slot of piece k for piece
+k + 3 has seen that all have summed piece k, and one that sums piece k + 3 has seen that all have filled their
+slots for it, before which they have taken the result of piece k.
 """
 
 from __future__ import annotations
@@ -259,7 +262,6 @@ class Exchange:
         taking: dict[int, Any] = {}
         for step in range(count + 3):
             if 0 <= (k := step) < count:
-                self._wait(Stage.taken, first + k + 1 - depth)
                 slot = cells[self._rank, (first + k) % depth, : len(pieces[k])]
                 filling[k] = self._copies.copy(slot, pieces[k], average.after)
             if 0 <= (k := step - 1) < count:
@@ -276,7 +278,6 @@ class Exchange:
                 taking[k] = self._copies.copy(pieces[k], result, average.after)
             if 0 <= (k := step - 3) < count:
                 self._copies.finish(taking.pop(k))
-                self._progress.mark(Stage.taken, first + k + 1)
         self._pieces += count
 
     def _sum(self, cells: torch.Tensor) -> None:
@@ -310,7 +311,7 @@ class Exchange:
 
     def _wait(self, stage: Stage, pieces: int) -> None:
         begun_s = time.perf_counter()
-        rank, why = self._progress.wait(stage, max(pieces, 0), self._timeout_s)
+        rank, why = self._progress.wait(stage, pieces, self._timeout_s)
         if rank >= 0:
             waited = format_seconds(time.perf_counter() - begun_s)
             raise DistributedError(
