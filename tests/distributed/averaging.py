@@ -42,14 +42,16 @@ def expected(elements: int, dtype: torch.dtype, backwards: bool = False) -> torc
     return (first / dist.get_world_size()).to(dtype)
 
 
-def average_all(submit: Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]) -> int:
+def average_all(
+    submit: Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]], device: str = "cpu"
+) -> int:
     """All are on their way before the first is waited for; how many there were."""
     cases = [(elements, dtype) for dtype in DTYPES for elements in ELEMENTS]
-    tensors = [drawn(dist.get_rank(), *case) for case in cases]
+    tensors = [drawn(dist.get_rank(), *case).to(device) for case in cases]
     futures = [submit(tensor) for tensor in tensors]
     for case, tensor, future in zip(cases, tensors, futures, strict=True):
         assert future.wait().data_ptr() == tensor.data_ptr()
-        assert torch.equal(tensor, expected(*case)), case
+        assert torch.equal(tensor.cpu(), expected(*case)), case
     return len(cases)
 
 
@@ -83,6 +85,12 @@ def gradient(state: HostAccumulation) -> float:
     model.register_comm_hook(state, host_accumulation_hook)
     model(torch.full((2, 300), 1.0 + dist.get_rank())).sum().backward()
     return model.module.weight.grad[0, 0].item()
+
+
+def gpu() -> dict[str, object]:
+    """All ranks on one GPU. None has run this yet."""
+    with HostAccumulation(method="auto", device="cuda:0", bucket_sizes=["64KiB", "4MiB"]) as state:
+        return {"cases": average_all(state.average, "cuda:0"), "sizes": len(state.measured)}
 
 
 def auto() -> dict[str, object]:
@@ -157,7 +165,7 @@ def refused() -> dict[str, object]:
 def main(names: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others as soon as one has failed
     dist.init_process_group("gloo")
-    actions = {action.__name__: action for action in (exact, checked, auto, apart, refused)}
+    actions = {action.__name__: action for action in (exact, checked, gpu, auto, apart, refused)}
     for name in names:
         found = actions[name]() if name in actions else failing(name)
         print("rank", json.dumps([dist.get_rank(), name, found]), flush=True)
