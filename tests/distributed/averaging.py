@@ -47,10 +47,17 @@ def average_all(
     device: str = "cpu",
     sizes: Sequence[int] = ELEMENTS,
 ) -> int:
-    """All are on their way before the first is waited for; how many there were."""
+    """All are on their way before any other rank comes, and nobody waits for it; how many there were."""
     cases = [(elements, dtype) for dtype in DTYPES for elements in sizes]
     tensors = [drawn(dist.get_rank(), *case).to(device) for case in cases]
+    if dist.get_rank() > 0:
+        dist.barrier()
     futures = [submit(tensor) for tensor in tensors]
+    if dist.get_rank() == 0:
+        assert not any(
+            future.done() for future, (elements, _) in zip(futures, cases, strict=True) if elements
+        )
+        dist.barrier()
     for case, tensor, future in zip(cases, tensors, futures, strict=True):
         assert future.wait().data_ptr() == tensor.data_ptr()
         assert torch.equal(tensor.cpu(), expected(*case)), case
