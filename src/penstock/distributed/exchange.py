@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import statistics
 import threading
 import time
 import weakref
@@ -37,6 +36,8 @@ from penstock.units import format_bytes, format_seconds
 logger = logging.getLogger("penstock")
 
 PIECE_BYTES = 2 << 20
+_RATES_S = 0.05  # that measuring a rate takes
+_CLOSE_S = 10.0  # for what is on its way
 _ALIGNMENT = 64  # elements: no two ranks write one cache line
 
 # What is added up in which precision. It is rounded once.
@@ -241,7 +242,7 @@ class Exchange:
             for slot in range(RankProgress.depth):
                 self._sum(cells[:, slot])
 
-        return source.nbytes / _median_s(copy), source.nbytes / _median_s(add)
+        return source.nbytes / _mean_s(copy), source.nbytes / _mean_s(add)
 
     def _carry_out(self, average: Average) -> None:
         try:
@@ -284,20 +285,19 @@ class Exchange:
         """This rank's share of a piece, [ranks + 1, elements]: its last row takes the mean of the others."""
         each = -(-cells.shape[1] // (self._ranks * _ALIGNMENT)) * _ALIGNMENT
         *parts, result = cells[:, self._rank * each : (self._rank + 1) * each]
-        if SUMMED_IN[result.dtype] is result.dtype:
-            total = result
-        else:
+        if SUMMED_IN[result.dtype] is not result.dtype:
             total, part = self._sums[:, : len(result)]
-        if total is not result:
             total.copy_(parts[0])
             for other in parts[1:]:
                 total.add_(part.copy_(other))
             result.copy_(total.div_(self._ranks))
-            return
-        torch.add(parts[0], parts[1], out=total) if len(parts) > 1 else total.copy_(parts[0])
-        for other in parts[2:]:
-            total.add_(other)
-        total.div_(self._ranks)
+        elif self._ranks == 1:
+            result.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=result)
+            for other in parts[2:]:
+                result.add_(other)
+            result.div_(self._ranks)
 
     def _require_same(self, flat: torch.Tensor) -> None:
         for rank in range(self._ranks):
@@ -325,13 +325,14 @@ def _what(flat: torch.Tensor) -> int:
     return flat.numel() << 8 | _DTYPES.index(flat.dtype)
 
 
-def _median_s(action: Callable[[], None]) -> float:
-    times_s = []
-    for _ in range(7):
-        begun_s = time.perf_counter()
+def _mean_s(action: Callable[[], None]) -> float:
+    """Long enough that ranks which share a core take turns."""
+    action()
+    begun_s, count = time.perf_counter(), 0
+    while (passed_s := time.perf_counter() - begun_s) < _RATES_S:
         action()
-        times_s.append(time.perf_counter() - begun_s)
-    return statistics.median(times_s)
+        count += 1
+    return passed_s / count
 
 
 def _stop(
@@ -348,7 +349,7 @@ def _stop(
     progress.fail()
     tensors.put(None)
     if thread is not threading.current_thread():
-        thread.join()
+        thread.join(_CLOSE_S)
     copies.unlock(memory.data_ptr())
     segment.close()
 

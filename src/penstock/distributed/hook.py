@@ -68,7 +68,7 @@ class Measured:
 class HostAccumulation:
     """State of `host_accumulation_hook`. All ranks of the process group make it, with the same arguments.
 
-    process_group   None: the default group. Its ranks have to be on one machine
+    process_group   the model's; None: the default group. Its ranks have to be on one machine
     method          "host": accumulate in host memory. "all_reduce": the process group's own. "auto": measure
                     both now, and take the faster for each bucket, the same on all ranks
     device          of the gradients; None: the accelerator, or the CPU where there is none
