@@ -1,9 +1,14 @@
 // What Python sees of the runtime's native part.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
 #include "runtime/dispatch.hpp"
+#ifdef __linux__
+#include "runtime/rank_progress.hpp"
+#endif
 #include "runtime/storages.hpp"
 
 namespace penstock {
@@ -74,10 +79,36 @@ void bind_storages(nb::module_& module) {
       .def("__len__", &Storages::size);
 }
 
+#ifdef __linux__
+void bind_rank_progress(nb::module_& module) {
+  nb::enum_<RankProgress::Stage>(module, "Stage")
+      .value("filled", RankProgress::kFilled)
+      .value("summed", RankProgress::kSummed);
+  nb::class_<RankProgress>(module, "RankProgress")
+      .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::vector<int>>(), nb::arg("address"),
+           nb::arg("ranks"), nb::arg("rank"), nb::arg("watched"))
+      .def_static("bytes", &RankProgress::bytes, nb::arg("ranks"))
+      .def_prop_ro_static("depth", [](nb::handle) { return RankProgress::kDepth; })
+      .def("mark", &RankProgress::mark, nb::arg("stage"), nb::arg("pieces"), nb::arg("what") = 0)
+      .def("what", &RankProgress::what, nb::arg("rank"), nb::arg("piece"))
+      .def("fail", &RankProgress::fail)
+      .def(
+          "wait",
+          [](const RankProgress& progress, RankProgress::Stage stage, std::uint64_t pieces, double timeout_s) {
+            const auto missing = progress.wait(stage, pieces, timeout_s);
+            return std::pair(missing.rank, missing.reason);
+          },
+          nb::arg("stage"), nb::arg("pieces"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
+}
+#endif
+
 }  // namespace
 
 void bind_runtime(nb::module_& module) {
   bind_storages(module);
+#ifdef __linux__
+  bind_rank_progress(module);
+#endif
 
   nb::class_<DeviceMemory>(module, "DeviceMemory")
       .def(nb::init<>())

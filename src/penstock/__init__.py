@@ -3,7 +3,7 @@
 `offload` trains inside a byte budget; `trace`, `probe`, `plan` and `simulate` say beforehand what
 will happen. The four values that pass between them are `Trace`, `Hardware`, `Plan` and `Timeline`.
 `save` and `load` are checkpoints; `penstock.checkpoint` has more for them. `penstock.samples` stores training
-data, and feeds it.
+data, and feeds it. `penstock.distributed` averages gradients of several processes in host memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock.errors import (
     BudgetTooSmall,
     CheckpointError,
     DeviceUnavailable,
+    DistributedError,
     InvalidArgument,
     InvalidFile,
     InvalidPlan,
@@ -38,6 +39,7 @@ from penstock.simulator import simulate
 if TYPE_CHECKING:
     from penstock import checkpoint as checkpoint
     from penstock import codecs as codecs
+    from penstock import distributed as distributed
     from penstock import samples as samples
     from penstock.capture.probe import probe
     from penstock.capture.tracer import fake_mode, trace
@@ -56,7 +58,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        if name in ("checkpoint", "codecs", "samples"):
+        if name in ("checkpoint", "codecs", "distributed", "samples"):
             return import_module(f"penstock.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")
@@ -72,6 +74,7 @@ __all__ = [
     "BudgetTooSmall",
     "CheckpointError",
     "DeviceUnavailable",
+    "DistributedError",
     "Evict",
     "Hardware",
     "InvalidArgument",

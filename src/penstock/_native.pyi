@@ -1,6 +1,6 @@
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -433,6 +433,35 @@ class DeviceMemory:
     in_arena: bool
     def __init__(self) -> None: ...
     def in_use_bytes(self) -> int: ...  # in the arena, and beside it
+
+class Stage(enum.Enum):
+    """What a rank has done with a piece, in this order."""
+
+    filled = 0
+    summed = 1
+
+class RankProgress:
+    """How far each of several processes is, in memory that they share. Linux only.
+
+    address   of `bytes` bytes of that memory, which were zero at first
+    watched   a pidfd of each rank; -1 for this one
+    depth     pieces in flight
+    """
+
+    depth: ClassVar[int]
+    def __init__(self, address: int, ranks: int, rank: int, watched: Sequence[int]) -> None: ...
+    @staticmethod
+    def bytes(ranks: int) -> int: ...
+    def mark(self, stage: Stage, pieces: int, what: int = 0) -> None:
+        """This rank has done so many, all told. what: of the last one, for the others to compare."""
+
+    def what(self, rank: int, piece: int) -> int: ...
+    def fail(self) -> None:
+        """This rank does no more."""
+
+    def wait(self, stage: Stage, pieces: int, timeout_s: float) -> tuple[int, str]:
+        """Until all ranks have done so many: (-1, ""). Else the rank that has not, and "late", "gone" (its
+        process) or "failed"."""
 
 class KernelClock:
     """What the clock of kernels does for every operator: see csrc/runtime/dispatch.hpp. Called as the

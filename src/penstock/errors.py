@@ -13,7 +13,9 @@
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
     ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
-    └── SampleError           a sample store cannot be written or read (also an OSError)
+    ├── SampleError           a sample store cannot be written or read (also an OSError)
+    └── DistributedError      ranks cannot work together, or one was waited for in vain
+                              (also a RuntimeError)
 """
 
 from __future__ import annotations
@@ -99,3 +101,7 @@ class CheckpointError(PenstockError, OSError):
 
 class SampleError(PenstockError, OSError):
     """A sample store cannot be written or read."""
+
+
+class DistributedError(PenstockError, RuntimeError):
+    """The ranks of a process group cannot work together, or one of them was waited for in vain."""

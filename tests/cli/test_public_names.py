@@ -21,6 +21,7 @@ PUBLIC = [
     "BudgetTooSmall",
     "CheckpointError",
     "DeviceUnavailable",
+    "DistributedError",
     "Evict",
     "Hardware",
     "InvalidArgument",

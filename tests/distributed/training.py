@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
+from penstock.distributed import HostAccumulation, host_accumulation_hook
 from tests.support.runs import HARDWARE
 
 WIDTH, LAYERS, BATCH, CLASSES = 128, 6, 32, 10
@@ -32,10 +33,12 @@ def network() -> nn.Sequential:
 
 
 def distributed(model: nn.Sequential, how: str, precision: str) -> nn.Module:
-    if how == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.1)
-    if how == "ddp_views":
-        return DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
+    if how.startswith("ddp"):
+        views = "views" in how
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=views)
+        if "host" in how:
+            wrapped.register_comm_hook(HostAccumulation(), host_accumulation_hook)
+        return wrapped
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "bf16" else MixedPrecisionPolicy()
@@ -98,6 +101,7 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
             "mismatches": report.trace_mismatches,
             "processes": report.processes,
             "plan": hashlib.sha256(repr(run.plan and run.plan.evictions).encode()).hexdigest(),
+            "collectives": [name for name in run.trace.kernel_name if "::" in name] if run.trace else [],
             "all": run.trace.peak_bytes if run.trace is not None else 0,
         }
         run.close()
@@ -106,7 +110,7 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("how", choices=["ddp", "ddp_views", "fsdp"])
+    parser.add_argument("how", choices=["ddp", "ddp_views", "ddp_host", "ddp_host_views", "fsdp"])
     parser.add_argument("--spill", required=True)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--parts", type=int, default=1)
@@ -126,6 +130,11 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Train in less and less memory, and print what each rank found."""
     wanted, _ = train(arguments, None)
+    if "host" in arguments.how:
+        plain = argparse.Namespace(**{**vars(arguments), "how": arguments.how.replace("_host", "")})
+        plainly, _ = train(plain, None)
+        if dist.get_rank() == 0:
+            print("as plain", plainly == wanted, flush=True)
     found, roomy = train(arguments, "1GiB")
     rows = [{"budget": "1GiB", "same": found == wanted, **roomy}]
     numbers = torch.tensor([roomy["all"], roomy["minimum"]])

@@ -27,7 +27,7 @@ _SILENT_WRITES = {
 
 
 # Between processes. Their schemas do not say that those whose names end in "_" write their first argument.
-COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional", "penstock")
 _WAIT = "_c10d_functional::wait_tensor"
 
 

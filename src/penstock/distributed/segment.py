@@ -1,0 +1,129 @@
+"""Memory that the ranks of a process group share. It has no name, and is gone with the last of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import DistributedError
+from penstock.units import format_bytes
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NotOneMachine(DistributedError):
+    """The ranks cannot share memory."""
+
+
+class Segment:
+    """``size_bytes`` of zeros that all ranks of the group have in memory. They make it together.
+
+    memory    of this process
+    pids      of the ranks
+    watched   a pidfd of each rank but this one, which has -1
+
+    Raises DistributedError, on all ranks, where one of them cannot.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
+        rank = dist.get_rank(group)
+        self.watched: list[int] = []
+        file, error = -1, ""
+        try:
+            if rank == 0:
+                try:
+                    file = _make(size_bytes)
+                except OSError as failed:
+                    error = f"{format_bytes(size_bytes)} of shared memory cannot be had: {failed.strerror}"
+            found = _gathered((_machine(), os.getpid(), file, error), group)
+            _require_one_machine([machine for machine, *_ in found])
+            _raise_first([found[0][3]], group)
+            self.pids: list[int] = [pid for _, pid, *_ in found]
+            try:
+                if rank != 0:
+                    file = _open(self.pids[0], found[0][2], size_bytes)
+                self.memory: mmap.mmap = mmap.mmap(file, size_bytes)
+                self.watched = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in self.pids]
+            except (OSError, DistributedError) as failed:
+                error = str(failed)
+            _raise_first(_gathered(error, group), group)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def close(self) -> None:
+        """Watch the others no more, and leave the memory to those who use it."""
+        if hasattr(self, "memory"):
+            del self.memory
+        for watched in self.watched:
+            if watched >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(watched)
+        self.watched = []
+
+
+def _make(size_bytes: int) -> int:
+    """A file in memory, of this size for good."""
+    file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(file, 0o600)
+        os.posix_fallocate(file, 0, size_bytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _open(pid: int, number: int, size_bytes: int) -> int:
+    """The file of another process, which must be what that one says."""
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or about.st_size != size_bytes or about.st_uid != os.geteuid():
+            raise DistributedError(
+                f"file {number} of process {pid} is not the shared memory of {size_bytes} bytes that it has "
+                "made: do all ranks run the same program, with the same arguments?"
+            )
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _machine() -> str:
+    """Of processes that see each other's files."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _require_one_machine(machines: list[str]) -> None:
+    count = len(set(machines))
+    if count > 1:
+        raise NotOneMachine(
+            f"host accumulation works among processes of one machine and container, and the {len(machines)} "
+            f"ranks of this process group are in {count}: take method='all_reduce', or method='auto', which "
+            "chooses it then"
+        )
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The value of every rank."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _raise_first(errors: list[str], group: dist.ProcessGroup) -> None:
+    for rank, error in enumerate(errors):
+        if error:
+            raise DistributedError(f"rank {dist.get_global_rank(group, rank)}: {error}")
