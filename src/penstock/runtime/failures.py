@@ -79,9 +79,11 @@ class Job:
             raise
 
     def other_cause(self, error: BaseException) -> Cause | None:
-        """The rank that made a collective of this one fail. Another kind of error is told to the others."""
-        if _is_of_a_group(error):
-            return self.cause(_LOOK_S)
+        """The rank that made a collective of this one fail. Where there is none, the others are told."""
+        if self._has_failed:
+            return None
+        if _is_of_a_group(error) and (cause := self.cause(_LOOK_S)):
+            return cause
         with contextlib.suppress(RuntimeError):  # a store that does not answer
             self._has_failed = self._tell(self.rank, _described(error)).rank == self.rank
         return None
@@ -150,6 +152,8 @@ class Job:
 
     def end(self) -> None:
         """SIGTERM has come. torchrun sends it to all where one rank fails."""
+        if self._has_failed:
+            return
         if cause := self.cause(0):
             logger.error("%s", self.without(cause))
         else:
