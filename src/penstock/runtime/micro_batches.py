@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.capture.datasheets import DATA_SHEETS
-from penstock.capture.operators import describe
 from penstock.capture.tracer import FakeTensorMode, trace
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
@@ -84,8 +83,11 @@ class Splitter:
             self.count = 0
             stack.callback(self._warn)
             stack.enter_context(self._inexact)
-            stack.enter_context(self._random)
         return stack
+
+    def note_random(self) -> contextlib.AbstractContextManager[object]:
+        """While parts run: what they draw, in the step that is inspected."""
+        return self._random if self._inspects and self.order == LAYER else contextlib.nullcontext()
 
     def _warn(self) -> None:
         """Say what makes the sum of gradients inexact."""
@@ -93,7 +95,7 @@ class Splitter:
         if self.count > 1:
             for what in self._inexact.found:
                 logger.warning("micro-batches of %d samples give other results: %s", self.size, what)
-            for what in self._random.found if self.order == LAYER else ():
+            for what in self._random.found:
                 logger.warning("micro-batches layer by layer give other results: %s", what)
 
     def parts(self, batch: Any, choose: Callable[[Any, int], int]) -> Iterator[Any]:
@@ -309,26 +311,30 @@ def choose_order(
     Raises what `penstock.trace` raises, and what `penstock.plan` raises where no order fits.
     """
     random = Noted(_random)
-    predicted_s: dict[str, float] = {}
-    failed: Exception | None = None
-    for order in (PART, LAYER):
 
-        def step(order: str = order) -> None:
+    def traced(order: str) -> Trace:
+        def step() -> None:
             with random:
                 run(order)
 
+        with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
+            return trace(step, device=device, warmup=0, mode=mode)
+
+    traces = {PART: traced(PART)}
+    if random.found:
+        return PART
+    traces[LAYER] = traced(LAYER)
+    predicted_s: dict[str, float] = {}
+    failed: list[Exception] = []
+    for order, found in traces.items():
         try:
-            with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
-                traced = trace(step, device=device, warmup=0, mode=mode)
-            if random.found:
-                return PART
             predicted_s[order] = plan(
-                traced, hardware, policy, time_limit_s=ORDER_PLANNING_S, device_budget_bytes=budget_bytes
+                found, hardware, policy, time_limit_s=ORDER_PLANNING_S, device_budget_bytes=budget_bytes
             ).predicted_s
         except (BudgetTooSmall, SpillSpaceFull) as error:
-            failed = error
-    if failed is not None and not predicted_s:
-        raise failed
+            failed.append(error)
+    if not predicted_s:
+        raise failed[0]
     logger.info("predicted for a batch, by the order of its parts: %s", predicted_s)
     return min(predicted_s, key=predicted_s.__getitem__)
 
@@ -369,9 +375,11 @@ class Noted(TorchDispatchMode):
 
 
 def _random(operator: Any, given: Mapping[str, Any], _: Any) -> Iterable[str]:
-    told = describe(operator)
-    if told.draws and ("dot_product" not in told.name or given.get("dropout_p")):
-        yield f"`{told.name}` draws random numbers, in the order of layers instead of parts"
+    name = operator._schema.name
+    if torch.Tag.nondeterministic_seeded in operator.tags and (
+        "dot_product" not in name or given.get("dropout_p")
+    ):
+        yield f"`{name}` draws random numbers, in the order of layers instead of parts"
 
 
 def _inexact(operator: Any, given: Mapping[str, Any], result: Any) -> Iterable[str]:

@@ -501,7 +501,8 @@ class Offload:
                 self._policy,
                 device=data_sheet(self._device_name),
             )
-        return accumulate(parts, loss, self._splitter.order, blocks, self._interrupts)
+        with self._splitter.note_random():
+            return accumulate(parts, loss, self._splitter.order, blocks, self._interrupts)
 
     def _parts(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Iterator[Any]:
         def chosen_size(batch: Any, samples: int) -> int:
