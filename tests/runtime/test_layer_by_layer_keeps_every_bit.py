@@ -199,6 +199,22 @@ def test_blocks_can_be_given(opened: Callable[..., penstock.Offload]) -> None:
 SLOW = replace(HARDWARE, disk_read_bytes_per_s=30e6, disk_write_bytes_per_s=30e6)
 
 
+def test_blocks_can_be_compiled(opened: Callable[..., penstock.Offload]) -> None:
+    def build(whole: bool = False) -> nn.Module:
+        torch._dynamo.reset()
+        model = Words()
+        for part in [model] if whole else model.blocks:
+            part.compile(backend="aot_eager")
+        return model
+
+    with opened(micro_batch_order="part") as run:
+        expected = train(build, run.accumulate, run.step)
+    run = opened()
+    assert differences(expected, train(build, run.accumulate, run.step)) == []
+    with pytest.raises(penstock.InvalidArgument, match="compile block by block"):
+        train(partial(build, whole=True), run.accumulate, run.step)
+
+
 def test_weights_are_read_once_and_not_for_each_part(opened: Callable[..., penstock.Offload]) -> None:
     read_bytes = {}
     options = {"micro_batch": 1, "hardware": SLOW, "recompute": False, "compress": False}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.utils._python_dispatch as dispatch_modes
 from torch import overrides
 
@@ -31,7 +32,7 @@ class _Stopped(BaseException):
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The blocks that the model repeats: what its outermost lists of modules of one type hold.
 
-    Raises InvalidArgument where there is none.
+    Raises InvalidArgument where there is none, or the model is compiled as a whole.
     """
     found = list(_repeated(model))
     if not found:
@@ -48,6 +49,11 @@ def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     if is_list and len(children) > 1 and len(set(map(type, children))) == 1:
         yield from children
         return
+    if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+        raise InvalidArgument(
+            "parts cannot hand over inside of what torch.compile has made one: compile block by block, or "
+            'give micro_batch_order="part"'
+        )
     for child in children:
         yield from _repeated(child)
 
@@ -86,27 +92,32 @@ class _Turns:
 
     def run(self, interrupts: Interrupts) -> list[Any]:
         state = _state_of_this_thread()
-        with interrupts:
-            try:
+        try:
+            with interrupts:
                 for part in range(len(self._bodies)):
                     inside = contextvars.copy_context()
+                    name = f"penstock-part-{part}"
                     threading.Thread(
-                        target=inside.run, args=(self._run, part, state), name=f"penstock-part-{part}"
+                        target=inside.run, args=(self._run, part, state), name=name, daemon=True
                     ).start()
                     self._going.append(part)
-            except BaseException as error:
-                self._error = error
-            if self._going:
-                self._turns[0].release()
-            else:
-                self._over.set()
+        except BaseException as error:
+            self._error = error
+        if self._going:
+            self._turns[0].release()
+        else:
+            self._over.set()
         while not self._over.is_set():
             try:
                 self._over.wait()
             except BaseException as error:  # Ctrl-C: at the next boundary all end, one by one
                 self._error = self._error or error
-        if self._error is not None:
-            raise self._error
+        failed, self._error = self._error, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # its frames hold tensors
         return self._results
 
     def _run(self, part: int, state: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
@@ -167,12 +178,16 @@ class _Turns:
 def _handing_over(blocks: Sequence[torch.nn.Module], turns: _Turns) -> Iterator[None]:
     """Boundaries before each of the blocks, and after the last one."""
 
+    nothing_kept = False
+
     @torch.compiler.disable
     def reach(number: int, values: Any) -> None:
+        nonlocal nothing_kept
         if torch._C._current_autograd_node() is not None:
             return  # a checkpoint's second forward, amid the backward of this block
-        if number == len(blocks):
+        if number == len(blocks) and not nothing_kept:
             _require_nothing_kept(blocks)
+            nothing_kept = True
         needed = next((tensor for tensor in tensors_in(values) if tensor.requires_grad), None)
         if needed is not None:
             needed.register_hook(lambda gradient: turns.hand_over(("backward", number)))
@@ -210,7 +225,7 @@ def _state_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[ob
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [
-        torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
+        (kind, torch.get_autocast_dtype(kind), True, torch.is_autocast_cache_enabled())
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
@@ -228,7 +243,7 @@ def _state_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[ob
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for cast in casts:
-                stack.enter_context(cast)
+                stack.enter_context(torch.autocast(*cast))
             if hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             for function in functions:
