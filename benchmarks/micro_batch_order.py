@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds, steps = (1, 2) if options.quick else (options.rounds, options.steps)
     config = gpt.Config(layers=6, width=options.width, context=options.context, batch=PARTS)
     if options.quick:
-        config = replace(config, layers=2, width=256, context=32)
+        config = replace(config, width=256, context=32)
     console = wide_console()
     TRANSPORTS["posix"] = lambda: SlowDisk(Rate(options.rate * 1e6))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in OPTIONS}
