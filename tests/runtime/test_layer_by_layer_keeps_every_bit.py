@@ -368,6 +368,14 @@ def test_blocks_that_are_none_are_refused(
         run.accumulate(batch_of(0), partial(words_loss, model), blocks=blocks)
 
 
+def test_auto_cannot_trace_a_loss_that_reads_values(opened: Callable[..., penstock.Offload]) -> None:
+    run = opened(micro_batch_order="auto")
+    model = Words()
+    message = 'or give micro_batch_order as "part" or "layer"'
+    with pytest.raises(penstock.InvalidArgument, match=message), run.step():
+        run.accumulate(batch_of(0), lambda part: words_loss(model, part) * part.sum().item(), blocks=model)
+
+
 def test_a_loop_cannot_be_reordered(opened: Callable[..., penstock.Offload]) -> None:
     with pytest.raises(penstock.InvalidArgument, match=r"call run.accumulate\(batch, loss, blocks=model\)"):
         opened().micro_batches(batch_of(0))

@@ -15,6 +15,7 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
 from penstock.planners import Problem
 from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report.policies import Candidate, compare_policies
@@ -29,6 +30,8 @@ def plan(options: Namespace) -> Answer:
     hardware = load(Hardware, options.hardware)
     shown: list[str | Table] = []
     if options.micro_batch is None:
+        if options.micro_batch_order is not None:
+            raise InvalidArgument("--micro-batch-order is of batches in parts: give --micro-batch, too")
         captured = load(Trace, options.trace)
     else:
         captured, shown = _divided(options, hardware)

@@ -113,6 +113,7 @@ class _Turns:
             except BaseException as error:  # Ctrl-C: at the next boundary all end, one by one
                 self._error = self._error or error
         failed, self._error = self._error, None
+        self._bodies = ()  # what outlives this, such as a graph with hooks, does not hold them
         try:
             if failed is not None:
                 raise failed

@@ -320,7 +320,10 @@ def choose_order(
         with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
             return trace(step, device=device, warmup=0, mode=mode)
 
-    traces = {PART: traced(PART)}
+    try:
+        traces = {PART: traced(PART)}
+    except InvalidArgument as error:
+        raise InvalidArgument(f'{error}; or give micro_batch_order as "{PART}" or "{LAYER}"') from error
     if random.found:
         return PART
     traces[LAYER] = traced(LAYER)

@@ -493,7 +493,7 @@ class Offload:
         pass the same ones; BudgetTooSmall where not even one sample fits; and what the loss raises.
         """
         parts = list(self._parts(batch, loss))
-        if self._splitter.order == AUTO:
+        if self._splitter.order == AUTO and len(parts) > 1:
             self._splitter.order = choose_order(
                 lambda order: accumulate(parts, loss, order, blocks),
                 self.hardware,
