@@ -29,6 +29,12 @@ def build():
 def loss(model, batch):
     return (model(batch) - batch).square().mean()
 
+def in_blocks():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    model = torch.nn.Sequential(*blocks)
+    return model, torch.optim.AdamW(model.parameters()), [torch.randn(512, 64) for _ in range(3)], loss
+
 def once():
     model, optimizer, batches, loss = build()
     return model, optimizer, iter(batches), loss
@@ -213,6 +219,30 @@ def test_a_batch_is_divided_where_that_is_asked_for(folder: Path, capsys: pytest
     whole = ask(capsys, *running)
     assert given["losses"] == planned["losses"] == pytest.approx(whole["losses"])
     assert chosen["losses"] == pytest.approx(whole["losses"])
+
+
+@pytest.mark.slow
+def test_parts_pass_layer_by_layer_where_that_is_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--hardware", "given.json", "--device-budget", "4MiB")
+    divided = ("model.py:in_blocks", *options, "--micro-batch", "128", "--micro-batch-order")
+    assert ask(capsys, "plan", *divided, "auto", "--time-limit", "1")["micro_batch_order"] in (
+        "part",
+        "layer",
+    )
+    assert ask(capsys, "plan", *divided, "layer", "--time-limit", "1")["micro_batch_order"] == "layer"
+
+    plain = ask(capsys, "run", *divided, "part", "--spill-dir", ".")
+    layers = ask(capsys, "run", *divided, "layer", "--spill-dir", ".")
+    running = ("run", "model.py:in_blocks", *options, "--spill-dir", ".", "--plan", "plan.json")
+    planned = ask(capsys, *running)
+    assert plain["report"]["micro_batch_order"] == "part"
+    assert layers["report"]["micro_batch_order"] == planned["report"]["micro_batch_order"] == "layer"
+    assert planned["report"]["trace_mismatches"] <= 1
+    assert plain["losses"] == layers["losses"] == planned["losses"]
+    assert cli.main([*running, "--micro-batch-order", "part"]) == 1
+    assert "the plan is for the order of micro-batches 'layer'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

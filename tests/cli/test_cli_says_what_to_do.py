@@ -152,6 +152,11 @@ def test_a_micro_batch_is_a_number_of_samples(size: str, capsys: pytest.CaptureF
     assert f"'{size}' is not a number of samples: give 1 or more, or auto" in capsys.readouterr().err
 
 
+def test_an_order_of_micro_batches_needs_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "trace.json.gz", *PLAN, "--micro-batch-order", "layer"]) == 1
+    assert "give --micro-batch, too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("budget", ["lots", "8 gigs", "-1"])
 def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:

@@ -433,6 +433,12 @@ def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:
         metavar="N",
         help=f"divide batches into parts of N samples, or of the fastest size: auto{more}; default: do not",
     )
+    parser.add_argument(
+        "--micro-batch-order",
+        choices=("part", "layer", "auto"),
+        help="run parts one after the other, or all of them through each block of the model before the next; "
+        "auto: the faster one; default: part",
+    )
 
 
 def _lossy(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
 from penstock.planners import Problem
 from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report.policies import Candidate, compare_policies
@@ -29,6 +30,8 @@ def plan(options: Namespace) -> Answer:
     hardware = load(Hardware, options.hardware)
     shown: list[str | Table] = []
     if options.micro_batch is None:
+        if options.micro_batch_order is not None:
+            raise InvalidArgument("--micro-batch-order is of batches in parts: give --micro-batch, too")
         captured = load(Trace, options.trace)
     else:
         captured, shown = _divided(options, hardware)
@@ -50,6 +53,7 @@ def plan(options: Namespace) -> Answer:
         "in_memory_bytes": captured.peak_bytes,
         "in_memory_s": captured.ideal_s,
         "micro_batch": int(captured.notes.get("micro_batch", 0)),
+        "micro_batch_order": captured.notes.get("micro_batch_order", "part"),
         "policy": chosen.policy,
         "reason": chosen.reason,
         "lossy": chosen.lossy,
@@ -96,7 +100,8 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
     with mode:
         training = build()
         batch = script.first_batch(training)
-        splitter = micro_batches.Splitter(options.micro_batch)
+        order = options.micro_batch_order or micro_batches.PART
+        splitter = micro_batches.Splitter(options.micro_batch, order)
         shown: list[str | Table] = []
 
         def choose(batch: Any, samples: int) -> int:
@@ -107,7 +112,16 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
             return chosen.size
 
         parts = list(splitter.parts(batch, choose))
-    captured = penstock.trace(lambda: training.step(batch, parts), mode=mode)
+
+    def accumulate(order: str) -> Any:
+        return micro_batches.accumulate(parts, training.loss_of, order, training.model)
+
+    if order == micro_batches.AUTO:
+        splitter.order = micro_batches.choose_order(
+            accumulate, hardware, options.device_budget, options.policy, mode=mode
+        )
+        shown.append(f"micro-batches {splitter.order} by {splitter.order}")
+    captured = penstock.trace(lambda: training.step(batch, lambda *_: accumulate(splitter.order)), mode=mode)
     return dataclasses.replace(captured, notes={**captured.notes, **splitter.notes}), shown
 
 

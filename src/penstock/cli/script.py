@@ -12,6 +12,8 @@ import torch
 
 from penstock.errors import InvalidArgument
 
+LossOf = Callable[[Any], torch.Tensor]
+
 WANTED = "model, optimizer, batches, loss"
 
 
@@ -23,21 +25,18 @@ class Training(NamedTuple):
     batches: Iterable[Any]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
 
-    def step(self, batch: Any, parts: Iterable[Any] | None = None) -> torch.Tensor:
+    def step(
+        self, batch: Any, accumulate: Callable[[Any, LossOf], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """One iteration. Returns the loss, without its graph.
 
-        parts   of the batch, as `penstock.Offload.micro_batches` gives them; None: it is not divided
+        accumulate   forward and backward of the batch in parts; None: it is not divided
         """
-        if parts is None:
+        if accumulate is None:
             loss = self.loss_of(batch)
             loss.backward()
         else:
-            losses = []
-            for part in parts:
-                loss = self.loss_of(part) * part.weight
-                loss.backward()
-                losses.append(loss.detach())
-            loss = torch.stack(losses).sum()
+            loss = accumulate(batch, self.loss_of)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

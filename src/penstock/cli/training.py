@@ -9,6 +9,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def run(options: Namespace) -> Answer:
                 verify_spill=options.verify_spill,
                 endurance=options.endurance,
                 micro_batch=options.micro_batch,
+                micro_batch_order=options.micro_batch_order,
                 variants=options.variants,
                 lossy=options.lossy,
             )
@@ -101,13 +103,12 @@ def _train(
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
     bar = progress.add_task("recording", total=total, loss="")
     state = progress.add_task("", total=None, visible=False, loss="")
+    divided = partial(offload.accumulate, blocks=training.model)
     with _interrupts_noted() as interrupted:
         for batch in _batches(training.batches, steps):
             begun_s = time.perf_counter()
             with offload.step():
-                divided = offload.micro_batch is not None
-                parts = offload.micro_batches(batch, training.loss_of) if divided else None
-                loss = training.step(batch, parts)
+                loss = training.step(batch, divided if offload.micro_batch is not None else None)
             value = loss.item()
             step_s = time.perf_counter() - begun_s
             yield value

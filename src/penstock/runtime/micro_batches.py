@@ -6,9 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,13 +18,20 @@ from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.tracer import FakeTensorMode, trace
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
-from penstock.errors import InvalidArgument
+from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
+from penstock.planners import plan
 from penstock.planners.microbatch import MicroBatch, choose_micro_batch
+from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.layer_order import blocks_of, layer_by_layer
 
 Wanted = int | Literal["auto"] | None
 Loss = Callable[[Any], torch.Tensor]
+Blocks: TypeAlias = torch.nn.Module | Iterable[torch.nn.Module]
 
 NOTE = "micro_batch"  # of a trace: samples in a part
+ORDER_NOTE = "micro_batch_order"
+PART, LAYER, AUTO = ORDERS = ("part", "layer", "auto")
+ORDER_PLANNING_S = 5.0  # for each order
 SLOWEST_GPU = "v100"  # whose times are taken for a GPU without a data sheet
 
 logger = logging.getLogger("penstock")
@@ -34,30 +41,40 @@ class Splitter:
     """Divides the batches of a run.
 
     wanted   samples of a part, "auto" to choose that for the first batch, None not to divide
+    order    "part": one part after the other; "layer": all pass a block before the next block begins;
+             "auto": to choose that for the first batch, which makes it one of the others
 
     size     samples of a part, 0 where that is not known or batches are not divided
     count    parts of the latest batch
 
-    Raises InvalidArgument where ``wanted`` is something else.
+    Raises InvalidArgument where ``wanted`` or ``order`` is something else.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, order: str = PART) -> None:
         is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
         if wanted not in (None, "auto") and not is_number:
             raise InvalidArgument(
                 f'a micro_batch of {wanted!r} is not one: give 1 or more samples, or "auto"'
             )
+        if order not in ORDERS:
+            raise InvalidArgument(f"there is no micro_batch_order {order!r}: choose {', '.join(ORDERS)}")
+        if order != PART and wanted is None:
+            raise InvalidArgument(
+                f"a micro_batch_order of {order!r} is of batches in parts: give micro_batch, too"
+            )
         self.wanted = wanted
+        self.order = order
         self.size = wanted if isinstance(wanted, int) else 0
         self.count = 0
         self._most = 0  # samples of a batch so far
         self._inspects = wanted is not None
-        self._inexact = InexactOperators()
+        self._inexact = Noted(_inexact)
+        self._random = Noted(_random)
 
     @property
     def notes(self) -> dict[str, str]:
         """For traces of steps."""
-        return {NOTE: str(self.size)} if self.size else {}
+        return {NOTE: str(self.size), ORDER_NOTE: self.order} if self.size else {}
 
     def begin_step(self) -> contextlib.ExitStack:
         """A step begins: close the result when it ends. The first one that divides a batch is inspected."""
@@ -68,12 +85,18 @@ class Splitter:
             stack.enter_context(self._inexact)
         return stack
 
+    def note_random(self) -> contextlib.AbstractContextManager[object]:
+        """While parts run: what they draw, in the step that is inspected."""
+        return self._random if self._inspects and self.order == LAYER else contextlib.nullcontext()
+
     def _warn(self) -> None:
         """Say what makes the sum of gradients inexact."""
         self._inspects = not self.count
         if self.count > 1:
             for what in self._inexact.found:
                 logger.warning("micro-batches of %d samples give other results: %s", self.size, what)
+            for what in self._random.found:
+                logger.warning("micro-batches layer by layer give other results: %s", what)
 
     def parts(self, batch: Any, choose: Callable[[Any, int], int]) -> Iterator[Any]:
         """The parts of the batch. ``choose`` gives the size, from a batch and the number of its samples."""
@@ -189,7 +212,43 @@ def _weighted(kind: Any) -> Any:
     return kind
 
 
-# -- how many samples ------------------------------------------------------------------------------
+def accumulate(
+    parts: Iterable[Any],
+    loss: Loss,
+    order: str = PART,
+    blocks: Blocks | None = None,
+    interrupts: Interrupts | None = None,
+) -> torch.Tensor:
+    """Forward and backward of each part. The loss of the batch, without its graph.
+
+    blocks   where the parts hand over to each other in the order of layers, or the model that has them
+
+    Raises what `blocks_of` and `layer_by_layer` raise.
+    """
+
+    def run(part: Any) -> torch.Tensor:
+        weighted = loss(part) * part.weight
+        weighted.backward()
+        return weighted.detach()
+
+    bodies = [partial(run, part) for part in parts]
+    if order == LAYER and len(bodies) > 1:
+        losses = layer_by_layer(bodies, _blocks(blocks), interrupts or Interrupts())
+    else:
+        losses = [body() for body in bodies]
+    return torch.stack(losses).sum()
+
+
+def _blocks(given: Blocks | None) -> Sequence[torch.nn.Module]:
+    if isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList):
+        return blocks_of(given)
+    blocks = list(given or ())
+    if not blocks:
+        raise InvalidArgument("parts hand over at the blocks of the model: give it as `blocks`, or give them")
+    return blocks
+
+
+# -- how many samples, and in which order ----------------------------------------------------------
 
 
 def choose(
@@ -233,6 +292,56 @@ def choose(
     return choose_micro_batch(trace_of, hardware, count, budget_bytes, policy)
 
 
+def choose_order(
+    run: Callable[[str], object],
+    hardware: Hardware,
+    budget_bytes: int,
+    policy: str,
+    *,
+    device: str = "cpu",
+    mode: FakeTensorMode | None = None,
+) -> str:
+    """The order of parts with the least predicted time; "part" where random numbers are drawn, since another
+    order gives other ones.
+
+    run      forward and backward of a batch in the order that it is given. It is traced without running it
+    device   as in `penstock.trace`
+    mode     the fake mode that the model was built in, if it was
+
+    Raises what `penstock.trace` raises, and what `penstock.plan` raises where no order fits.
+    """
+    random = Noted(_random)
+
+    def traced(order: str) -> Trace:
+        def step() -> None:
+            with random:
+                run(order)
+
+        with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
+            return trace(step, device=device, warmup=0, mode=mode)
+
+    try:
+        traces = {PART: traced(PART)}
+    except InvalidArgument as error:
+        raise InvalidArgument(f'{error}; or give micro_batch_order as "{PART}" or "{LAYER}"') from error
+    if random.found:
+        return PART
+    traces[LAYER] = traced(LAYER)
+    predicted_s: dict[str, float] = {}
+    failed: list[Exception] = []
+    for order, found in traces.items():
+        try:
+            predicted_s[order] = plan(
+                found, hardware, policy, time_limit_s=ORDER_PLANNING_S, device_budget_bytes=budget_bytes
+            ).predicted_s
+        except (BudgetTooSmall, SpillSpaceFull) as error:
+            failed.append(error)
+    if not predicted_s:
+        raise failed[0]
+    logger.info("predicted for a batch, by the order of its parts: %s", predicted_s)
+    return min(predicted_s, key=predicted_s.__getitem__)
+
+
 def data_sheet(device: torch.device) -> str:
     """The device to estimate times for, as `penstock.trace` names it."""
     if device.type == "cpu":
@@ -244,8 +353,8 @@ def data_sheet(device: torch.device) -> str:
 # -- what parts cannot give ------------------------------------------------------------------------
 
 
-class InexactOperators(TorchDispatchMode):
-    """Notes what makes the gradients of parts others than the whole batch's, while it is entered."""
+class Noted(TorchDispatchMode):
+    """Notes what ``look`` finds in the operators of forward, while it is entered."""
 
     supports_higher_order_operators = True
 
@@ -253,8 +362,9 @@ class InexactOperators(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Any, Mapping[str, Any], Any], Iterable[str]]) -> None:
         super().__init__()
+        self._look = look
         self.found: dict[str, None] = {}
 
     def __torch_dispatch__(
@@ -263,11 +373,20 @@ class InexactOperators(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         if torch._C._current_autograd_node() is None and (schema := getattr(operator, "_schema", None)):
             given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-            self.found.update(dict.fromkeys(_inexact(schema.name, given | (kwargs or {}), result)))
+            self.found.update(dict.fromkeys(self._look(operator, given | (kwargs or {}), result)))
         return result
 
 
-def _inexact(name: str, given: Mapping[str, Any], result: Any) -> Iterable[str]:
+def _random(operator: Any, given: Mapping[str, Any], _: Any) -> Iterable[str]:
+    name = operator._schema.name
+    if torch.Tag.nondeterministic_seeded in operator.tags and (
+        "dot_product" not in name or given.get("dropout_p")
+    ):
+        yield f"`{name}` draws random numbers, in the order of layers instead of parts"
+
+
+def _inexact(operator: Any, given: Mapping[str, Any], result: Any) -> Iterable[str]:
+    name = operator._schema.name
     if "batch_norm" in name and given.get("training", "with_update" in name):
         yield "batch normalization in training mode takes its statistics from the samples of each part"
     if given.get("reduction") == 2:

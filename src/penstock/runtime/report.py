@@ -36,6 +36,7 @@ class Report:
     profiled_steps          steps that were recorded, to plan them
     micro_batch             samples in each part of a batch, 0 where batches are not divided
     micro_batches           parts of the latest batch
+    micro_batch_order       in which they run: "part" by part, or "layer" by layer
     variants                kernels of the last step that ran as another algorithm, by its name
     rates_bytes_per_s       of links, and of compression, in the last step
     planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
@@ -70,6 +71,7 @@ class Report:
     trace_mismatches: int
     micro_batch: int = 0
     micro_batches: int = 0
+    micro_batch_order: str = "part"
     unplanned_accesses: int = 0
     clock_s: float = 0.0
     operators: int = 0
@@ -176,7 +178,8 @@ class Report:
             lines.append(f"  kernels that ran as another algorithm: {shown}")
         if self.micro_batch:
             lines.append(
-                f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last batch"
+                f"  micro-batches: {self.micro_batch} samples in each, {self.micro_batches} in the last "
+                f"batch, {self.micro_batch_order} by {self.micro_batch_order}"
             )
         if not self.direct_io:
             lines.append("  the disk's file system refuses direct I/O: files pass through the page cache too")

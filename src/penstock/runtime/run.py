@@ -44,7 +44,19 @@ from penstock.runtime.devices import Device
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.micro_batches import NOTE, Splitter, Wanted, choose, data_sheet
+from penstock.runtime.micro_batches import (
+    AUTO,
+    NOTE,
+    ORDER_NOTE,
+    PART,
+    Blocks,
+    Splitter,
+    Wanted,
+    accumulate,
+    choose,
+    choose_order,
+    data_sheet,
+)
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
@@ -110,6 +122,7 @@ def offload(
     compress: bool = True,
     recompute: bool = True,
     micro_batch: Wanted = None,
+    micro_batch_order: str | None = None,
     variants: bool = False,
     lossy: str | None = None,
 ) -> Offload:
@@ -168,6 +181,10 @@ def offload(
                     size that is predicted to be fastest, found for the first batch. Results then differ in
                     the last bits from those of whole batches. None: they are not divided, but where the
                     plan is for a step that divides them
+    micro_batch_order   in which `Offload.accumulate` runs the parts: "part", one after the other; "layer",
+                    all of them through a block of the model before the next block begins, forward and
+                    backward, so that weights that move are read once and not for each part; "auto": what
+                    is predicted to be faster, found for the first batch. None: the plan's, or "part"
     variants        the first steps measure other algorithms of PyTorch for convolutions, attention and
                     products, and plans may choose them: the report names them. They give other bits
 
@@ -197,6 +214,7 @@ def offload(
                 compress=compress,
                 recompute=recompute,
                 micro_batch=micro_batch,
+                micro_batch_order=micro_batch_order,
                 variants=variants,
                 lossy=lossy,
             )
@@ -270,6 +288,7 @@ class Offload:
         compress: bool,
         recompute: bool,
         micro_batch: Wanted,
+        micro_batch_order: str | None,
         variants: bool,
         lossy: str | None,
     ) -> None:
@@ -281,14 +300,21 @@ class Offload:
                 f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if "
                 "that is what you want"
             )
-        planned = int(plan.trace.notes.get(NOTE, 0)) if plan is not None and plan.trace is not None else 0
+        notes = plan.trace.notes if plan is not None and plan.trace is not None else {}
+        planned = int(notes.get(NOTE, 0))
         if planned and micro_batch not in (None, planned):
             raise InvalidArgument(
                 f"the plan is for micro-batches of {planned} samples, and micro_batch is {micro_batch!r}: "
                 "leave one of them out"
             )
+        planned_order = notes.get(ORDER_NOTE, PART)
+        if planned and micro_batch_order not in (None, planned_order):
+            raise InvalidArgument(
+                f"the plan is for the order of micro-batches {planned_order!r}, and micro_batch_order is "
+                f"{micro_batch_order!r}: leave one of them out"
+            )
         micro_batch = planned or micro_batch
-        self._splitter = Splitter(micro_batch)
+        self._splitter = Splitter(micro_batch, planned_order if planned else micro_batch_order or PART)
         _require_torch()
         if _open:
             raise InvalidArgument(
@@ -309,7 +335,7 @@ class Offload:
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
         failures.listen(to_signals=on_cpu)  # on a GPU, a collective that hangs could hold them up
-        if on_cpu and micro_batch == "auto":
+        if on_cpu and "auto" in (micro_batch, self._splitter.order):
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
         self._resident_before_bytes = resident.resident_bytes() - (
@@ -456,6 +482,49 @@ class Offload:
         sample fits.
         """
 
+        if self._splitter.order != PART:
+            raise InvalidArgument(
+                f"a loop runs one part after the other, and micro_batch_order is {self._splitter.order!r}: "
+                "call run.accumulate(batch, loss, blocks=model) in its place"
+            )
+        return self._parts(batch, loss)
+
+    def accumulate(
+        self, batch: Any, loss: Callable[[Any], torch.Tensor], blocks: Blocks | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of the parts of a batch, in the place of the loop over `micro_batches`. Inside
+        a step::
+
+            batch_loss = run.accumulate(batch, loss, blocks=model)
+            optimizer.step()
+
+        Gives the mean of the losses, without its graph. In the order of layers, ``loss(part)`` and its
+        backward run on threads, one at a time, which hand over to each other before each block and after the
+        last one. The bits are those of one part after the other, unless random numbers are drawn, which is
+        logged once. The loss must not keep what it needs later in a module's attributes, where the next part
+        overwrites it, nor change what belongs to the process, such as a choice of kernels, across blocks.
+
+        batch    as in `micro_batches`
+        loss     of a part: a scalar
+        blocks   for the order of layers: the model, whose lists of modules of one type are taken, or the
+                 modules at which to hand over
+
+        Raises InvalidArgument where the batch cannot be divided so, there are no blocks, or the parts do not
+        pass the same ones; BudgetTooSmall where not even one sample fits; and what the loss raises.
+        """
+        parts = list(self._parts(batch, loss))
+        if self._splitter.order == AUTO and len(parts) > 1:
+            self._splitter.order = choose_order(
+                lambda order: accumulate(parts, loss, order, blocks),
+                self.hardware,
+                self._budget_bytes,
+                self._policy,
+                device=data_sheet(self._device_name),
+            )
+        with self._splitter.note_random():
+            return accumulate(parts, loss, self._splitter.order, blocks, self._interrupts)
+
+    def _parts(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Iterator[Any]:
         def chosen_size(batch: Any, samples: int) -> int:
             if loss is None:
                 raise InvalidArgument(
@@ -631,6 +700,7 @@ class Offload:
             variants=dict(self._clock.variants),
             micro_batch=self._splitter.size,
             micro_batches=self._splitter.count,
+            micro_batch_order=self._splitter.order,
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
             planned_rates_bytes_per_s={
