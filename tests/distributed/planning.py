@@ -58,7 +58,7 @@ def main(spill_dir: str) -> None:
             hashlib.sha256(repr(plan and (plan.evictions, plan.recomputations)).encode()).hexdigest()
         )
         rates.append(run.hardware.disk_read_bytes_per_s)
-        is_over.fill_(float(rates[-1] < FAST / 2))
+        is_over.fill_(float(rates[-1] < FAST / 1.5))
         dist.all_reduce(is_over, dist.ReduceOp.MIN)
         if is_over.item():
             break
