@@ -254,7 +254,14 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     }
     for (auto* managed : used.storages) ++managed->pins;
     try {
-      if (!memory_.in_arena || touch(used.storages)) clock.attr("_begin_kernel")();
+      bool moved = !memory_.in_arena;
+      try {
+        moved = moved || touch(used.storages);
+      } catch (nb::python_error& error) {
+        clock.attr("_cannot_use")(error.value());
+        throw;
+      }
+      if (moved) clock.attr("_begin_kernel")();
       bool away = false, asks = false;
       for (const auto* managed : used.storages) away |= managed->state > kLeaving;
       if (facts.is_opaque && views_need_bytes) {  // it may write any of them, and nobody else would notice

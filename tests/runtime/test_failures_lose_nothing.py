@@ -35,6 +35,21 @@ def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
     assert refusal.value.minimum_bytes > 40 << 10
 
 
+def test_a_budget_below_what_a_kernel_reads_is_refused_with_what_it_needs(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    with penstock.offload(
+        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        with run.step():
+            first, second = torch.ones(512, 64), torch.ones(512, 64)
+            with pytest.raises(penstock.BudgetTooSmall) as refusal:
+                first + second
+        assert refusal.value.minimum_bytes >= 2 * 512 * 64 * 4
+        with run.step():
+            assert (first.sum() + second.sum()).item() == 2 * 512 * 64
+
+
 def test_a_kernel_is_not_refused_for_what_another_of_its_name_took(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:

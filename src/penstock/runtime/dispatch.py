@@ -479,6 +479,9 @@ class Clock(TorchDispatchMode):
         with self._interrupts, self._lock:
             return missing_bytes > 0 and self._engine.free(missing_bytes)
 
+    def _cannot_use(self, error: OSError) -> None:
+        self._device.cannot_use(error)
+
     def _kernel_failed(self, error: BaseException, need_bytes: int) -> None:
         self._device.kernel_failed(error, need_bytes)
 

@@ -65,6 +65,9 @@ class Device(copy_engine.Device, Protocol):
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         """A kernel raised. Raises BudgetTooSmall where the budget was the reason."""
 
+    def cannot_use(self, error: OSError) -> None:
+        """The arena could not bring back what a kernel uses. Raises BudgetTooSmall, SpillError."""
+
     def begin_step(self) -> None:
         """Forget earlier peaks."""
 

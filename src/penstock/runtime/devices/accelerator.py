@@ -687,6 +687,9 @@ class AcceleratorDevice:
         self._asked = 0
         return max(needed_bytes, self._budget_bytes // 16)
 
+    def cannot_use(self, error: OSError) -> None:
+        raise error  # it has no arena
+
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         if not self._driver.is_out_of_memory(error):
             return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -432,7 +432,15 @@ class CpuDevice:
             managed.guarded |= managed.state in (RESIDENT, LEAVING)
 
     def use(self, storages: Sequence[ManagedStorage]) -> None:
-        _native.arena_touch([managed.address for managed in storages if managed.address])
+        try:
+            _native.arena_touch([managed.address for managed in storages if managed.address])
+        except OSError as error:
+            self.cannot_use(error)
+
+    def cannot_use(self, error: OSError) -> NoReturn:
+        if error.errno == errno.ENOMEM:
+            self.kernel_failed(MemoryError(str(error)), 0)
+        raise SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}") from error
 
     # -- kernels -------------------------------------------------------------------------------
 
