@@ -15,6 +15,7 @@ from penstock.storage.autotune import exchange
 from penstock.storage.transports import TRANSPORTS
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
+from tests.support.ranks import leave
 from tests.support.runs import HARDWARE
 
 WAIT_S = 60.0
@@ -40,7 +41,7 @@ def main(spill_dir: str, *modes: str) -> None:
     dist.all_gather_object(every, rows)
     if dist.get_rank() == 0:
         print("rows", json.dumps(every), flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 def learn(mode: str, spill_dir: str) -> dict[str, Any]:

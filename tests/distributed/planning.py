@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.storage.transports import TRANSPORTS
+from tests.support.ranks import leave
 from tests.support.runs import HARDWARE
 from tests.support.slow_disk import Rate, SlowDisk
 
@@ -67,7 +68,7 @@ def main(spill_dir: str) -> None:
     if rank == 0:
         print("ranks", json.dumps(every), flush=True)
     run.close()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 from penstock import samples
 from penstock.checkpoint.dcp import Reader, Writer
+from tests.support.ranks import leave
 from tests.support.runs import HARDWARE
 
 WIDTH, SAMPLES, BATCH, STEPS = 128, 66, 4, 13  # eight batches an epoch
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
     wanted = train(folder, folder / f"rank-{dist.get_rank()}-whole", None, dies=False)
     assert found == wanted, (found, wanted)
     print(f"rank {dist.get_rank()} trained in attempt {attempt} to {found}\n", end="", flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 def train(folder: Path, notes: Path, checkpoint: Path | None, dies: bool) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
+from tests.support.ranks import leave
 
 
 def network(seed: int) -> nn.Module:
@@ -89,7 +90,7 @@ def main(folder: Path) -> None:
     words = r"penstock\.checkpoint\.dcp\.Reader.*Nothing was changed"
     refused(penstock.InvalidArgument, words, penstock.load, folder / f"layer-{rank}", into=sharded)
     print(f"rank {rank} saved\n", end="", flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 def inodes(own: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock.checkpoint.dcp import Reader, Writer
+from tests.support.ranks import leave
 
 WIDTH = 96
 
@@ -72,7 +73,7 @@ def main(action: str, directory: str) -> None:
     found = digest(state_of(model, optimizer, 7))
     if dist.get_rank() == 0:
         print("digest", found, flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.distributed import HostAccumulation, host_accumulation_hook
+from tests.support.ranks import leave
 from tests.support.runs import HARDWARE
 
 WIDTH, LAYERS, BATCH, CLASSES = 128, 6, 32, 10
@@ -124,7 +125,7 @@ def main() -> None:
         arguments = parser.parse_args(left)
         compare(arguments)
         left = arguments.then
-    dist.destroy_process_group()
+    leave()
 
 
 def compare(arguments: argparse.Namespace) -> None:
