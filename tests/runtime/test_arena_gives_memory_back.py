@@ -233,13 +233,15 @@ def test_leases_add_up() -> None:
             second.set_budget(5 * MIB)
             assert counters().budget_bytes == 15 * MIB
         assert counters().budget_bytes == 10 * MIB
-        assert _native.arena_block(torch.empty(MIB).data_ptr()) is not None
+        held = torch.empty(MIB)
+        assert _native.arena_block(held.data_ptr()) is not None
         second.close()
         second.set_budget(MIB)
         assert counters().budget_bytes == 10 * MIB, "a closed lease counts no more"
         first.set_budget(20 * MIB)
         assert counters().budget_bytes == 20 * MIB
-    assert _native.arena_block(torch.empty(MIB).data_ptr()) is None
+    outside = torch.empty(MIB)
+    assert _native.arena_block(outside.data_ptr()) is None
     assert counters().budget_bytes is None
 
 
