@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from penstock.core.job import attempt
 from penstock.errors import RankFailed
+from penstock.runtime.ranks import shared_store
 
 logger = logging.getLogger("penstock")
 
@@ -167,9 +168,9 @@ _job: Job | None = None  # of the process group there is
 def _joined() -> Job | None:
     """None where this process has no others."""
     global _job
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    store = shared_store()
+    if store is None:
         return None
-    store = dist.distributed_c10d._get_default_store()
     if _job is None or _job.store is not store:
         _job = Job(store)
     return _job

@@ -30,11 +30,10 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
 from penstock.runtime.collectives import collective_kernels
+from penstock.runtime.ranks import WAIT_S, shared_store
 
 logger = logging.getLogger("penstock")
 
-# Ranks that have just run a collective together come here at about the same time.
-WAIT_S = 30.0
 _LEAST_POLL_S, _MOST_POLL_S = 1e-3, 0.1
 
 _runs = itertools.count()
@@ -192,10 +191,10 @@ class JointPlanning:
     options   what else has to be equal for a plan to fit all: budget, policy, liberties
     """
 
-    def __init__(self, options: str) -> None:
+    def __init__(self, store: Any, options: str) -> None:
         self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._options = options
-        self._store = torch.distributed.distributed_c10d._get_default_store()
+        self._store = store
         self._key = f"penstock/plans/{attempt()}/{next(_runs)}"
         self._rounds = itertools.count()
         self._is_over = False
@@ -253,10 +252,8 @@ class JointPlanning:
 
 def with_ranks(options: str) -> JointPlanning | None:
     """The ranks of the process group; None where there is none, or one rank."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return None
-    return JointPlanning(options)
+    store = shared_store()
+    return None if store is None else JointPlanning(store, options)
 
 
 def _wait(store: Any, keys: list[str], limit_s: float) -> bool:

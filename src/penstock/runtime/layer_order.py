@@ -21,6 +21,7 @@ from torch import overrides
 from penstock.capture.operators import tensors_in
 from penstock.errors import InvalidArgument
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.ranks import shared_store
 
 Boundary = tuple[str, int]
 
@@ -66,8 +67,7 @@ def layer_by_layer(
     Raises what the first of them raises, and KeyboardInterrupt, when all their threads have ended; and
     InvalidArgument where the parts do not pass the same blocks, or keep something in them.
     """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if shared_store() is not None:
         raise InvalidArgument(
             'several processes average gradients in the order of parts: give micro_batch_order="part"'
         )

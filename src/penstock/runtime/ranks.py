@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from typing import Any
 
 import torch.distributed
 
@@ -34,6 +35,14 @@ def on_this_machine() -> int:
     return int(said)
 
 
+def shared_store() -> Any:
+    """The key-value store of the process group; None where there is none, or one rank."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
 def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
     """Share what is learned of I/O paths with the other ranks. False: there is no process group of several.
 
@@ -41,13 +50,10 @@ def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
     """
     if explorers not in EXPLORERS:
         raise InvalidArgument(f"I/O paths are explored {explorers!r}: give one of {', '.join(EXPLORERS)}")
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return False
-    if explorers != "each":
-        store = distributed.distributed_c10d._get_default_store()
-        spill.share(store, explorers, distributed.get_rank(), distributed.get_world_size())
-    return True
+    store = shared_store()
+    if store is not None and explorers != "each":
+        spill.share(store, explorers, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return store is not None
 
 
 def meet(processes: int) -> bool:

@@ -28,7 +28,8 @@ from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.copy_engine import Moved
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.drift import Drift
-from penstock.runtime.joint_planning import WAIT_S, Agreed, Joint, JointPlanning
+from penstock.runtime.joint_planning import Agreed, Joint, JointPlanning
+from penstock.runtime.ranks import WAIT_S
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.variants import RUNNERS
 from penstock.simulator import simulate
