@@ -306,8 +306,8 @@ class StepKinds:
             self._was_planned(planning)
         for name, known in self._known.items():
             for kind in known:
-                if kind.joint is not None and not kind.joint.leads and (agreed := kind.joint.announced()):
-                    self._was_told(name, kind, kind.joint, agreed)
+                if kind.joint is not None and not kind.joint.leads:
+                    self._listen(name, kind, kind.joint)
         for coming in [coming for coming in self._coming if coming.at_step <= self._steps]:
             self._coming.remove(coming)
             self._take(coming.name, coming.kind, coming.made)
@@ -326,9 +326,11 @@ class StepKinds:
             made.joint.announce(made.trace, made.hardware, made.plan, at_step)
         self._coming.append(_Coming(name, kind, made, at_step))
 
-    def _was_told(self, name: str | None, kind: StepKind, joint: Joint, agreed: Agreed) -> None:
-        """Another rank has planned again for all."""
+    def _listen(self, name: str | None, kind: StepKind, joint: Joint) -> None:
+        """Whether the rank that leads has planned again for all."""
         try:
+            if (agreed := joint.announced()) is None:
+                return
             made = self._agreed(kind.trace, agreed, 0)
         except PenstockError as error:
             logger.warning("the other ranks' new plan does not fit here, and the last one is kept: %s", error)
