@@ -409,7 +409,7 @@ def csr(session: Session) -> Found:
             all_fits = session.train(config, "codecs: what it takes", 1, device_budget=HUGE)
             if "error" in all_fits:
                 return without_figures("failed", all_fits["error"][:200]), {}
-            budget = _share(config, all_fits["report"]["peak_bytes"], 0.6)
+            budget = _share(config, all_fits["report"]["peak_bytes"], 0.72)
             found = {
                 name: session.train_within(
                     config, f"codecs: {name}", budget, recompute=False, probe=True, groups=(group,), **offload
@@ -429,7 +429,7 @@ def csr(session: Session) -> Found:
         gain = found["raw"]["median_s"] / found[name]["median_s"]
         written = [format_bytes(found[one]["report"]["disk_written_bytes"]) for one in ("raw", name)]
         conditions = (
-            f"VGG as above, batch {config.batch}, 60 % of its memory, recompute=False, the system limits the "
+            f"VGG as above, batch {config.batch}, 72 % of its memory, recompute=False, the system limits the "
             f"disk to {format_bytes(SLOW_BYTES_PER_S)}/s each way; step {spread(found['raw'])} without, "
             f"{spread(found[name])} with; written {written[0]} and {written[1]}"
         )
