@@ -7,18 +7,15 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import penstock
-from penstock.capture.datasheets import DATA_SHEETS
-from penstock.cli.output import Answer
-from penstock.core.columns import LOSSY
+from penstock.cli.choices import CACHES, CHUNK_BYTES, DATA_SHEETS, FORMATS, LOSSY, POLICIES
 from penstock.errors import InvalidSize
-from penstock.planners import POLICIES
-from penstock.samples.format.layout import CHUNK_BYTES
-from penstock.samples.maintenance.inspection import CACHES
-from penstock.samples.sources import FORMATS
 from penstock.units import parse_bytes, parse_endurance
+
+if TYPE_CHECKING:
+    from penstock.cli.output import Answer
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:
@@ -308,7 +305,7 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
     pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
     pack.add_argument(
         "--format",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
         metavar="NAME",
         help=f"{', '.join(FORMATS)}; default: found out",
     )
@@ -331,7 +328,7 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
-    """A function of a module of `penstock.cli`, imported when it is called: most of them need torch."""
+    """A function of a module of `penstock.cli`, imported when it is called: not to ask for help."""
     module, _, function = name.partition(".")
 
     def command(options: argparse.Namespace) -> Answer:
@@ -405,7 +402,7 @@ def _budget(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", choices=tuple(POLICIES), default="optimal", help="default: %(default)s")
+    parser.add_argument("--policy", choices=POLICIES, default="optimal", help="default: %(default)s")
 
 
 def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
