@@ -128,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     simulate.add_argument("plan", type=Path, metavar="PLAN", help="file that `penstock plan` wrote")
     _hardware(simulate)
+    _chrome_trace(simulate)
     _written(simulate, "timeline.json.gz")
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
@@ -201,6 +202,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
         "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; with TRACE PLAN"
     )
     report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
+    _chrome_trace(report, ", with what was measured below")
     report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
     _actions(report, "for the table of policies: ", time_limit_s=5.0)
     report.add_argument(
@@ -421,6 +423,15 @@ def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: f
             metavar="SECONDS",
             help=f"{purpose}for planning; the best plan so far is used then; default: %(default)g",
         )
+
+
+def _chrome_trace(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument(
+        "--chrome-trace",
+        type=Path,
+        metavar="FILE",
+        help=f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz",
+    )
 
 
 def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -17,6 +17,8 @@ from penstock.errors import BudgetTooSmall, PenstockError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.core.timeline import Timeline
+
 Value = TypeVar("Value")
 
 _UNDECODED = re.compile(
@@ -132,6 +134,13 @@ def save(value: object, path: Path) -> None:
     with own_files(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.save(value, path)
+
+
+def save_chrome_trace(path: Path, timeline: Timeline, *others: Timeline) -> None:
+    """`Timeline.save_chrome_trace`; the folder is made where missing."""
+    with own_files(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        timeline.save_chrome_trace(path, *others)
 
 
 def save_text(text: str, path: Path) -> None:
