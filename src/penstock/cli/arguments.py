@@ -85,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
     _written(probe, "hardware.json")
 
+    doctor = _command(
+        names, "doctor", "doctor.doctor", "say what works on this machine, what costs something, and why"
+    )
+    _spill_dir(doctor, "look at")
+
     paths = _command(names, "io-paths", "iopaths.io_paths", "compare the I/O paths between memory and disk")
     _spill_dir(paths, "use")
     _page_cache_budget(paths)
