@@ -414,7 +414,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        with failures.told():
+        with failures.told(), self._device.marked(f"penstock step {kind or ''}".rstrip()):
             yield from self._step(kind)
 
     def _step(self, kind: str | None) -> Iterator[None]:
