@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
@@ -145,6 +145,7 @@ timelines = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(timelines)
 def test_any_timeline_gives_a_valid_file(timeline: Timeline) -> None:
     """Also where transfers overlap, begin before the step, take no time, or have names with quotes."""

@@ -297,7 +297,7 @@ def _directory(directory: Path) -> list[Finding]:
     found = f"{directory}: {disk_kind(directory)}"
     findings = [_fine("spill directory", found)]
     if resident.is_in_memory(directory):
-        cost = "tensors that leave memory stay in it: no budget is kept"
+        cost = "tensors that leave the device stay in RAM, which a budget is to keep free"
         findings = [_costs("spill directory", found, cost, "give one on a local disk (ext4, xfs)")]
     if direct:
         findings.append(_fine("direct I/O", "past the page cache"))

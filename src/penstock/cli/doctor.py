@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 
 from penstock.capture.doctor import FINE, Finding, examine, usable
@@ -10,6 +11,7 @@ from penstock.cli.output import DONE, ERROR, Answer, Table, printable
 
 
 def doctor(options: Namespace) -> Answer:
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # the page has what it would warn of
     findings = examine(options.spill_dir or [])
     works = usable(findings)
     rows = [row for finding in findings for row in _rows(finding)]
