@@ -11,11 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.check import check
-from penstock.core.hardware import Hardware
-from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.timeline import Timeline
-from penstock.core.trace import Trace
 from penstock.errors import (
     BudgetTooSmall,
     CheckpointError,
@@ -31,34 +26,55 @@ from penstock.errors import (
     SpillError,
     SpillSpaceFull,
 )
-from penstock.planners import plan
-from penstock.runtime.report import Report
-from penstock.simulator import simulate
 
-# What needs torch is imported at its first use: planning and looking at files do without.
+# Everything else is imported at its first use: asking for help needs no numpy, planning and looking at files
+# no torch.
 if TYPE_CHECKING:
     from penstock import checkpoint as checkpoint
     from penstock import codecs as codecs
+    from penstock import core as core
     from penstock import distributed as distributed
+    from penstock import planners as planners
     from penstock import samples as samples
+    from penstock import simulator as simulator
+    from penstock import units as units
     from penstock.capture.probe import probe
     from penstock.capture.tracer import fake_mode, trace
     from penstock.checkpoint import SaveHandle, load, save
+    from penstock.core.check import check
+    from penstock.core.hardware import Hardware
+    from penstock.core.plan import Evict, Plan, Recompute
+    from penstock.core.timeline import Timeline
+    from penstock.core.trace import Trace
+    from penstock.planners import plan
+    from penstock.runtime.report import Report
     from penstock.runtime.run import Offload, offload
+    from penstock.simulator import simulate
 else:
+    _PACKAGES = ("checkpoint", "codecs", "core", "distributed", "planners", "samples", "simulator", "units")
     _MODULES = {
+        "Evict": "penstock.core.plan",
+        "Hardware": "penstock.core.hardware",
         "Offload": "penstock.runtime.run",
+        "Plan": "penstock.core.plan",
+        "Recompute": "penstock.core.plan",
+        "Report": "penstock.runtime.report",
         "SaveHandle": "penstock.checkpoint",
+        "Timeline": "penstock.core.timeline",
+        "Trace": "penstock.core.trace",
+        "check": "penstock.core.check",
         "fake_mode": "penstock.capture.tracer",
         "load": "penstock.checkpoint",
         "offload": "penstock.runtime.run",
+        "plan": "penstock.planners",
         "probe": "penstock.capture.probe",
         "save": "penstock.checkpoint",
+        "simulate": "penstock.simulator",
         "trace": "penstock.capture.tracer",
     }
 
     def __getattr__(name: str) -> Any:
-        if name in ("checkpoint", "codecs", "distributed", "samples"):
+        if name in _PACKAGES:
             return import_module(f"penstock.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""torch takes seconds to import: planning, looking at files and asking for help do without it."""
+"""torch takes seconds to import: planning and looking at files do without it, help also without numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import torch
 
 import penstock
 from penstock import samples
-from penstock.cli import main
+from penstock.capture.datasheets import DATA_SHEETS
+from penstock.cli import choices, main
+from penstock.core.columns import LOSSY
+from penstock.planners import POLICIES
+from penstock.samples.format.layout import CHUNK_BYTES
+from penstock.samples.maintenance.inspection import CACHES
+from penstock.samples.sources import FORMATS
 from tests.support.runs import HARDWARE
 
 WITHOUT_TORCH = """
@@ -44,8 +50,6 @@ def test_names(program: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--help",),
-        ("run", "--help"),
         ("plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1GiB"),
         ("simulate", "trace.json.gz", "plan.json", "--hardware", "given.json"),
         ("report", "trace.json.gz", "plan.json", "--hardware", "given.json", "--no-policies"),
@@ -69,6 +73,42 @@ except SystemExit as done:
     alone(WITHOUT_TORCH.format(program))
 
 
+# In one process: every command's help, and the version.
+HELP = """
+import argparse, sys
+from penstock.cli import main
+from penstock.cli.arguments import parser
+
+def commands(parser, typed=()):
+    yield typed
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands(below, (*typed, name))
+
+asked = [*(["--help"] if not typed else [*typed, "--help"] for typed in commands(parser())), ["--version"]]
+assert len(asked) > 15, asked
+for arguments in asked:
+    try:
+        main(arguments)
+    except SystemExit as done:
+        assert not done.code
+heavy = {"torch", "numpy", "msgspec", "rich", "penstock._native", "penstock.planners", "penstock.samples"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+
+
+def test_asking_for_help_imports_nothing_heavy() -> None:
+    alone(HELP)
+
+
+def test_help_names_what_there_is() -> None:
+    assert tuple(POLICIES) == choices.POLICIES
+    assert tuple(DATA_SHEETS) == choices.DATA_SHEETS
+    assert tuple(FORMATS) == choices.FORMATS
+    assert (choices.LOSSY, choices.CACHES, choices.CHUNK_BYTES) == (LOSSY, CACHES, CHUNK_BYTES)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file of each kind."""
@@ -84,7 +124,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_public_name_is_found_and_listed() -> None:
-    program = "import penstock\nfor name in penstock.__all__: assert name in dir(penstock), name"
+    program = """
+import penstock, sys
+assert "numpy" not in sys.modules
+for name in penstock.__all__: assert name in dir(penstock), name
+assert penstock.planners.POLICIES and penstock.units.parse_bytes("1KiB") == 1024
+"""
     alone(f"{program}\nfor name in penstock.__all__: getattr(penstock, name)")
     with pytest.raises(AttributeError, match="has no attribute 'ofload'"):
         _ = penstock.ofload  # type: ignore[attr-defined]

@@ -144,6 +144,7 @@ class CheckedDriver:
     violations       so far
     kernel_bytes     most that one kernel used and made
     refused          how often memory was refused
+    marks            what a profiler would have been told
     """
 
     memory_manager = "checked"
@@ -159,6 +160,7 @@ class CheckedDriver:
         self.access_errors: dict[int, str] = {}
         self.dropped: set[int] = set()  # storages that are emptied on purpose
         self.kernel_bytes = self.refused = 0
+        self.marks: list[str] = []
         self._streams: list[CheckedStream] = []
         self._compute = self.make_stream("compute")
         self._local = threading.local()
@@ -325,6 +327,11 @@ class CheckedDriver:
     def synchronize(self) -> None:
         for stream in list(self._streams):
             stream.synchronize()
+
+    @contextlib.contextmanager
+    def marked(self, text: str) -> Iterator[None]:
+        self.marks.append(text)
+        yield
 
     # -- randomness --------------------------------------------------------------------------------
 

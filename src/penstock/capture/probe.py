@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import threading
@@ -19,6 +18,7 @@ from penstock import codecs
 from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
+from penstock.runtime.resident import available_bytes, memory_bytes
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import Directories, SpillSpace, Transfer
@@ -70,7 +70,7 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     disk = _measure_disk(spill_dir, time_budget_s * (1 if target.type == "cpu" else 0.8))
     path = "direct I/O" if disk.direct else "through the page cache"
     if target.type == "cpu":
-        return _hardware(target, disk, _memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
+        return _hardware(target, disk, memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
     properties = torch.cuda.get_device_properties(target)
     copies = _measure_copies(target, time_budget_s * 0.2)
     return _hardware(
@@ -78,7 +78,7 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
         disk,
         properties.total_memory,
         copies,
-        host_bytes=_available_bytes(),
+        host_bytes=available_bytes(),
         name=f"{properties.name}, {_cpu_name()}, disk by {path}",
     )
 
@@ -394,26 +394,6 @@ def _measure_codec(device: torch.device, codec: str) -> tuple[float, float]:
         rate_bytes_per_s(lambda: codecs.encode(codec, values)),
         rate_bytes_per_s(lambda: codecs.decode(codec, packed, like=values)),
     )
-
-
-def _memory_bytes() -> int:
-    """Memory of the machine, or of the control group that this process is confined to."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return _memory_bytes()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * KIB
 
 
 def _cpu_name() -> str:

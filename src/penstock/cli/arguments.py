@@ -7,18 +7,15 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import penstock
-from penstock.capture.datasheets import DATA_SHEETS
-from penstock.cli.output import Answer
-from penstock.core.columns import LOSSY
+from penstock.cli.choices import CACHES, CHUNK_BYTES, DATA_SHEETS, FORMATS, LOSSY, POLICIES
 from penstock.errors import InvalidSize
-from penstock.planners import POLICIES
-from penstock.samples.format.layout import CHUNK_BYTES
-from penstock.samples.maintenance.inspection import CACHES
-from penstock.samples.sources import FORMATS
 from penstock.units import parse_bytes, parse_endurance
+
+if TYPE_CHECKING:
+    from penstock.cli.output import Answer
 
 SCRIPT_HELP = """\
 SCRIPT.py:build names a function that takes no arguments and returns four things:
@@ -88,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
     _written(probe, "hardware.json")
 
+    doctor = _command(
+        names, "doctor", "doctor.doctor", "say what works on this machine, what costs something, and why"
+    )
+    _spill_dir(doctor, "look at")
+
     paths = _command(names, "io-paths", "iopaths.io_paths", "compare the I/O paths between memory and disk")
     _spill_dir(paths, "use")
     _page_cache_budget(paths)
@@ -131,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
     simulate.add_argument("plan", type=Path, metavar="PLAN", help="file that `penstock plan` wrote")
     _hardware(simulate)
+    _chrome_trace(simulate)
     _written(simulate, "timeline.json.gz")
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
@@ -204,6 +207,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
         "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; with TRACE PLAN"
     )
     report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
+    _chrome_trace(report, ", with what was measured below")
     report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
     _actions(report, "for the table of policies: ", time_limit_s=5.0)
     report.add_argument(
@@ -308,7 +312,7 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
     pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
     pack.add_argument(
         "--format",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
         metavar="NAME",
         help=f"{', '.join(FORMATS)}; default: found out",
     )
@@ -331,7 +335,7 @@ def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
-    """A function of a module of `penstock.cli`, imported when it is called: most of them need torch."""
+    """A function of a module of `penstock.cli`, imported when it is called: not to ask for help."""
     module, _, function = name.partition(".")
 
     def command(options: argparse.Namespace) -> Answer:
@@ -405,7 +409,7 @@ def _budget(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", choices=tuple(POLICIES), default="optimal", help="default: %(default)s")
+    parser.add_argument("--policy", choices=POLICIES, default="optimal", help="default: %(default)s")
 
 
 def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
@@ -424,6 +428,15 @@ def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: f
             metavar="SECONDS",
             help=f"{purpose}for planning; the best plan so far is used then; default: %(default)g",
         )
+
+
+def _chrome_trace(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument(
+        "--chrome-trace",
+        type=Path,
+        metavar="FILE",
+        help=f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz",
+    )
 
 
 def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:

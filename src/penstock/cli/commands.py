@@ -16,7 +16,7 @@ from penstock.core.hardware import LINKS
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.runtime.run import default_spill_dir
+from penstock.runtime.resident import default_spill_dir
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.capture.probe import device_name
 from penstock.cli.output import Answer, Table, own_files
-from penstock.runtime.run import default_spill_dir
+from penstock.runtime.resident import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.tables import Tables
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer

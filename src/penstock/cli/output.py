@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
-from penstock.core import files
-from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, PenstockError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from penstock.core.timeline import Timeline
 
 Value = TypeVar("Value")
 
@@ -120,6 +118,9 @@ def own_files(path: Path | None = None) -> Iterator[None]:
 
 def load(kind: type[Value], path: Path) -> Value:
     """The ``kind`` that a file holds. Raises PenstockError where it cannot be read."""
+    from penstock.core import files
+    from penstock.core.trace import Trace
+
     with own_files():
         if kind is Trace:
             return Trace.load(path)  # type: ignore[return-value]  # it reads published ones too
@@ -128,9 +129,18 @@ def load(kind: type[Value], path: Path) -> Value:
 
 def save(value: object, path: Path) -> None:
     """Write a value; its folder is made where missing."""
+    from penstock.core import files
+
     with own_files(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.save(value, path)
+
+
+def save_chrome_trace(path: Path, timeline: Timeline, *others: Timeline) -> None:
+    """`Timeline.save_chrome_trace`; the folder is made where missing."""
+    with own_files(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        timeline.save_chrome_trace(path, *others)
 
 
 def save_text(text: str, path: Path) -> None:
@@ -152,6 +162,8 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def _print_json(value: dict[str, Any]) -> None:
+    import msgspec
+
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:  # a path, or a name, with bytes that are no UTF-8

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import penstock
-from penstock.cli.output import ERROR, Answer, Table, load, save
+from penstock.cli.output import ERROR, Answer, Table, load, save, save_chrome_trace
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
@@ -156,6 +156,10 @@ def simulate(options: Namespace) -> Answer:
         return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
     timeline = penstock.simulate(captured, planned, hardware)
     save(timeline, options.output)
+    written = [options.output]
+    if options.chrome_trace:
+        save_chrome_trace(options.chrome_trace, timeline)
+        written.append(options.chrome_trace)
     summary = summarise(captured, planned, timeline)
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
@@ -170,7 +174,7 @@ def simulate(options: Namespace) -> Answer:
     return Answer(
         values=values,
         shown=["the plan is legal", _streams(timeline, streams), summary_table(summary)],
-        written=[options.output],
+        written=written,
     )
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, load, own_files, save_text
+from penstock.cli.output import (
+    ERROR,
+    INFEASIBLE,
+    Answer,
+    Table,
+    load,
+    own_files,
+    save_chrome_trace,
+    save_text,
+)
 from penstock.cli.planning import cell_values, policy_table, summary_table
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
@@ -45,7 +54,7 @@ def report(options: Namespace) -> Answer:
         values: dict[str, Any] = {"report": msgspec.to_builtins(record.report)}
         shown = [str(record.report)]
         if record.plan is None:
-            return Answer(values=values, shown=[*shown, "no plan could be made: there is no page to draw"])
+            return Answer(values=values, shown=[*shown, "no plan could be made: there is nothing to draw"])
         trace, plan, hardware, measured = record.trace, record.plan, record.hardware, record.measured
     elif len(options.source) == 2:
         if options.hardware is None:
@@ -75,8 +84,12 @@ def report(options: Namespace) -> Answer:
             output.parent.mkdir(parents=True, exist_ok=True)
             title = f"One training step within {budget}; {peak} with everything in memory"
             plot(trace, plan, predicted, measured, output, title)
+    written = [output]
+    if options.chrome_trace:
+        save_chrome_trace(options.chrome_trace, predicted, *([measured] if measured is not None else []))
+        written.append(options.chrome_trace)
     shown.append(summary_table(summarise(trace, plan, predicted)))
-    return Answer(values=values, shown=shown, written=[output])
+    return Answer(values=values, shown=shown, written=written)
 
 
 def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) -> list[Candidate]:

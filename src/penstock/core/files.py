@@ -90,8 +90,17 @@ def decoded(kind: type[Value], data: bytes, name: str) -> Value:
 
 def save(value: Any, path: str | Path) -> None:
     """Write ``value`` to ``path``, durably; the folder must exist. Raises OSError, with ``path``."""
+    write(encoded(value), path)
+
+
+def save_json(value: Any, path: str | Path) -> None:
+    """As `save`, without a schema: in a format that is not penstock's."""
+    write(msgspec.json.encode(value), path)
+
+
+def write(data: bytes, path: str | Path) -> None:
+    """Write ``data`` to ``path``, durably, gzipped where it ends in ``.gz``. Raises OSError, as `save`."""
     path = Path(path)
-    data = encoded(value)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.core import files
 from penstock.core.columns import LOSSY
+from penstock.core.tables import html_table
 from penstock.core.trace import Trace
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 CODECS = ("raw", "csr", *LOSSY)  # csr: bitmask-CSR, lossless
 
@@ -94,6 +96,25 @@ class Plan:
             f"{format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.device_budget_bytes)}, "
             f"{format_seconds(self.predicted_s)}>"
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        tiers = Counter(evict.tier for evict in self.evictions)
+        evictions = ", ".join(f"{count} to {tier}" for tier, count in tiers.items()) or "none"
+        bound = "none proven"
+        if self.gap is not None:
+            bound = f"{format_seconds(self.lower_bound_s)}: this plan is {self.gap:.1%} above the bound"
+        rows = [
+            ("predicted step", format_seconds(self.predicted_s)),
+            ("bound", bound),
+            ("predicted peak", format_bytes(self.predicted_peak_bytes)),
+            ("device budget", format_bytes(self.device_budget_bytes)),
+            ("minimum", format_bytes_up(self.minimum_bytes)),
+            ("evictions", evictions),
+            ("recomputations", str(len(self.recomputations) or "none")),
+        ]
+        rows += [("lossy", self.lossy_text)] if self.lossy else []
+        return html_table(rows, title=f"penstock plan, policy {self.policy}: {self.reason}")
 
     @property
     def lossy(self) -> str | None:

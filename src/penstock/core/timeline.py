@@ -112,6 +112,18 @@ class Timeline:
         """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
         files.save(self, path)
 
+    def save_chrome_trace(self, path: str | Path, *others: Timeline) -> None:
+        """Write to ``path`` what https://ui.perfetto.dev and chrome://tracing open: kernels, transfers by
+        link, stalls, and memory by tier. Gzipped where the name ends in ``.gz``.
+
+        others   timelines to show below, such as the measured one below the predicted one
+
+        Raises OSError where the file cannot be written.
+        """
+        from penstock.core.chrome_trace import chrome_trace
+
+        files.save_json(chrome_trace([self, *others]), path)
+
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read what `save` wrote. Raises InvalidFile where it is something else."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.core import files
 from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists
+from penstock.core.tables import html_table
 from penstock.core.validate import validate
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.units import format_bytes, format_seconds
@@ -130,6 +131,22 @@ class Trace:
             f"<penstock.Trace: {self.kernels} kernels, {self.tensors} tensors, peak "
             f"{format_bytes(self.peak_bytes)}, {format_seconds(self.ideal_s)} {times}>"
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        rows = []
+        for index, phase in enumerate(PHASES):
+            times_s = self.kernel_time_s[self.kernel_phase == index]
+            rows.append((f"kernels, {phase}", f"{len(times_s):,}", format_seconds(float(times_s.sum()))))
+        for index, kind in enumerate(KINDS):
+            if len(sizes := self.tensor_bytes[self.tensor_kind == index]):
+                name = f"tensors, {kind.replace('_', ' ')}"
+                rows.append((name, f"{len(sizes):,}", format_bytes(int(sizes.sum()))))
+        rows.append(("peak with everything in memory", "", format_bytes(self.peak_bytes)))
+        rows += [(name, "", str(value)) for name, value in self.notes.items()]
+        times = "measured" if self.measured else "estimated"
+        title = f"penstock trace: {format_seconds(self.ideal_s)} with everything in memory, {times}"
+        return html_table(rows, ("", "count", "time or size"), title)
 
     @property
     def kernels(self) -> int:

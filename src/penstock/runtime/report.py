@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import html
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+from penstock.core.tables import html_table, html_text
 from penstock.core.wear import DiskWear
 from penstock.units import format_bytes, format_rate, format_seconds
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")  # what no logger's names may hold
 
 NO_POLICY = "least recent use"  # the policy of a run for which no plan could be made
 
@@ -97,6 +100,27 @@ class Report:
             written_bytes=self.disk_written_bytes, step_s=self.step_s, endurance_bytes=self.endurance_bytes
         )
 
+    def as_dict(self) -> dict[str, float]:
+        """The report's numbers by name, for the loggers of TensorBoard, W&B and MLflow.
+
+        What is counted by kind, link or I/O path has a name for each, such as
+        "moved_bytes_by_kind/activation" or "rates_bytes_per_s/disk_write". Names hold letters, digits and
+        "_./-" only. Text is left out, and so is what is not known.
+        """
+        numbers: dict[str, float] = {}
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if isinstance(value, Mapping):
+                entries = {f"{field_.name}/{_NO_NAME.sub('_', key)}": each for key, each in value.items()}
+            else:
+                entries = {field_.name: value}
+            numbers.update(
+                (name, int(each) if isinstance(each, bool) else each)
+                for name, each in entries.items()
+                if isinstance(each, int | float)
+            )
+        return numbers
+
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, predicted, measured."""
         return [
@@ -118,15 +142,10 @@ class Report:
 
     def _repr_html_(self) -> str:
         """In a notebook: the table, and below it the rest of the text."""
-        rows = [
-            f"<tr><td>{name}</td><td>{predicted}</td><td>{measured}</td></tr>"
-            for name, predicted, measured in self._rows()
-        ]
-        head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
         first, *rest = self._lines()
         return (
-            f"<p>{html.escape(first)}</p><table>{head}{''.join(rows)}</table>"
-            f"<ul>{''.join(f'<li>{html.escape(line.strip())}</li>' for line in rest)}</ul>"
+            f"{html_table(self._rows(), ('', 'predicted', 'measured'), first)}"
+            f"<ul>{''.join(f'<li>{html_text(line.strip())}</li>' for line in rest)}</ul>"
         )
 
     def __str__(self) -> str:

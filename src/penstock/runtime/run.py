@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +56,7 @@ from penstock.runtime.micro_batches import (
     data_sheet,
 )
 from penstock.runtime.report import NO_POLICY, Report
+from penstock.runtime.requirements import require_torch
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
 from penstock.runtime.storages import SMALLEST_BYTES
@@ -72,9 +71,6 @@ PROBE_S = 2.0
 
 # The report's medians are over so many steps, the latest ones.
 LAST_STEPS = 1000
-
-# Older ones give weak references to storages that are gone, and hide compiled regions.
-OLDEST_TORCH = (2, 10)
 
 logger = logging.getLogger("penstock")
 
@@ -196,7 +192,7 @@ def offload(
                 model,
                 optimizer,
                 device_budget_bytes=parse_bytes(device_budget),
-                spill_dirs=as_paths(default_spill_dir() if spill_dir is None else spill_dir),
+                spill_dirs=as_paths(resident.default_spill_dir() if spill_dir is None else spill_dir),
                 host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
                 disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
                 device=device,
@@ -236,23 +232,6 @@ def _show_compiled_regions() -> Callable[[], None]:
         config.wrap_inductor_compiled_regions = before
 
     return undo
-
-
-def _require_torch() -> None:
-    version = tuple(int(part) for part in re.findall(r"\d+", str(torch.__version__))[:2])
-    if version < OLDEST_TORCH:
-        raise DeviceUnavailable(
-            f"torch {torch.__version__} does not say reliably when a tensor's storage is gone, and no budget "
-            f"can be kept with it. Install torch {'.'.join(map(str, OLDEST_TORCH))} or newer."
-        )
-
-
-def default_spill_dir() -> str:
-    """The system's directory for temporary files, or /var/tmp where that one is in RAM."""
-    directory = tempfile.gettempdir()
-    if resident.is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
-        return "/var/tmp"
-    return directory
 
 
 class Offload:
@@ -315,7 +294,7 @@ class Offload:
             )
         micro_batch = planned or micro_batch
         self._splitter = Splitter(micro_batch, planned_order if planned else micro_batch_order or PART)
-        _require_torch()
+        require_torch()
         if _open:
             raise InvalidArgument(
                 f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
@@ -435,7 +414,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        with failures.told():
+        with failures.told(), self._device.marked(f"penstock step {kind or ''}".rstrip()):
             yield from self._step(kind)
 
     def _step(self, kind: str | None) -> Iterator[None]:

@@ -33,10 +33,14 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class OpenFile:
-    """Owns the descriptors of ``file``. A context manager."""
+    """Owns the descriptors of ``file``. A context manager.
 
-    def __init__(self, file: File) -> None:
+    refusal   why it has none past the page cache; empty where it has one
+    """
+
+    def __init__(self, file: File, refusal: str = "") -> None:
         self.file = file
+        self.refusal = refusal
 
     def close(self) -> None:
         """Close the descriptors. Idempotent. Raises OSError where what was written is lost."""
@@ -72,7 +76,7 @@ def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
         raise
     if direct < 0:
         _log_once(descriptor, name or "an unlinked file", reason)
-    return OpenFile(File(descriptor, direct, alignment_bytes))
+    return OpenFile(File(descriptor, direct, alignment_bytes), reason)
 
 
 def _open_direct(descriptor: int) -> tuple[int, int, str]:

@@ -26,6 +26,7 @@ class SpillFile:
 
     file         for transports; open for reading and writing, mode 0600
     direct       it can bypass the page cache
+    refusal      why it cannot; empty where it can
     size_bytes   space allocated on the disk so far
     """
 
@@ -39,6 +40,7 @@ class SpillFile:
             raise _unusable(directory, error) from error
         self.file = self._open.file
         self.direct = self.file.direct >= 0
+        self.refusal = self._open.refusal
 
     def grow_to(self, size_bytes: int, most_bytes: int | None = None) -> None:
         """Have at least ``size_bytes`` allocated, and for speed somewhat more, up to ``most_bytes``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -73,6 +74,10 @@ class Device(copy_engine.Device, Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
+
+    def marked(self, text: str) -> AbstractContextManager[None]:
+        """Show what is done meanwhile on this thread in a profiler of the device, by that name."""
+        ...
 
     def peak_bytes(self) -> int:
         """Most device bytes in use since `begin_step`, everything counted."""

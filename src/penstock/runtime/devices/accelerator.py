@@ -26,6 +26,7 @@ would fit and the allocator still finds no room, more leaves. With expandable se
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -143,6 +144,10 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """Wait for all streams."""
 
+    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Show what is done meanwhile on this thread in a profiler, by that name."""
+        ...
+
 
 @dataclass(slots=True)
 class Slot:
@@ -226,13 +231,16 @@ class AcceleratorDevice:
                 f"penstock-{tier}-{'out' if out else 'in'}",
                 driver.make_stream(),
                 functools.partial(carry, out),
+                driver.marked,
             )
             for tier, carry in (("host", self._move_host), ("disk", self._move_disk))
             for out in (True, False)
         }
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
-        self._packing = CopyQueue("penstock-packing", driver.make_stream(), self._carry_packing)
+        self._packing = CopyQueue(
+            "penstock-packing", driver.make_stream(), self._carry_packing, driver.marked
+        )
         before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._known_bytes = 0  # of movable storages that are on the device
@@ -711,6 +719,9 @@ class AcceleratorDevice:
         self._peak_bytes = 0
         self._asked = 0
         self._driver.reset_peaks()
+
+    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+        return self._driver.marked(text)
 
     def begin_measuring(self) -> None:
         self._note_peak()

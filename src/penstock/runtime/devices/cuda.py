@@ -124,6 +124,9 @@ class TorchDriver:
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
+    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 class CudaDriver(TorchDriver):
     """A CUDA device."""
@@ -136,6 +139,7 @@ class CudaDriver(TorchDriver):
         super().__init__(device)
         self._set_error = _access_errors(self.device)
         self._statistics = getattr(torch._C, "_cuda_memoryStats", None)
+        self._has_nvtx = hasattr(torch._C, "_nvtx")
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         if self._set_error is not None:
@@ -147,6 +151,18 @@ class CudaDriver(TorchDriver):
 
     def page_unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+    @contextlib.contextmanager
+    def marked(self, text: str) -> Iterator[None]:
+        """An NVTX range, which Nsight Systems shows; nothing where torch was built without NVTX."""
+        if not self._has_nvtx:
+            yield
+            return
+        torch.cuda.nvtx.range_push(text)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def allocated_bytes(self) -> int:
         if self._statistics is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -62,10 +63,18 @@ class CopyQueue:
     first.
 
     carry_out   of a Copy, its priority, and the stream. Blocks until the copy is over
+    marked      see Driver: what shows each copy in a profiler
     """
 
-    def __init__(self, name: str, stream: Any, carry_out: Callable[[Copy, int, Any], Outcome]) -> None:
+    def __init__(
+        self,
+        name: str,
+        stream: Any,
+        carry_out: Callable[[Copy, int, Any], Outcome],
+        marked: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self._stream = stream
+        self._marked = marked
         self._carry_out = carry_out
         self._waiting: list[tuple[int, int, Copy]] = []
         self._count = itertools.count()
@@ -105,7 +114,9 @@ class CopyQueue:
             priority, _, copy = entry
             done = copy.done
             try:
-                outcome = self._carry_out(copy, priority, self._stream)
+                which = f"tensor {copy.managed.index}, " if copy.managed.index >= 0 else ""
+                with self._marked(f"{self._thread.name}: {which}{copy.size_bytes} bytes"):
+                    outcome = self._carry_out(copy, priority, self._stream)
             except PenstockError as error:
                 outcome = error, []
             except Exception as error:  # the accelerator's driver

@@ -9,9 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.tables import html_table
 from penstock.errors import InvalidFile
 from penstock.samples.format.encoding import Decoder
 from penstock.samples.format.manifest import Field
+from penstock.units import format_bytes
+
+SHOWN = 10  # samples of a batch, in a notebook
 
 Labels = npt.NDArray[np.int32]
 
@@ -85,6 +89,18 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"Batch({len(self)} samples, {self.data.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the first samples."""
+        shown = slice(0, SHOWN)
+        indices, sizes = self.indices[shown], np.diff(self.offsets[: SHOWN + 1]).tolist()
+        columns = {"index": [str(index) for index in indices], "size": [format_bytes(size) for size in sizes]}
+        columns["name"] = self._origin.names_of(indices)
+        if (labels := self._origin.labels_of(indices)) is not None:
+            columns["class"] = [str(label) for label in labels]
+        more = f", the first {SHOWN} of them" if len(self) > SHOWN else ""
+        title = f"penstock batch: {len(self):,} samples, {format_bytes(self.data.nbytes)}{more}"
+        return html_table(zip(*columns.values(), strict=True), tuple(columns), title)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes the batch, not the store."""

@@ -73,7 +73,7 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
 
 def device_kind(directories: Sequence[Path], accelerator: str) -> str:
     """What the directories lie on, and what computes: in words that are the same on machines of one kind."""
-    return f"{', '.join(sorted({_kind_of(directory) for directory in directories}))}, {accelerator}"
+    return f"{', '.join(sorted({disk_kind(directory) for directory in directories}))}, {accelerator}"
 
 
 def _limited(tables: Tables) -> Tables:
@@ -103,7 +103,8 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _kind_of(directory: Path) -> str:
+def disk_kind(directory: Path) -> str:
+    """The file system and the disk that a directory lies on, in words."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     return f"{_file_system(number)} on {_model(number)}"

@@ -1,0 +1,25 @@
+"""Small tables for notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), title: str = "") -> str:
+    """A table as HTML. All that is given is text: nothing in it is markup."""
+    lines = [f"<p>{html_text(title)}</p>"] if title else []
+    lines.append("<table>")
+    if head:
+        lines.append(_row(head, "th"))
+    lines += [_row(row, "td") for row in rows]
+    return "".join([*lines, "</table>"])
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html_text(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def html_text(text: str) -> str:
+    """Text as HTML. Names can hold bytes that are no text: browsers get no halves of characters."""
+    return html.escape(text.encode("utf-8", "backslashreplace").decode())
