@@ -203,10 +203,13 @@ def turns(
 
 def check(row: Row, data: Data, seed: int) -> dict[str, Any]:
     """An epoch's order from the samples' bytes: each once, and how well mixed."""
-    order = np.asarray(row.ask("order", seed, data.count))
-    once = len(order) == data.count and bool((np.bincount(order, minlength=data.count) == 1).all())
+    return check_order(np.asarray(row.ask("order", seed, data.count)), data.count)
+
+
+def check_order(order: np.ndarray, count: int) -> dict[str, Any]:
+    once = len(order) == count and bool((np.bincount(order, minlength=count) == 1).all())
     batches = len(order) // BATCH
-    groups = (order[: batches * BATCH] * SHARDS // data.count).reshape(batches, BATCH)
+    groups = (order[: batches * BATCH] * SHARDS // count).reshape(batches, BATCH)
     distinct = float(np.mean([len(np.unique(batch)) for batch in groups]))
     moved = float(np.abs(order - np.arange(len(order))).mean() / len(order)) if len(order) else math.nan
     return {"each_once": once, "groups_in_a_batch": distinct, "moved": moved * 3}

@@ -19,6 +19,7 @@ void bind_sample_order(nanobind::module_& module);
 
 // Linux only.
 void bind_arena(nanobind::module_& module);
+void bind_nvme(nanobind::module_& module);
 void bind_sample_reader(nanobind::module_& module);
 void bind_transfers(nanobind::module_& module);
 

@@ -14,6 +14,7 @@ NB_MODULE(_native, module) {
   penstock::bind_sample_order(module);
 #ifdef __linux__
   penstock::bind_arena(module);
+  penstock::bind_nvme(module);
   penstock::bind_sample_reader(module);
 #endif
   penstock::bind_transfers(module);

@@ -16,6 +16,7 @@
 #include "io/transfers.hpp"
 #ifdef __linux__
 #include "io/ring.hpp"
+#include "nvme/nvme_io.hpp"
 #endif
 
 namespace nb = nanobind;
@@ -63,6 +64,7 @@ Transfers::MakeIo maker_of(std::string_view kind, unsigned depth) {
   if (kind == "blocking") return [] { return std::make_unique<BlockingIo>(); };
 #ifdef __linux__
   if (kind == "io_uring") return [depth] { return std::make_unique<Ring>(depth); };
+  if (kind == "nvme") return [depth] { return nvme::make_nvme_io(depth); };
 #endif
   (void)depth;
   throw std::system_error(ENOSYS, std::generic_category());

@@ -45,7 +45,9 @@ int move_mapped(const Operation& operation) {
   return moved;
 }
 
-int perform(const Operation& operation) {
+}  // namespace
+
+int move(const Operation& operation) {
   if (operation.mapped) return move_mapped(operation);
   const auto file = static_cast<int>(operation.handle);
   const auto offset = static_cast<off_t>(operation.offset);
@@ -54,11 +56,9 @@ int perform(const Operation& operation) {
   return moved < 0 ? -errno : static_cast<int>(moved);
 }
 
-}  // namespace
-
 void BlockingIo::wait() {
   if (prepared_) {
-    moved_ = perform(*prepared_);
+    moved_ = move(*prepared_);
     prepared_.reset();
     return;
   }
@@ -83,7 +83,7 @@ void BlockingIo::wake() {
 }
 
 int move_at_once(const Operation& operation) {
-  if (operation.write) return perform(operation);
+  if (operation.write) return move(operation);
 #ifdef RWF_NOWAIT
   const iovec memory{operation.address, operation.size_bytes};
   const auto moved = preadv2(static_cast<int>(operation.handle), &memory, 1, static_cast<off_t>(operation.offset),

@@ -31,6 +31,9 @@ class BlockingIo final : public Io {
   bool woken_ = false;
 };
 
+// Bytes moved, or a negative errno. Waits for the device.
+int move(const Operation& operation);
+
 // Carries out the operation if that needs no wait for a device; bytes moved, or a negative errno: EAGAIN where it
 // would have to wait.
 int move_at_once(const Operation& operation);

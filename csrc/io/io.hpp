@@ -9,11 +9,13 @@ namespace penstock {
 // Names something that has bytes at offsets, to the Io that it was made for: a file descriptor to those of this
 // machine, a namespace to one that speaks to a remote drive. -1: there is none.
 using Handle = std::int64_t;
+inline constexpr Handle kFirstNamespace = Handle{1} << 32;  // below: file descriptors
+inline constexpr bool is_namespace(Handle handle) { return handle >= kFirstNamespace; }
 
 // What is read and written: a file, a block device, a remote namespace.
 struct Target {
   Handle cached;                  // takes any offset and size
-  Handle direct;                  // takes whole blocks only
+  Handle direct;                  // takes whole blocks only, but for reads of a namespace
   std::uint32_t alignment_bytes;  // of these: a power of two
 };
 

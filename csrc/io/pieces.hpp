@@ -52,6 +52,15 @@ inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes,
       begin = next;
     }
   };
+  const bool remote = is_namespace(request.target.direct);
+  const bool whole = request.target.alignment_bytes > 0 &&
+                     (request.offset | request.size_bytes) % request.target.alignment_bytes == 0;
+  // Reads of a namespace go to any memory, from any offset. Writes of parts of blocks are left for it to refuse:
+  // nobody knows the other bytes.
+  if (remote && (!request.write || (!request.padded && !whole))) {
+    add(Method::direct, data_begin, data_end);
+    return pieces;
+  }
   if (request.method == Method::mapped || request.method == Method::buffered || request.target.direct < 0) {
     add(request.method == Method::mapped ? Method::mapped : Method::buffered, data_begin, data_end);
     return pieces;
@@ -64,7 +73,7 @@ inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes,
   const auto inner_begin = std::min(data_end, (data_begin + alignment - 1) / alignment * alignment);
   const auto inner_end = std::max(inner_begin, data_end / alignment * alignment);
   const auto address = reinterpret_cast<std::uintptr_t>(request.address) + (inner_begin - data_begin);
-  const bool direct = request.method == Method::direct && address % alignment == 0;
+  const bool direct = remote || (request.method == Method::direct && address % alignment == 0);
   const bool whole_blocks = !request.write || request.padded;  // edges may be moved as whole blocks
   if (!direct && whole_blocks) {
     add(Method::staged, outer_begin, outer_end);

@@ -16,7 +16,7 @@ namespace penstock {
 
 namespace {
 
-constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
+constexpr std::uint64_t kWakeTag = ~std::uint64_t{0}, kCancelTag = kWakeTag - 1;
 
 [[noreturn]] void fail(int number, const char* what) {
   throw std::system_error(number, std::generic_category(), what);
@@ -70,6 +70,7 @@ Ring::Ring(unsigned depth) {
   completion_tail_ = number_at(cq.tail);
   completion_mask_ = number_at(cq.ring_mask);
   completion_entries_ = reinterpret_cast<io_uring_cqe*>(queues_.get() + cq.cqes);
+  entries_of_queue_ = parameters.sq_entries;
   submission_entries_ = reinterpret_cast<io_uring_sqe*>(entries_.get());
   await_wake();
 }
@@ -79,12 +80,40 @@ bool Ring::register_memory(std::byte* address, std::size_t size_bytes) {
   return syscall(SYS_io_uring_register, ring_.number, IORING_REGISTER_BUFFERS, &memory, 1) == 0;
 }
 
-void Ring::prepare(const Operation& operation, std::uint64_t tag) {
+io_uring_sqe& Ring::next_entry(std::uint64_t tag) {
+  if (prepared_ == entries_of_queue_) enter(0);
   const auto index = (*submission_tail_ + prepared_++) & *submission_mask_;
   submission_array_[index] = index;
   auto& entry = submission_entries_[index];
   std::memset(&entry, 0, sizeof entry);
   entry.user_data = tag;
+  return entry;
+}
+
+void Ring::prepare_message(bool send, int socket, msghdr* message, std::uint64_t tag) {
+  auto& entry = next_entry(tag);
+  entry.fd = socket;
+  entry.msg_flags = send ? MSG_NOSIGNAL : 0;
+  if (message->msg_iovlen == 1) {
+    entry.opcode = send ? IORING_OP_SEND : IORING_OP_RECV;
+    entry.addr = reinterpret_cast<std::uintptr_t>(message->msg_iov->iov_base);
+    entry.len = static_cast<unsigned>(message->msg_iov->iov_len);
+  } else {
+    entry.opcode = send ? IORING_OP_SENDMSG : IORING_OP_RECVMSG;
+    entry.addr = reinterpret_cast<std::uintptr_t>(message);
+    entry.len = 1;
+  }
+}
+
+void Ring::cancel_message(std::uint64_t tag) {
+  auto& entry = next_entry(kCancelTag);
+  entry.opcode = IORING_OP_ASYNC_CANCEL;
+  entry.fd = -1;
+  entry.addr = tag;
+}
+
+void Ring::prepare(const Operation& operation, std::uint64_t tag) {
+  auto& entry = next_entry(tag);
   if (operation.registered) {
     entry.opcode = operation.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
   } else {
@@ -130,6 +159,7 @@ bool Ring::next(Result& result) {
     const auto& entry = completion_entries_[head & *completion_mask_];
     result = {entry.user_data, entry.res};
     std::atomic_ref<unsigned>(*completion_head_).store(head + 1, std::memory_order_release);
+    if (result.tag == kCancelTag) continue;  // the message's own result says how it ended
     if (result.tag != kWakeTag) return true;
     woken_ = false;
     await_wake();

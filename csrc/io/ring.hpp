@@ -6,11 +6,11 @@
 #include <atomic>
 #include <memory>
 
-#include "io/io.hpp"
+#include "io/poller.hpp"
 
 namespace penstock {
 
-class Ring final : public Io {
+class Ring final : public SocketIo {
  public:
   // At most `depth` operations at once. Throws std::system_error where the kernel refuses.
   explicit Ring(unsigned depth);
@@ -20,6 +20,8 @@ class Ring final : public Io {
 
   bool register_memory(std::byte* address, std::size_t size_bytes) override;
   void prepare(const Operation& operation, std::uint64_t tag) override;
+  void prepare_message(bool send, int socket, msghdr* message, std::uint64_t tag) override;
+  void cancel_message(std::uint64_t tag) override;
   void submit() override { enter(0); }
   void wait() override;
   bool next(Result& result) override;
@@ -42,6 +44,7 @@ class Ring final : public Io {
 
   // Of the ring's memory, shared with the kernel.
   Mapping map(std::size_t size_bytes, std::uint64_t what) const;
+  io_uring_sqe& next_entry(std::uint64_t tag);
   void enter(unsigned wait_for);
   void await_wake();
 
@@ -51,6 +54,7 @@ class Ring final : public Io {
   unsigned *completion_head_, *completion_tail_, *completion_mask_;
   io_uring_sqe* submission_entries_;
   io_uring_cqe* completion_entries_;
+  unsigned entries_of_queue_;
   unsigned prepared_ = 0;  // entries the kernel has not been told of
   std::uint64_t event_value_ = 0;
   std::atomic<bool> woken_ = false;

@@ -30,6 +30,7 @@ class Staging {
   std::byte* start() const { return start_; }
   std::size_t size_bytes() const { return size_bytes_; }
   std::size_t slot_bytes() const { return slot_bytes_; }
+  bool empty() const { return free_.empty(); }
   // Null: none is free.
   std::byte* take() {
     if (free_.empty()) return nullptr;

@@ -50,6 +50,7 @@ Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
   try {
     for (unsigned number = 0; number < limits.threads; ++number) {
       auto& worker = workers_.emplace_back();
+      worker.number = number;
       {
         const std::lock_guard lock(mutex_);
         ++running_;
@@ -92,7 +93,7 @@ bool Transfers::submit(std::span<const Request> requests, std::list<Finished>* a
   }
   // Cut before the lock is taken: the threads go on meanwhile.
   decltype(transfers_) transfers;
-  std::array<Parts, kPriorities> parts;
+  std::vector<std::pair<Transfer*, Parts>> parts;
   std::size_t count = 0;
   for (const auto& request : requests) {
     if (const auto finished = at_once != nullptr ? try_now(request) : std::nullopt) {
@@ -102,7 +103,7 @@ bool Transfers::submit(std::span<const Request> requests, std::list<Finished>* a
     auto transfer = std::make_unique<Transfer>();
     transfer->request = request;
     transfer->result.emplace_back();
-    auto& queue = parts[static_cast<std::size_t>(request.priority)];
+    auto& queue = parts.emplace_back(transfer.get(), Parts{}).second;
     for (const auto& piece : cut(request, limits_.piece_bytes, limits_.slot_bytes)) {
       queue.push_back({transfer.get(), piece});
       queue.back().self = std::prev(queue.end());
@@ -113,10 +114,13 @@ bool Transfers::submit(std::span<const Request> requests, std::list<Finished>* a
   }
   const std::lock_guard lock(mutex_);
   if (closed_ || process_ != getpid()) return false;
+  for (auto& [transfer, waiting] : parts) transfer->lane = &lane_of(transfer->request);
   transfers_.reserve(transfers_.size() + transfers.size());
   transfers_.merge(transfers);
-  for (std::size_t priority = 0; priority < kPriorities; ++priority)
-    waiting_[priority].splice(waiting_[priority].end(), parts[priority]);
+  for (auto& [transfer, waiting] : parts) {
+    auto& queue = queue_of(*transfer);
+    queue.splice(queue.end(), waiting);
+  }
   wake(count);
   return true;
 }
@@ -163,9 +167,9 @@ std::list<Finished> Transfers::wait() {
 }
 
 bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
-  if (process_ != getpid()) {  // after a fork: the threads are the parent's
+  if (process_ != getpid()) {  // after a fork: the threads are the parent's, and here not even to be detached
     for (auto& worker : workers_)
-      if (worker.thread.joinable()) worker.thread.detach();
+      if (worker.thread.joinable()) new std::thread(std::move(worker.thread));
     return true;
   }
   {
@@ -189,11 +193,20 @@ bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
 }
 
 Transfers::Parts& Transfers::queue_of(const Transfer& transfer) {
-  return waiting_[static_cast<std::size_t>(transfer.request.priority)];
+  return transfer.lane->waiting[static_cast<std::size_t>(transfer.request.priority)];
+}
+
+Transfers::Lane& Transfers::lane_of(const Request& request) {
+  const auto remote = is_namespace(request.target.direct) ? request.target.direct : Handle{0};
+  const auto found = std::ranges::find(lanes_, remote, &Lane::remote);
+  if (found != lanes_.end()) return *found;
+  return lanes_.emplace_back(remote, std::vector<unsigned>(limits_.threads));
 }
 
 bool Transfers::anything_waits() const {
-  return std::any_of(waiting_.begin(), waiting_.end(), [](const auto& queue) { return !queue.empty(); });
+  return std::ranges::any_of(lanes_, [](const auto& lane) {
+    return std::ranges::any_of(lane.waiting, [](const auto& queue) { return !queue.empty(); });
+  });
 }
 
 // As many threads as there are parts, of those that do nothing. The others look for the next by themselves; but
@@ -253,8 +266,9 @@ void Transfers::run(Worker& worker) {
   if (error != 0) {
     closed_ = true;
     while (!worker.in_flight.empty()) end_part(worker.in_flight, worker.in_flight.front(), error, true);
-    for (auto& queue : waiting_)
-      while (!queue.empty()) end_part(queue, queue.front(), error, false);
+    for (auto& lane : lanes_)
+      for (auto& queue : lane.waiting)
+        while (!queue.empty()) end_part(queue, queue.front(), error, false);
   }
   for (auto& other : workers_)  // those that have nothing to wait for now
     if (other.io != nullptr) other.io->wake();
@@ -294,23 +308,42 @@ void Transfers::hand_out() {
   if (!last.empty()) deliver_(last);
 }
 
-// The next part that may begin now.
+// Whether the first part of those of this priority may.
+bool Transfers::may_begin(const Worker& worker, const Lane& lane, std::size_t priority) const {
+  if (lane.in_flight[worker.number] >= limits_.depth) return false;
+  const auto& part = lane.waiting[priority].front();
+  const auto size_bytes = part.piece.end - part.piece.begin;
+  const bool demanded = part.transfer->request.priority == Priority::demand;
+  if (!demanded && lane.in_flight_bytes > 0 && lane.in_flight_bytes + size_bytes > limits_.background_bytes)
+    return false;
+  return part.piece.method != Method::staged || !staging_.empty();
+}
+
+// The next part that may begin now: the most urgent of all targets', each in its turn.
 Transfers::Part* Transfers::next_part(Worker& worker) {
   const std::lock_guard lock(mutex_);
   worker.idle = false;
-  if (worker.in_flight.size() >= limits_.depth) return nullptr;
-  const auto queue =
-      std::find_if(waiting_.begin(), waiting_.end(), [](const auto& each) { return !each.empty(); });
-  if (queue == waiting_.end()) return nullptr;
-  auto& part = queue->front();
+  auto best = lanes_.end();
+  std::size_t best_priority = kPriorities;
+  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
+    std::size_t priority = 0;
+    while (priority < best_priority && lane->waiting[priority].empty()) ++priority;
+    if (priority >= best_priority || !may_begin(worker, *lane, priority)) continue;
+    best = lane;
+    best_priority = priority;
+  }
+  if (best == lanes_.end()) return nullptr;
+  lanes_.splice(lanes_.end(), lanes_, best);
+  auto& queue = best->waiting[best_priority];
+  auto& part = queue.front();
   auto& transfer = *part.transfer;
   const auto size_bytes = part.piece.end - part.piece.begin;
-  const bool demanded = transfer.request.priority == Priority::demand;
-  if (!demanded && in_flight_bytes_ > 0 && in_flight_bytes_ + size_bytes > limits_.background_bytes)
-    return nullptr;
-  if (part.piece.method == Method::staged && (part.slot = staging_.take()) == nullptr) return nullptr;
-  worker.in_flight.splice(worker.in_flight.end(), *queue, part.self);
+  if (part.piece.method == Method::staged) part.slot = staging_.take();
+  worker.in_flight.splice(worker.in_flight.end(), queue, part.self);
   in_flight_bytes_ += size_bytes;
+  best->in_flight_bytes += size_bytes;
+  ++best->in_flight[worker.number];
+  part.worker = &worker;
   if (transfer.pieces_begun++ == 0) transfer.started_s = now_s();
   return &part;
 }
@@ -386,13 +419,18 @@ void Transfers::finish_part(Worker& worker, Part& part, int error) {
 
 void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
   auto& transfer = *part.transfer;
-  if (&parts != &queue_of(transfer)) in_flight_bytes_ -= part.piece.end - part.piece.begin;
+  const bool begun = part.worker != nullptr;
+  if (begun) {
+    in_flight_bytes_ -= part.piece.end - part.piece.begin;
+    transfer.lane->in_flight_bytes -= part.piece.end - part.piece.begin;
+    --transfer.lane->in_flight[part.worker->number];
+  }
   if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
   parts.erase(part.self);
   transfer.abandoned = transfer.abandoned || abandoned;
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
-    if (&parts != &queue_of(transfer)) drop_waiting(transfer);  // the rest is not worth the effort
+    if (begun) drop_waiting(transfer);  // the rest is not worth the effort
   }
   if (--transfer.pieces_left == 0) finish(transfer);
 }

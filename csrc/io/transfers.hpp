@@ -24,7 +24,7 @@
 namespace penstock {
 
 struct Limits {
-  unsigned depth = 32;                   // operations of a thread at once
+  unsigned depth = 32;                   // operations of a thread at once: on files, and on each namespace
   std::uint64_t piece_bytes = 4U << 20;  // largest operation
   std::uint64_t slot_bytes = 1U << 20;   // largest staged operation
   std::size_t slots = 8;                 // staging buffers
@@ -71,9 +71,18 @@ class Transfers {
 
  private:
   struct Part;
+  struct Worker;
   using Parts = std::list<Part>;
+  // What waits for one target: a namespace, or (0) the files of this machine. A slow one holds up no other.
+  struct Lane {
+    Handle remote;
+    std::vector<unsigned> in_flight;  // operations of each thread
+    std::array<Parts, kPriorities> waiting{};
+    std::uint64_t in_flight_bytes = 0;
+  };
   struct Transfer {
     Request request;
+    Lane* lane = nullptr;
     std::size_t pieces_left = 0, pieces_begun = 0;
     int error = 0;
     bool abandoned = false;
@@ -87,8 +96,10 @@ class Transfers {
     std::uint64_t done_bytes = 0;  // from piece.begin on
     int retries = 0;
     std::byte* slot = nullptr;
+    Worker* worker = nullptr;  // where it has begun
   };
   struct Worker {
+    std::size_t number;
     Io* io = nullptr;  // while the thread serves
     Parts in_flight;
     bool idle = false;  // nothing in flight, and about to wait
@@ -100,6 +111,8 @@ class Transfers {
   void serve(Worker& worker, Io& io);
   void hand_out();
   Parts& queue_of(const Transfer& transfer);
+  Lane& lane_of(const Request& request);
+  bool may_begin(const Worker& worker, const Lane& lane, std::size_t priority) const;
   bool anything_waits() const;
   void wake(std::size_t parts);
   Part* next_part(Worker& worker);
@@ -118,7 +131,7 @@ class Transfers {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
-  std::array<Parts, kPriorities> waiting_;
+  std::list<Lane> lanes_;  // the next to have its turn comes first
   std::list<Finished> finished_;
   std::list<Worker> workers_;
   std::uint64_t in_flight_bytes_ = 0;

@@ -2,20 +2,25 @@
 // hold, an extent that is given out lies in its data file.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <span>
 #include <vector>
 
+#include "io/io.hpp"
 #include "layout.hpp"
 
 namespace penstock::samples {
 
 struct DataFile {
   std::uint64_t samples, chunks, size_bytes;
-  int buffered_file, direct_file;  // -1: there is none
-  std::uint32_t alignment_bytes;   // of the direct one: a power of two
+  Handle buffered_file, direct_file;  // -1: there is none; a namespace is a direct one
+  std::uint32_t alignment_bytes;      // of the direct one: a power of two
+  std::uint64_t begin = 0;            // where it begins in what the handles name
+
+  bool remote() const { return is_namespace(direct_file); }
 };
 
 // One store. Its arrays are the caller's, and outlive the reader.
@@ -65,6 +70,11 @@ class Catalog {
   std::uint64_t chunks() const { return chunks_; }
   std::uint64_t size_bytes() const { return size_bytes_; }  // of all samples
   std::uint64_t largest_chunk_bytes() const { return largest_chunk_bytes_; }
+  bool anything_remote() const {
+    return std::ranges::any_of(partitions_, [](const auto& partition) {
+      return std::ranges::any_of(partition.data_files, &DataFile::remote);
+    });
+  }
   const DataFile& data_file(const Extent& extent) const {
     return partitions_[extent.partition].data_files[extent.data_file];
   }

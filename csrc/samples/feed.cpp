@@ -18,6 +18,13 @@ constexpr std::size_t kBatchesAtOnce = 8;
 constexpr std::uint64_t kBytesAtOnce = 1U << 20;
 constexpr auto kLongestPatience = std::chrono::milliseconds(1);
 
+// The drive cannot be reached, or is another one by now; a disk's own errors are others.
+bool is_lost(const Failure& failure) {
+  if (failure.fault != Fault::read) return false;
+  const auto error = failure.error;
+  return error == ETIMEDOUT || error == ECONNRESET || error == ESTALE || error == ENODEV || error == EBADF;
+}
+
 }  // namespace
 
 Feed::Feed(std::shared_ptr<Reader> reader, std::shared_ptr<Order> order, const FeedOptions& options)
@@ -150,7 +157,8 @@ std::shared_ptr<SampleBatch> Feed::cut(std::size_t samples) {
   return result;
 }
 
-// Which of the next samples can be handed out. Throws Failed for a damaged one, unless these are skipped.
+// Which of the next samples can be handed out. Throws Failed for a damaged one, unless these are skipped, and for
+// one whose drive cannot be reached, which says nothing of the sample.
 std::vector<Feed::Run> Feed::find_good(std::size_t samples, std::vector<std::uint64_t>& skipped) {
   std::vector<Run> runs;
   for (const auto& ready : ready_) {
@@ -161,7 +169,7 @@ std::vector<Feed::Run> Feed::find_good(std::size_t samples, std::vector<std::uin
     samples -= end - begin;
     for (const auto& bad : batch->bad()) {
       if (bad.position < begin || bad.position >= end) continue;
-      if (!options_.skip_damaged) fail(bad.failure);
+      if (!options_.skip_damaged || is_lost(bad.failure)) fail(bad.failure);
       if (begin < bad.position) runs.push_back({batch, begin, bad.position});
       skipped.push_back(static_cast<std::uint64_t>(batch->indices()[bad.position]));
       begin = bad.position + 1;

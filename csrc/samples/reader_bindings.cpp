@@ -126,7 +126,7 @@ std::span<const T> view(const void* data, std::size_t count) {
   return {static_cast<const T*>(data), count};
 }
 
-using DataFileOf = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, int, int, std::uint32_t>;
+using DataFileOf = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, Handle, Handle, std::uint32_t, std::uint64_t>;
 using Arrays = std::tuple<Array<std::uint64_t, 2>, Array<std::uint32_t, 1>, Array<std::uint8_t, 2>,
                           Array<std::uint64_t, 2>, std::uint64_t, std::vector<DataFileOf>>;
 

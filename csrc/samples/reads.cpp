@@ -8,6 +8,7 @@
 
 #include "io/blocking.hpp"
 #include "io/ring.hpp"
+#include "nvme/nvme_io.hpp"
 #include "threads.hpp"
 
 namespace penstock::samples {
@@ -16,6 +17,15 @@ namespace {
 
 constexpr std::uint64_t kPieceBytes = 4U << 20;
 constexpr unsigned kBlockingThreads = 4;
+
+bool ring_works() {
+  try {
+    const Ring ring(1);
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+}
 
 }  // namespace
 
@@ -37,11 +47,12 @@ void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> re
   std::vector<std::unique_ptr<Read>> held;  // theirs who learn of their end, once they have begun
   for (auto& read : reads) {
     const auto& file = catalog.data_file(read.extent);
-    const bool by_direct = direct && file.direct_file >= 0;
+    const bool by_direct = file.remote() || (direct && file.direct_file >= 0);
     held.push_back(std::make_unique<Read>(std::move(read)));
     const auto& one = *held.back();
     requests.push_back({reinterpret_cast<std::uintptr_t>(&one), false, by_direct ? Method::direct : Method::buffered,
-                        true, {file.buffered_file, file.direct_file, file.alignment_bytes}, one.extent.offset,
+                        true, {file.buffered_file, file.direct_file, file.alignment_bytes},
+                        file.begin + one.extent.offset,
                         one.address, one.extent.size_bytes});
   }
   const auto forget = [&] {
@@ -118,6 +129,11 @@ std::unique_ptr<ReadQueue> Reads::make_queue(Traffic traffic) {
   Limits limits{depth_, kPieceBytes, 64U << 10, 1};  // chunks are aligned: they need no staging
   if (traffic == Traffic::samples && direct_) limits = {depth_, kPieceBytes, 256U << 10, 16};
   if (make_io_) return std::make_unique<ReadQueue>([this] { return make_io_(depth_); }, limits);
+  if (catalog_.anything_remote()) {
+    uses_ring_ = ring_ && ring_works();
+    return std::make_unique<ReadQueue>(
+        [depth = depth_, ring = ring_] { return nvme::make_nvme_io(depth, ring); }, limits);
+  }
   if (ring_ && uses_ring_ != 0) {
     try {
       auto queue = std::make_unique<ReadQueue>([depth = depth_] { return std::make_unique<Ring>(depth); }, limits);
@@ -155,10 +171,10 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
 
 bool Reads::read_cached(const Extent& extent, std::byte* to) {
   const auto& file = catalog_.data_file(extent);
-  if ((direct_ && file.direct_file >= 0) || never_cached_) return false;
+  if (file.remote() || (direct_ && file.direct_file >= 0) || never_cached_) return false;
   const iovec room{to, extent.size_bytes};
-  const auto moved =
-      preadv2(file.buffered_file, &room, 1, static_cast<off_t>(extent.offset), RWF_NOWAIT);
+  const auto moved = preadv2(static_cast<int>(file.buffered_file), &room, 1,
+                             static_cast<off_t>(file.begin + extent.offset), RWF_NOWAIT);
   if (moved < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) never_cached_ = true;
   if (moved != static_cast<ssize_t>(extent.size_bytes)) return false;
   bytes_ += extent.size_bytes;

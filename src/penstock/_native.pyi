@@ -176,6 +176,56 @@ class Transfers:
     def wait(self) -> Finished: ...
     def close(self, timeout_s: float) -> bool: ...
 
+class NvmeError(Exception):
+    """args: kind, text.
+
+    kind: "refused", "unreachable", "timeout", "not_found" (the subsystem), "not_supported", "denied",
+    "protocol" (the target broke it), "namespace" (unknown), "closed", "lost"
+    """
+
+class NvmeController:
+    """An association with a controller over TCP. Linux only. In a forked child it is closed (NvmeError)."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        subsystem_nqn: str,
+        *,
+        host_nqn: str,
+        host_id: bytes,
+        queues: int = 1,  # most of each thread that reads and writes
+        depth: int = 128,  # commands of a queue at once
+        header_digest: bool = False,
+        data_digest: bool = False,
+        io_uring: bool = True,
+        connect_timeout_s: float = 10.0,
+        command_timeout_s: float = 30.0,
+        keep_alive_s: float = 15.0,
+        reconnect_timeout_s: float = 60.0,
+    ) -> None: ...
+    def namespaces(self) -> list[int]: ...
+    def identify(self) -> dict[str, Any]:
+        """serial, model, firmware, version, controller_id, mdts_bytes (0: no limit), io_capsule_bytes,
+        max_queues, queue_entries, volatile_write_cache, header_digest, data_digest."""
+    def open_namespace(self, nsid: int) -> dict[str, Any]:
+        """handle, block_bytes, blocks, nguid, eui64, uuid."""
+    def flush(self, nsid: int) -> None: ...
+    def counters(self) -> dict[str, int]:
+        """reads, writes (commands), read_bytes, write_bytes, reconnects, retries, timeouts, violations,
+        uses_io_uring (1, 0; -1: not known yet)."""
+    def last_loss(self) -> str: ...
+    def close(self, timeout_s: float = 5.0) -> None: ...
+
+def nvme_discover(
+    host: str, port: int, *, host_nqn: str, host_id: bytes, timeout_s: float
+) -> list[dict[str, Any]]:
+    """transport, address_family, address, service, subsystem_nqn, subsystem_type, port_id, controller_id,
+    secure_channel."""
+
+# The text behind the last errno of this namespace; "" if there is none.
+def nvme_error_of(handle: int) -> str: ...
+
 class Replay:
     def __init__(self, trace: dict[str, Any], machine: dict[str, Any]) -> None: ...
     def run(self, columns: tuple[Any, ...], record: bool, stop_on_deadlock: bool) -> dict[str, Any]: ...
@@ -289,8 +339,9 @@ class SampleOrder:
     @property
     def taken(self) -> int: ...
 
-# samples, chunks, size_bytes, buffered descriptor, direct descriptor (-1: none), alignment_bytes
-SampleDataFile = tuple[int, int, int, int, int, int]
+# samples, chunks, size_bytes, buffered descriptor, direct descriptor (-1: none) or namespace,
+# alignment_bytes, offset at which the data file begins in it
+SampleDataFile = tuple[int, int, int, int, int, int, int]
 # directory [n, 2], sums [n], chunks [c] as CHUNK_RECORD's bytes [c, 16], large [l, 2], chunk_bytes, files
 SamplePartition = tuple[
     npt.NDArray[np.uint64],

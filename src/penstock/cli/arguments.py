@@ -46,6 +46,17 @@ than 5 % of the step.
 """
 
 
+UPLOAD_HELP = """\
+URL names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All of it
+belongs to the store from then on. What is not this store's is replaced only with --force. Interrupted, the
+same command goes on where it stopped.
+
+  penstock samples discover storage1:4420
+  penstock samples upload photos.store 'nvme+tcp://storage1:4420/nqn.2014-08.org.example:photos?ns=1'
+
+Bytes cross the network as they are, and nobody is asked for a password: for networks that you trust.
+"""
+
 PACK_HELP = """\
 SOURCE is a folder tree of files (where all lie in subfolders, these are their classes), tar shards of
 WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datasets or MosaicML streaming
@@ -277,8 +288,14 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     verify = _command(below, "verify", "samples.verify", "read a store whole, and compare its checksums")
     unpack = _command(below, "unpack", "samples.unpack", "write samples to files again", UNPACK_HELP)
     bench = _command(below, "bench", "samples.bench", "measure how fast a store is read here")
+    _upload(below)
     for command in (ls, info, verify, unpack, bench):
-        command.add_argument("store", type=Path, metavar="STORE", help="a store, or its partitions' folder")
+        command.add_argument(
+            "store",
+            type=path_or_url,
+            metavar="STORE",
+            help="a store, its partitions' folder, or the URL of a namespace with either",
+        )
 
     ls.add_argument("pattern", nargs="?", metavar="PATTERN", help="such as 'cat/*'; * stands for / too")
     ls.add_argument("--limit", type=samples_count, metavar="N", help="stop after so many")
@@ -304,6 +321,19 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     bench.add_argument("--io", choices=("auto", "buffered", "direct"), default="auto", help="default: auto")
     bench.add_argument("--cold", action="store_true", help="drop the store from the page cache each time")
     bench.add_argument("--seconds", type=seconds, default=8.0, help="time to take; default: %(default)g")
+
+
+def _upload(names: argparse._SubParsersAction[_Parser]) -> None:
+    upload = _command(
+        names, "upload", "samples.upload", "write a store onto a drive of another machine", UPLOAD_HELP
+    )
+    upload.add_argument("store", type=path_or_url, metavar="STORE", help="a store, or its partitions' folder")
+    upload.add_argument("url", metavar="URL", help="nvme+tcp://HOST:PORT/NQN?ns=1")
+    upload.add_argument("--force", action="store_true", help="replace whatever lies on the namespace")
+    discover = _command(
+        names, "discover", "samples.discover", "list the namespaces of a target, and what they hold"
+    )
+    discover.add_argument("portal", metavar="HOST:PORT", help="where the target listens; port: 4420")
 
 
 def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
@@ -538,6 +568,12 @@ def micro_batch(text: str) -> int | str:
         return samples_count(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from error
+
+
+def path_or_url(text: str) -> Path | str:
+    from penstock.storage.nvme import is_url
+
+    return text if is_url(text) else Path(text)
 
 
 def samples_count(text: str) -> int:

@@ -56,12 +56,12 @@ class Answer:
 
     values    for programs: goes into the JSON object
     shown     for people: texts, lines and tables, in order
-    written   files, named at the end
+    written   files, or URLs, named at the end
     """
 
     values: dict[str, Any]
     shown: Sequence[str | Lines | Table] = ()
-    written: Sequence[Path] = field(default_factory=list)
+    written: Sequence[Path | str] = field(default_factory=list)
     exit_code: int = DONE
 
 

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from penstock.cli.output import progress_console
 from penstock.units import format_bytes, format_rate
@@ -24,17 +25,47 @@ def samples_progress(
     doing                 such as "packed"
     samples, size_bytes   all there are, None where that is not known
     """
+    with _shown(doing, samples if size_bytes is None else size_bytes, quiet) as show:
+        of = "" if samples is None or not sys.stderr.isatty() else f" of {samples:,}"
+
+        def progress(samples_done: int, bytes_done: int) -> None:
+            assert show is not None
+            done = samples_done if size_bytes is None else bytes_done
+            show(done, None, bytes_done, f"{samples_done:,}{of} samples, ")
+
+        yield None if show is None else progress
+
+
+@contextlib.contextmanager
+def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Progress | None]:
+    """A function to call with the bytes so far, and all there are; None where nothing is to be shown."""
+    with _shown(doing, None, quiet) as show:
+
+        def progress(bytes_done: int, size_bytes: int) -> None:
+            assert show is not None
+            show(bytes_done, size_bytes, bytes_done, "")
+
+        yield None if show is None else progress
+
+
+class _Show(Protocol):
+    def __call__(self, done: int, total: int | None, bytes_done: int, more: str) -> None:
+        """``total``: of how many, where that is new. ``more``: what to say besides the bytes."""
+
+
+@contextlib.contextmanager
+def _shown(doing: str, total: int | None, quiet: bool) -> Iterator[_Show | None]:
     if quiet:
         yield None
     elif sys.stderr.isatty():
-        with _bar(doing, samples, size_bytes) as progress:
-            yield progress
+        with _bar(doing, total) as show:
+            yield show
     else:
         yield _lines(doing)
 
 
 @contextlib.contextmanager
-def _bar(doing: str, samples: int | None, size_bytes: int | None) -> Iterator[Progress]:
+def _bar(doing: str, all_: int | None) -> Iterator[_Show]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -45,20 +76,18 @@ def _bar(doing: str, samples: int | None, size_bytes: int | None) -> Iterator[Pr
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=progress_console()) as shown:
-        task = shown.add_task("", total=samples if size_bytes is None else size_bytes, done="")
+        task = shown.add_task("", total=all_, done="")
         begun: _Begun | None = None
 
-        def progress(samples_done: int, bytes_done: int) -> None:
+        def show(done: int, total: int | None, bytes_done: int, more: str) -> None:
             nonlocal begun
-            completed = samples_done if size_bytes is None else bytes_done
             if begun is None:
                 begun = _Begun(bytes_done)
-                shown.reset(task, completed=completed)
-            of = "" if samples is None else f" of {samples:,}"
-            done = f"{samples_done:,}{of} samples, {format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
-            shown.update(task, completed=completed, done=done)
+                shown.reset(task, completed=done, total=all_ if total is None else total)
+            said = f"{more}{format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
+            shown.update(task, completed=done, done=said)
 
-        yield progress
+        yield show
 
 
 class _Begun:
@@ -71,16 +100,16 @@ class _Begun:
         return format_rate((bytes_done - self._bytes) / max(time.monotonic() - self._s, 1e-3))
 
 
-def _lines(doing: str) -> Progress:
+def _lines(doing: str) -> _Show:
     begun: _Begun | None = None
     next_s = time.monotonic() + LINE_S
 
-    def progress(samples_done: int, bytes_done: int) -> None:
+    def show(done: int, total: int | None, bytes_done: int, more: str) -> None:
         nonlocal begun, next_s
         begun = begun or _Begun(bytes_done)
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + LINE_S
-            done = f"{samples_done:,} samples, {format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
-            print(f"{doing} {done}", file=sys.stderr, flush=True)
+            said = f"{more}{format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
+            print(f"{doing} {said}", file=sys.stderr, flush=True)
 
-    return progress
+    return show

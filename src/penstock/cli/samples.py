@@ -8,17 +8,18 @@ from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from pathlib import Path
 
 from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
-from penstock.cli.progress import samples_progress
+from penstock.cli.progress import bytes_progress, samples_progress
 from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.format.manifest import read as read_manifest
 from penstock.samples.maintenance import inspection, throughput, unpacking, verification
 from penstock.samples.maintenance.inspection import StoreInfo
 from penstock.samples.maintenance.throughput import Throughput
-from penstock.samples.reader.directory import Directory, partition_folders
+from penstock.samples.reader.directory import Directory
 from penstock.samples.reader.names import Names
+from penstock.samples.reader.places import PathLike, places_of
+from penstock.samples.remote.discovery import discover as discover_namespaces
+from penstock.samples.remote.upload import upload as upload_store
 from penstock.samples.sources import open_source
 from penstock.samples.writer.pack import pack as pack_source
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -66,6 +67,40 @@ def pack(options: Namespace) -> Answer:
     return Answer(values=values, shown=[said], written=[options.destination])
 
 
+def upload(options: Namespace) -> Answer:
+    try:
+        with bytes_progress("uploaded", quiet=options.json) as progress:
+            done = upload_store(options.store, options.url, force=options.force, progress=progress)
+    except KeyboardInterrupt:
+        print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
+        raise
+    said = f"{done.samples:,} samples, {format_bytes(done.size_bytes)} in {done.files} files"
+    if not done.written_bytes:
+        said += ", which were there already"
+    elif done.written_bytes < done.size_bytes:
+        said += f", of which {format_bytes(done.written_bytes)} were not there yet"
+    written = [done.url] if done.written_bytes else []
+    return Answer(values=dataclasses.asdict(done), shown=[said], written=written)
+
+
+def discover(options: Namespace) -> Answer:
+    found = discover_namespaces(options.portal)
+    values = {"namespaces": [dataclasses.asdict(each) for each in found]}
+    if not found:
+        return Answer(values=values, shown=[f"{options.portal} has nothing for this host"])
+    rows = [
+        (
+            printable(each.url),
+            "" if each.size_bytes is None else format_bytes(each.size_bytes),
+            "" if each.block_bytes is None else f"{each.block_bytes} B",
+            printable(each.holds),
+        )
+        for each in found
+    ]
+    notes = [f"{printable(each.url)}: {printable(each.problem)}" for each in found if each.problem]
+    return Answer(values=values, shown=[Table(("namespace", "size", "block", "holds"), rows, notes=notes)])
+
+
 def ls(options: Namespace) -> Answer:
     listed = islice(_listed(options.store, options.pattern), options.limit)
     if options.json:
@@ -81,9 +116,9 @@ def ls(options: Namespace) -> Answer:
     return Answer(values={}, shown=[Lines(printable(name) for _, name, _, _ in listed)])
 
 
-def _listed(path: Path, pattern: str | None) -> Iterator[tuple[int, str, int, str | None]]:
+def _listed(path: PathLike, pattern: str | None) -> Iterator[tuple[int, str, int, str | None]]:
     """Index, name, size and class of the samples whose name fits the pattern."""
-    directories = [Directory.load(folder) for folder in partition_folders(path)]
+    directories = [Directory.load(place) for place in places_of(path)]
     rest = zip(Names(directories), chain.from_iterable(map(_sizes_and_classes, directories)), strict=True)
     for index, (name, (size_bytes, label)) in enumerate(rest):
         if pattern is None or fnmatchcase(name, pattern):
@@ -218,9 +253,9 @@ def verify(options: Namespace) -> Answer:
     return Answer(values=values, shown=[*shown, verdict], exit_code=ERROR)
 
 
-def _manifests(path: Path) -> list[StoreManifest]:
+def _manifests(path: PathLike) -> list[StoreManifest]:
     with own_files():
-        return [read_manifest(folder) for folder in partition_folders(path)]
+        return [place.manifest() for place in places_of(path)]
 
 
 def unpack(options: Namespace) -> Answer:

@@ -2,7 +2,7 @@
 
 `pack` makes a store of almost anything; `mount` opens it. A `Store` gives single samples by name or
 index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info`, `verify`, `unpack` and
-`bench` look after a store.
+`bench` look after a store. `upload` puts it onto a drive of another machine, which `discover` finds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
 from penstock.samples.order import Segment
 from penstock.samples.reader.batch import Batch
 from penstock.samples.reader.store import Store, mount
+from penstock.samples.remote.discovery import RemoteNamespace, discover
+from penstock.samples.remote.upload import Upload, upload
 from penstock.samples.writer.pack import pack
 
 # What needs torch is imported at its first use: packing and looking at stores do without.
@@ -47,12 +49,15 @@ __all__ = [
     "Bench",
     "Loader",
     "Mixing",
+    "RemoteNamespace",
     "SampleDataset",
     "Segment",
     "Store",
     "StoreInfo",
+    "Upload",
     "Verification",
     "bench",
+    "discover",
     "encode",
     "expected_mixing",
     "info",
@@ -62,5 +67,6 @@ __all__ = [
     "pack",
     "pack_together",
     "unpack",
+    "upload",
     "verify",
 ]

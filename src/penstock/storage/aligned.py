@@ -57,5 +57,5 @@ class AlignedBuffer:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
 
     def view(self) -> memoryview:
-        """All bytes, writable. Keep the buffer alive while the view is used."""
-        return view_at(self.address, self.size_bytes, writable=True)
+        """All bytes, writable. It keeps the memory."""
+        return memoryview(self._mapping)[self._skipped : self._skipped + self.size_bytes]

@@ -18,7 +18,7 @@ from penstock.storage.checksum import crc32c
 AGAIN = "Copy or pack the store again"
 
 _SCHEMA = "penstock.storemanifest/1"
-_LARGEST_BYTES = 256 << 20
+LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,14 @@ def read(folder: str | os.PathLike[str]) -> StoreManifest:
     """
     path = Path(folder) / MANIFEST
     with open(open_regular(path), "rb") as file:
-        text = file.read(_LARGEST_BYTES + 1)
-    if len(text) > _LARGEST_BYTES:
-        raise InvalidFile(f"{path} has more than {_LARGEST_BYTES} bytes: it is not a manifest. {AGAIN}")
+        text = file.read(LARGEST_BYTES + 1)
+    return decoded(text, path)
+
+
+def decoded(text: bytes, path: str | os.PathLike[str]) -> StoreManifest:
+    """The manifest in a file's bytes; errors call it ``path``. Raises InvalidFile where it is damaged."""
+    if len(text) > LARGEST_BYTES:
+        raise InvalidFile(f"{path} has more than {LARGEST_BYTES} bytes: it is not a manifest. {AGAIN}")
     try:
         document = msgspec.json.decode(text, type=_Document)
         if document.schema != _SCHEMA:

@@ -15,7 +15,8 @@ from penstock.samples.maintenance.structure import ENTRIES_AT_ONCE
 from penstock.samples.mixing import Mixing, expected_mixing
 from penstock.samples.order import cache_shape
 from penstock.samples.reader.catalog import Catalog
-from penstock.samples.reader.directory import Directory, partition_folders
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.places import places_of
 from penstock.units import parse_bytes
 
 CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
@@ -112,7 +113,7 @@ def info(
 ) -> StoreInfo:
     """What the store at ``path`` holds, and how well it will mix. Samples are not read.
 
-    path          of a store, or of a folder of its partitions
+    path          of a store, or of a folder of its partitions; or the URL of a namespace that has one
     cache_bytes   sizes of the sample cache to give the mixing of "chunk" for. One that has no room for a
                   chunk is left out; of those that hold the whole store, all but the smallest are
     batch         samples in a batch
@@ -123,7 +124,7 @@ def info(
     if batch < 1:
         raise InvalidArgument(f"batch={batch} is not a number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
-    catalog = Catalog([Directory.load(folder) for folder in partition_folders(path)])
+    catalog = Catalog([Directory.load(place) for place in places_of(path)])
     manifests = catalog.manifests
     size_bytes = sum(m.size_bytes for m in manifests)
     sizes, edges, long_edges = _sizes(catalog)
@@ -153,9 +154,7 @@ def _stored_bytes(directory: Directory) -> int:
     """Of all files."""
     manifest = directory.manifest
     listed = sum(file.size_bytes for file in manifest.files.values())
-    return (
-        manifest.chunks * manifest.chunk_bytes + listed + os.path.getsize(directory.folder / layout.MANIFEST)
-    )
+    return manifest.chunks * manifest.chunk_bytes + listed + directory.place.size_bytes(layout.MANIFEST)
 
 
 def _sizes(catalog: Catalog) -> tuple[Sizes | None, int, int]:

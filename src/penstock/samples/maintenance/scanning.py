@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +15,11 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples.format import layout
-from penstock.samples.format.manifest import DataFile, open_regular
+from penstock.samples.format.manifest import DataFile
 from penstock.samples.maintenance.structure import Extents, Numbers
+from penstock.samples.reader.places import Place, StoreFile
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
-from penstock.storage.files import from_descriptor
-from penstock.storage.transports.contract import File
 
 PIECE_BYTES = 8 << 20
 READ_TIMEOUT_S = 120.0
@@ -48,12 +45,14 @@ class Piece(NamedTuple):
 class ScannedFile(NamedTuple):
     """A data file, and what its bytes are compared with.
 
+    place     where it lies, under its name
     firsts    [chunks + 1] the first sample of each of its chunks, then the index after its last sample
     records   [chunks] CHUNK_RECORD
     sums      [samples] of the whole store
     """
 
-    path: Path
+    place: Place
+    name: str
     data_file: DataFile
     chunk_bytes: int
     extents: Extents
@@ -79,19 +78,12 @@ def scan(file: ScannedFile) -> Iterator[Piece]:
         for begin in range(0, size_bytes, chunks * file.chunk_bytes)
     ]
     with (
-        _opened(file.path) as opened,
-        contextlib.closing(_stretches(opened.file, spans, file.path)) as stretches,
+        contextlib.closing(file.place.open(file.name, None, "")) as opened,
+        contextlib.closing(_stretches(file, opened, spans)) as stretches,
     ):
         for number, read in enumerate(stretches):
             first = number * chunks
             yield comparison.take(read, first, min(first + chunks, file.data_file.chunks))
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return from_descriptor(open_regular(path), str(path))
-    except OSError as error:
-        raise SampleError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 class _Bytes(NamedTuple):
@@ -107,7 +99,9 @@ class _Bytes(NamedTuple):
         return crc32c_at(self.address + begin - self.begin, end - begin, crc)
 
 
-def _stretches(file: File, spans: list[tuple[int, int]], path: Path) -> Generator[_Bytes, None, None]:
+def _stretches(
+    scanned: ScannedFile, file: StoreFile, spans: list[tuple[int, int]]
+) -> Generator[_Bytes, None, None]:
     """Stretches of a file, one read ahead, each in a thread that the process does not wait for at its end.
 
     The memory of one is used again for the one after the next.
@@ -129,7 +123,8 @@ def _stretches(file: File, spans: list[tuple[int, int]], path: Path) -> Generato
             except WaitedTooLong:
                 coming = None
                 raise SampleError(
-                    f"waited {READ_TIMEOUT_S:.0f} s for {path}, bytes {begin} to {end}. Look at its disk"
+                    f"waited {READ_TIMEOUT_S:.0f} s for {scanned.place.path_of(scanned.name)}, bytes {begin} "
+                    f"to {end}. {scanned.place.hang_text()}"
                 ) from None
             coming = read(number + 1) if number + 1 < len(spans) else None
             yield _Bytes(begin, end, buffers[number % 2].address, error)
@@ -146,21 +141,12 @@ def _finish(coming: Future[str | None], *arguments: Any) -> None:
         coming.set_exception(error)
 
 
-def _read(file: File, buffer: AlignedBuffer, begin: int, end: int) -> str | None:
+def _read(file: StoreFile, buffer: AlignedBuffer, begin: int, end: int) -> str | None:
     """Fill the buffer with the file's bytes. None, or why that failed."""
-    descriptor = file.buffered
-    if file.direct >= 0 and begin % file.alignment_bytes == 0 and end % file.alignment_bytes == 0:
-        descriptor = file.direct
-    view = buffer.view()
-    position = begin
-    while position < end:
-        try:
-            count = os.preadv(descriptor, [view[position - begin : end - begin]], position)
-        except OSError as error:
-            return error.strerror or "it fails"
-        if count == 0:
-            return "it ends there"
-        position += count
+    try:
+        file.read_into(begin, buffer.view()[: end - begin])
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
@@ -186,7 +172,7 @@ class _Comparison:
         begin, end = int(file.firsts[first]), int(file.firsts[upto])
         size_bytes = (upto - first) * file.chunk_bytes
         if read.error is not None:
-            problem = f"{file.path.name} cannot be read from {read.begin} to {read.end}: {read.error}"
+            problem = f"{file.name} cannot be read from {read.begin} to {read.end}: {read.error}"
             lost = [] if self._unfinished is None else [self._unfinished.sample]
             self._unfinished = None
             return Piece(end - begin, size_bytes, lost + list(range(begin, end)), [problem])
@@ -210,7 +196,7 @@ class _Comparison:
             body = high - 1 if high > low and long[high - 1] else high
             crc = read.crc(int(offsets[low]), int(ends[body - 1])) if body > low else 0
             if crc != file.records[chunk]["crc32c"] and right[low:high].all():
-                problems.append(f"{layout.CHUNKS} has a wrong checksum for chunk {chunk} of {file.path.name}")
+                problems.append(f"{layout.CHUNKS} has a wrong checksum for chunk {chunk} of {file.name}")
         if upto == file.data_file.chunks:
             problems += self._padding(read)
         return Piece(end - begin, size_bytes, wrong, problems)
@@ -233,4 +219,4 @@ class _Comparison:
         begin = self._file.data_file.size_bytes
         if read.crc(begin, read.end) == crc32c(bytes(read.end - begin)):
             return []
-        return [f"{self._file.path.name} has something other than zeros after its last sample"]
+        return [f"{self._file.name} has something other than zeros after its last sample"]

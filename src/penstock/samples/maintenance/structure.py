@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +9,13 @@ import numpy.typing as npt
 
 from penstock.errors import InvalidFile
 from penstock.samples.format import layout
-from penstock.samples.format.manifest import StoreManifest, open_regular
+from penstock.samples.format.manifest import StoreManifest
 from penstock.samples.reader.directory import Directory
-from penstock.storage.checksum import crc32c
+from penstock.samples.reader.places import Place
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 
-READ_BYTES = 4 << 20
 ENTRIES_AT_ONCE = 1 << 18
 
 
@@ -40,43 +37,40 @@ class Extents(NamedTuple):
 def check_files(directory: Directory) -> dict[str, str]:
     """What is wrong with the store's files, by name, with all data files under "": presence and sizes, and
     the checksums of all but data files."""
-    folder, manifest = directory.folder, directory.manifest
+    place, manifest = directory.place, directory.manifest
     chunk_bytes = manifest.chunk_bytes
-    wrong = {name: problem for name in manifest.files if (problem := _file_problem(folder, manifest, name))}
+    wrong = {name: problem for name in manifest.files if (problem := _file_problem(place, manifest, name))}
     sizes = [
         problem
         for number, file in enumerate(manifest.data_files)
-        if (problem := _size_problem(folder / layout.data_file_name(number), file.chunks * chunk_bytes))
+        if (problem := _size_problem(place, layout.data_file_name(number), file.chunks * chunk_bytes))
     ]
     return {**wrong, "": "; ".join(sizes)} if sizes else wrong
 
 
-def _file_problem(folder: Path, manifest: StoreManifest, name: str) -> str | None:
+def _file_problem(place: Place, manifest: StoreManifest, name: str) -> str | None:
     listed = manifest.files[name]
-    if problem := _size_problem(folder / name, listed.size_bytes):
+    if problem := _size_problem(place, name, listed.size_bytes):
         return problem
-    crc = 0
     try:
-        with open(open_regular(folder / name), "rb", buffering=0) as file:
-            while block := file.read(READ_BYTES):
-                crc = crc32c(block, crc)
+        crc = place.sum_of(name)
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror or error}"
     except InvalidFile as error:
         return str(error)
     return None if crc == listed.crc32c else f"{name} is damaged: its checksum is wrong"
 
 
-def _size_problem(path: Path, expected_bytes: int) -> str | None:
+def _size_problem(place: Place, name: str, expected_bytes: int) -> str | None:
     try:
-        size_bytes = os.path.getsize(path)
+        size_bytes = place.size_bytes(name)
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return f"{name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror or error}"
     if size_bytes == expected_bytes:
         return None
-    return f"{path.name} has {size_bytes} bytes instead of {expected_bytes}"
+    return f"{name} has {size_bytes} bytes instead of {expected_bytes}"
 
 
 def check_entries(directory: Directory) -> tuple[Extents | None, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from penstock.samples.format import layout
 from penstock.samples.maintenance.structure import Numbers
 from penstock.samples.mixing import expected_mixing
 from penstock.samples.order import ORDERS
-from penstock.samples.reader.failures import cannot_open
+from penstock.samples.reader.places import StoreFile
 from penstock.samples.reader.store import Store, mount
 
 PROBED_PAGES = 256
@@ -98,6 +98,10 @@ def bench(
     each_s = seconds / (2 + len(ORDERS))
     rows: list[Throughput] = []
     with mount(path, "full", io=io) as store, _data_files(store) as files, _data_files(store) as probes:
+        if cold and any(directory.place.is_remote for directory in store.directories):
+            raise InvalidArgument(
+                f"{os.fspath(path)} lies on another machine: no page cache is before it here"
+            )
         if not len(store):
             raise InvalidArgument(f"{os.fspath(path)} has no samples: there is nothing to measure")
 
@@ -135,7 +139,7 @@ def _timed(way: str, read: Read, seconds: float) -> Throughput:
     return Throughput(way=way, samples=samples, size_bytes=size_bytes, time_s=time_s, first_s=first_s)
 
 
-def _single_reads(store: Store, files: list[int]) -> Read:
+def _single_reads(store: Store, files: Sequence[StoreFile]) -> Read:
     """What a program does that keeps the files open and knows where everything lies: the baseline."""
     data_files = [len(manifest.data_files) for manifest in store.manifests]
     firsts = (np.cumsum(data_files) - data_files).tolist()
@@ -148,10 +152,17 @@ def _single_reads(store: Store, files: list[int]) -> Read:
             entries, lengths = directory.located(mine)
             places = zip(entries.data_file.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
             for data_file, offset, length in places:
-                size_bytes += len(os.pread(files[first + data_file], length, offset))
+                size_bytes += _single_read(files[first + data_file], offset, length)
         return samples, size_bytes
 
     return read
+
+
+def _single_read(file: StoreFile, offset: int, length: int) -> int:
+    if (descriptor := file.target.buffered) >= 0:
+        return len(os.pread(descriptor, length, offset))
+    file.read_into(offset, memoryview(bytearray(length)))
+    return length
 
 
 def _reads(store: Store) -> Read:
@@ -182,32 +193,30 @@ def _breads(store: Store, batch: int) -> Read:
 
 
 @contextlib.contextmanager
-def _data_files(store: Store) -> Iterator[list[int]]:
-    """Descriptors of all data files."""
-    descriptors: list[int] = []
-    try:
-        for directory in store.directories:
-            for number in range(len(directory.manifest.data_files)):
-                path = directory.folder / layout.data_file_name(number)
-                try:
-                    descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                except OSError as error:
-                    raise cannot_open(path, error) from error
-        yield descriptors
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+def _data_files(store: Store) -> Iterator[list[StoreFile]]:
+    """All data files, opened."""
+    with contextlib.ExitStack() as opened:
+        yield [
+            opened.enter_context(
+                contextlib.closing(directory.place.open(layout.data_file_name(number), None, ""))
+            )
+            for directory in store.directories
+            for number in range(len(directory.manifest.data_files))
+        ]
 
 
-def _drop(descriptors: list[int]) -> None:
+def _drop(files: Sequence[StoreFile]) -> None:
     """Ask for the files' pages to be dropped. What was not written yet cannot be."""
-    for descriptor in descriptors:
+    for descriptor in (file.target.buffered for file in files):
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _cached(descriptors: list[int], seed: int) -> float | None:
+def _cached(files: Sequence[StoreFile], seed: int) -> float | None:
     """The share of random pages of the files that are in the page cache. Looking can bring them in."""
+    descriptors = [file.target.buffered for file in files]
+    if any(descriptor < 0 for descriptor in descriptors):  # on another machine
+        return None
     sizes = np.array([os.fstat(descriptor).st_size for descriptor in descriptors])
     ends = np.cumsum(sizes)
     if not hasattr(os, "RWF_NOWAIT") or not len(sizes) or not ends[-1]:

@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidFile, SampleError
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.format.layout import DIRECTORY, bytes_of, text_of
 from penstock.samples.format.manifest import AGAIN
 from penstock.samples.reader.store import Store, mount
+from penstock.storage.nvme import is_url
 
 Progress = Callable[[int, int], None]
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
@@ -46,6 +47,7 @@ def unpack(
 ) -> int:
     """Write samples of the store at ``path`` to files in the folder ``dest``, by their names.
 
+    path        of a store, or the URL of a namespace that has one
     names       which; None: all
     flat        no folders below ``dest``: a name becomes one file name, in which / and % and what else a
                 file name should not have is written as in a URL, %2F
@@ -60,6 +62,8 @@ def unpack(
     name is the folder of another; later where a file is in the way, or the disk fails or is full. Raises
     InvalidFile for damaged samples, InvalidArgument for names that the store does not have.
     """
+    if is_url(dest):
+        raise InvalidArgument(f"{dest} is not a local folder: samples are unpacked to one")
     with mount(path, order="full") as store:
         indices = None if names is None else store.indices(names)
         _check_names(store, indices, flat)

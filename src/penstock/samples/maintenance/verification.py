@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,8 @@ from penstock.errors import InvalidArgument
 from penstock.samples.format import layout
 from penstock.samples.maintenance.scanning import ScannedFile, scan
 from penstock.samples.maintenance.structure import Extents, Words, check_entries, check_files, check_labels
-from penstock.samples.reader.directory import Directory, partition_folders
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.places import Place, places_of
 
 Progress = Callable[[int, int], None]
 
@@ -61,7 +61,7 @@ class Verification:
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Verification:
     """Read the store at ``path`` once, and compare all checksums, the directory, the names and the lookup.
 
-    path       of a store, or of a folder of its partitions
+    path       of a store, or of a folder of its partitions; or the URL of a namespace that has one
     progress   called now and then with the samples and the bytes that were read so far
 
     Data is read past the page cache where that works: what counts is what the disk holds. Damage is
@@ -71,10 +71,10 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress={progress!r} cannot be called: give a function of samples and bytes")
     findings = _Findings(progress or (lambda samples, size_bytes: None))
-    folders = partition_folders(path)
-    several = len(folders) > 1
-    for folder in folders:
-        _verify_partition(folder, f"{folder.name}/" if several else "", findings)
+    places = places_of(path)
+    several = len(places) > 1
+    for place in places:
+        _verify_partition(place, f"{place.name}/" if several else "", findings)
     return Verification(
         os.fspath(path),
         findings.samples,
@@ -105,12 +105,13 @@ class _Findings:
         self._progress(*self._read)
 
 
-def _verify_partition(folder: Path, prefix: str, findings: _Findings) -> None:
-    directory = Directory.open(folder, verify=False)
+def _verify_partition(place: Place, prefix: str, findings: _Findings) -> None:
+    directory = Directory.open(place, verify=False)
     manifest = directory.manifest
     begin = findings.samples
     findings.samples += manifest.samples
     findings.size_bytes += manifest.size_bytes
+    findings.add(place.problems(), prefix)
     bad = check_files(directory)
     findings.add(list(bad.values()), prefix)
     if bad.keys() & {layout.DIRECTORY, layout.SUMS, layout.CHUNKS, layout.LARGE, ""}:
@@ -133,13 +134,14 @@ def _verify_partition(folder: Path, prefix: str, findings: _Findings) -> None:
 
 
 def _damaged(directory: Directory, extents: Extents, prefix: str, findings: _Findings) -> Iterator[int]:
-    """Indices of samples in the folder whose bytes are wrong; notes what else is wrong with its data."""
+    """Indices of samples in the store whose bytes are wrong; notes what else is wrong with its data."""
     manifest = directory.manifest
     begin = 0
     for number, data_file in enumerate(manifest.data_files):
         end = begin + data_file.chunks
         file = ScannedFile(
-            directory.folder / layout.data_file_name(number),
+            directory.place,
+            layout.data_file_name(number),
             data_file,
             manifest.chunk_bytes,
             extents,

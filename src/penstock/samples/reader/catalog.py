@@ -170,7 +170,7 @@ class Catalog:
         for directory, value in zip(self.directories, values, strict=True):
             if value != values[0]:
                 raise InvalidArgument(
-                    f"{self.directories[0].folder} and {directory.folder} cannot be mounted together: their "
+                    f"{self.directories[0].place} and {directory.place} cannot be mounted together: their "
                     f"{field} differ. Mount them one by one, or pack them alike"
                 )
         return values[0]

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.directory import Directory, PathLike, partition_folders
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.places import PathLike, places_of
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -33,9 +34,12 @@ _meetings: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 class Held(msgspec.Struct, frozen=True):
-    """One store that a process can read, as it tells the others."""
+    """One store that a process can read, as it tells the others.
 
-    folder: str
+    place   its path, or its URL
+    """
+
+    place: str
     manifest: StoreManifest
 
 
@@ -62,10 +66,10 @@ def gather(
     mine: list[Directory] = []
 
     def load() -> None:
-        mine.extend(Directory.load(folder, verify) for folder in partition_folders(path))
+        mine.extend(Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s))
 
     error = _error_of(load)
-    holds = [Held(os.path.abspath(each.folder), each.manifest) for each in mine]
+    holds = [Held(str(each.place), each.manifest) for each in mine]
     said = meeting.exchange("say what they hold", Said(holds, error))
     own = {directory.manifest.identity: directory for directory in mine}
     stores = _each_once(meeting, said)
@@ -146,14 +150,14 @@ def _opened(owner: int, held: Held, verify: bool) -> Directory:
     """The directory of a store that another process holds. Raises SampleError, InvalidFile."""
     advice = "put it where all processes can see it, or mount it in each from a place of its own"
     try:
-        directory = Directory.load(held.folder, verify)
+        directory = Directory.load(held.place, verify)
     except SampleError as error:
         raise SampleError(
-            f"cannot see {held.folder}, which process {owner} holds: {error}; {advice}"
+            f"cannot see {held.place}, which process {owner} holds: {error}; {advice}"
         ) from error
     if directory.manifest.identity != held.manifest.identity:
         raise SampleError(
-            f"at {held.folder}, which process {owner} holds, this process sees another store; {advice}"
+            f"at {held.place}, which process {owner} holds, this process sees another store; {advice}"
         )
     return directory
 

@@ -1,4 +1,4 @@
-"""The files of one store, mapped and verified.
+"""The small files of one store, in memory and verified.
 
 Nothing is parsed: what a program reads of the directory of 50 million samples is the file's own pages,
 which all processes of the machine share.
@@ -6,20 +6,15 @@ which all processes of the machine share.
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format import manifest as manifests
+from penstock.errors import InvalidFile
 from penstock.samples.format.layout import (
     ANCHOR_NAMES,
     ANCHORS,
@@ -35,21 +30,17 @@ from penstock.samples.format.layout import (
     MANIFEST,
     MOST_DATA_FILES,
     NAMES,
-    PARTITION,
     SMALLEST_CHUNK_BYTES,
     SUMS,
     Entries,
     chunks_of,
     lookup_bits,
     lookup_start_dtype,
-    partition_name,
     unpack_entries,
 )
 from penstock.samples.format.manifest import AGAIN, StoreManifest
-from penstock.samples.reader.failures import cannot_open
-from penstock.samples.reader.mapping import MappedFiles
-
-PathLike: TypeAlias = "str | os.PathLike[str]"
+from penstock.samples.reader.mapping import LoadedFiles
+from penstock.samples.reader.places import PathLike, Place, place_of
 
 _FILES = {DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS}
 _NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked for
@@ -59,21 +50,21 @@ _NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked 
 class Directory:
     """What a store says of its samples.
 
-    folder    where its data files are
+    place     where its data files are
     manifest  as read
-    files     the bytes of each file that the manifest names; mapped at first use
+    files     the bytes of each file that the manifest names; loaded at first use
     """
 
-    folder: Path
+    place: Place
     manifest: StoreManifest
-    files: MappedFiles
+    files: LoadedFiles
 
     def __post_init__(self) -> None:
-        _check_manifest(self.manifest, self.folder / MANIFEST)
+        _check_manifest(self.manifest, self.place.path_of(MANIFEST))
 
     @classmethod
-    def load(cls, folder: PathLike, verify: bool = True) -> Directory:
-        """The directory of the store at ``folder``.
+    def load(cls, place: Place | PathLike, verify: bool = True) -> Directory:
+        """The directory of the store at ``place``, or at that path or URL.
 
         verify  compare the files' checksums: all at once, except those that only names need, at their
                 first use
@@ -81,16 +72,17 @@ class Directory:
         Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
         damaged.
         """
-        directory = cls.open(folder, verify)
+        directory = cls.open(place, verify)
         directory.files.load([name for name in directory.files if name not in _NAME_FILES])
         return directory
 
     @classmethod
-    def open(cls, folder: PathLike, verify: bool) -> Directory:
-        """The same, of which nothing is mapped yet: a file may be missing."""
-        folder = Path(os.path.abspath(folder))  # also after a change of the working directory
-        manifest = _read_manifest(folder)
-        return cls(folder, manifest, MappedFiles(folder, manifest, verify, together=_NAME_FILES))
+    def open(cls, place: Place | PathLike, verify: bool) -> Directory:
+        """The same, of which nothing is loaded yet: a file may be missing."""
+        if isinstance(place, str | os.PathLike):
+            place = place_of(place)
+        manifest = place.manifest()
+        return cls(place, manifest, LoadedFiles(place, manifest, verify, together=_NAME_FILES))
 
     @cached_property
     def entries(self) -> npt.NDArray[np.uint64]:
@@ -145,7 +137,7 @@ class Directory:
         chunks_before = np.cumsum([0] + [data_file.chunks for data_file in self.manifest.data_files])
         samples_before = np.cumsum([0] + [data_file.samples for data_file in self.manifest.data_files])
         if np.any(firsts[1:] < firsts[:-1]) or np.any(firsts[chunks_before] != samples_before):
-            raise InvalidFile(f"{self.folder / CHUNKS} contradicts {MANIFEST}. {AGAIN}")
+            raise InvalidFile(f"{self.place.path_of(CHUNKS)} contradicts {MANIFEST}. {AGAIN}")
         return firsts
 
     @property
@@ -160,90 +152,7 @@ class Directory:
         return names
 
 
-def partition_folders(path: PathLike | Sequence[PathLike], whole: bool = True) -> list[Path]:
-    """The folders of the stores that ``path`` stands for, in order.
-
-    path   a store, the folder in which several processes packed their partitions, or a list of such
-    whole  all partitions must be there
-
-    Raises SampleError where there is no store or a partition is missing, InvalidArgument for an empty list.
-    """
-    if isinstance(path, str | os.PathLike):
-        return _folders_of(Path(path), whole)
-    folders = [folder for each in path for folder in partition_folders(each, whole)]
-    if not folders:
-        raise InvalidArgument("no store was given: give a path or several")
-    return folders
-
-
-def _folders_of(folder: Path, whole: bool) -> list[Path]:
-    if (folder / MANIFEST).exists():
-        return [folder]
-    try:
-        listed = sorted(os.listdir(folder))
-    except OSError as error:
-        raise _no_store(folder, error) from error
-    partitions: dict[int, set[int]] = {}
-    for match in filter(None, map(PARTITION.fullmatch, listed)):
-        partitions.setdefault(int(match[2]), set()).add(int(match[1]))
-    if not partitions:
-        raise _not_packed(folder, listed)
-    if len(partitions) > 1:
-        counts = " and ".join(str(count) for count in sorted(partitions))
-        raise SampleError(
-            f"{folder} has partitions of {counts}: two packings are mixed. Remove the one that is not wanted"
-        )
-    ((count, there),) = partitions.items()
-    if extra := there - set(range(count)):
-        raise SampleError(f"{folder} has a partition {max(extra)} of only {count}. Pack it again")
-    folders = [folder / partition_name(partition, count) for partition in range(count)]
-    if not whole:
-        return [partition for partition in folders if (partition / MANIFEST).exists()]
-    if missing := [partition.name for partition in folders if not (partition / MANIFEST).exists()]:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise SampleError(
-            f"{folder} is not whole: of its {count} partitions, {', '.join(missing[:5])}{more} "
-            f"{'is' if len(missing) == 1 else 'are'} missing or not packed to the end. Run pack again for "
-            "these ranks, or mount a list of the partitions that are there"
-        )
-    return folders
-
-
-def _read_manifest(folder: Path) -> StoreManifest:
-    try:
-        manifest = manifests.read(folder)
-    except OSError as error:
-        raise _no_store(folder, error) from error
-    if (match := PARTITION.fullmatch(folder.name)) and (int(match[1]), int(match[2])) != (
-        manifest.partition,
-        manifest.partitions,
-    ):
-        raise InvalidFile(
-            f"{folder} holds partition {manifest.partition} of {manifest.partitions}, which its name denies. "
-            "Rename it"
-        )
-    return manifest
-
-
-def _no_store(folder: Path, error: OSError) -> SampleError:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR) and folder.is_dir():
-        return _not_packed(folder, os.listdir(folder))
-    return cannot_open(folder, error)
-
-
-def _not_packed(folder: Path, listed: Sequence[str]) -> SampleError:
-    if DIRECTORY in listed or any(name.startswith("data-") and name.endswith(".bin") for name in listed):
-        return SampleError(
-            f"{folder} has no {MANIFEST}: packing was not finished. Run pack again, with the same arguments: "
-            "it goes on where it stopped"
-        )
-    return SampleError(
-        f"{folder} is not a sample store: {MANIFEST} is missing. Give the folder of a store, or make one: "
-        "penstock samples pack SOURCE DEST"
-    )
-
-
-def _check_manifest(manifest: StoreManifest, path: Path) -> None:
+def _check_manifest(manifest: StoreManifest, path: str) -> None:
     """Raises InvalidFile where its numbers cannot all be true, so that nothing else need doubt them."""
     data_files, chunk_bytes = manifest.data_files, manifest.chunk_bytes
     sound = (

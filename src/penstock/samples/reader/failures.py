@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format.layout import DIRECTORY
+from penstock.samples.format.layout import DIRECTORY, data_file_name
 from penstock.samples.format.manifest import AGAIN, open_regular
+from penstock.storage.nvme import TargetError
+
+if TYPE_CHECKING:
+    from penstock.samples.reader.places import Place
 
 _NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
 _DISK = "Look at the disk's health (dmesg), or use another copy"
@@ -21,6 +25,9 @@ _REMEDIES = {
     errno.ENFILE: "Raise the limit on open files (sysctl fs.file-max)",
     errno.ENOMEM: "Free memory, or lower cache_bytes",
 }
+# The drive cannot be reached, or is another one by now: nothing is known to be damaged. csrc/samples/feed.cpp
+# has the same.
+LOST = (errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE, errno.ENODEV, errno.EBADF)
 _LEAVE_OUT = "`penstock samples verify` names all that is damaged; on_damage='skip' leaves it out"
 
 
@@ -45,7 +52,7 @@ class Failure(NamedTuple):
     error_number: int
 
 
-def cannot_open(path: Path, error: OSError) -> SampleError:
+def cannot_open(path: str | Path, error: OSError) -> SampleError:
     """The store, or its file, at ``path`` could not be opened."""
     remedy = _REMEDIES.get(error.errno or 0, _DISK)
     return _numbered(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
@@ -70,13 +77,27 @@ def open_sized(path: Path, wanted_bytes: int, missing: str) -> int:
     raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
 
 
-def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, timeout_s: float) -> SampleError:
+def from_target(error: TargetError, remedy: str = "") -> SampleError:
+    """A drive of another machine could not be used."""
+    return _numbered(f"{error}. {remedy}" if remedy else str(error), error.errno)
+
+
+def disk_failure(error_number: int) -> tuple[str, str]:
+    """Why a read of a file has failed, and what to do."""
+    reason = os.strerror(error_number) if error_number else "the file ends there"
+    return reason, _REMEDIES.get(error_number, _DISK)
+
+
+def cannot_read(
+    failure: Failure, place: Place, chunk_bytes: int, whose: str, timeout_s: float
+) -> SampleError:
     """Samples could not be read.
 
-    path    of the data file
+    place   of the store
     whose   the sample, with its name
     """
     kind, offset = failure.kind, failure.offset
+    path = place.path_of(data_file_name(failure.data_file))
     where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"
     if kind == "closed":
         return SampleError(closed())
@@ -84,14 +105,15 @@ def cannot_read(failure: Failure, path: Path, chunk_bytes: int, whose: str, time
         text = f"{whose} is damaged: the checksum at {where} is wrong. {AGAIN}; {_LEAVE_OUT}"
     elif kind == "timeout":
         text = (
-            f"{timeout_s:g} s passed while waiting for {whose} at {where}. The disk hangs or is very slow: "
-            "look at dmesg, or mount with a higher timeout_s"
+            f"{timeout_s:g} s passed while waiting for {whose} at {where}. {place.hang_text()}, or mount "
+            "with a higher timeout_s"
         )
     elif kind == "directory":
-        text = f"{path.parent / DIRECTORY} gives {whose} a place that cannot be. {AGAIN}"
+        text = f"{place.path_of(DIRECTORY)} gives {whose} a place that cannot be. {AGAIN}"
     else:
-        reason = os.strerror(failure.error_number) if failure.error_number else "the file ends there"
-        remedy = _REMEDIES.get(failure.error_number, _DISK)
+        reason, remedy = place.read_failure(failure.error_number)
+        if failure.error_number in LOST:
+            return _numbered(f"{whose} cannot be read at {where}: {reason}. {remedy}", failure.error_number)
         text = f"{whose} cannot be read at {where}: {reason}. {remedy}; {_LEAVE_OUT}"
     return _numbered(text, failure.error_number or None)
 

@@ -135,4 +135,4 @@ def _checked(directory: Directory) -> Iterator[_native.SampleNames]:
     except InvalidFile:
         raise
     except ValueError as error:
-        raise InvalidFile(f"{directory.folder / NAMES} is damaged: {error}. {AGAIN}") from error
+        raise InvalidFile(f"{directory.place.path_of(NAMES)} is damaged: {error}. {AGAIN}") from error

@@ -17,8 +17,8 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.format.layout import data_file_name
 from penstock.samples.order import ORDERS
 from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import closed, open_sized
-from penstock.storage.files import OpenFile, from_descriptor
+from penstock.samples.reader.failures import closed
+from penstock.samples.reader.places import StoreFile
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -107,7 +107,7 @@ class Reader:
         if not hasattr(_native, "SampleReader"):
             raise SampleError("sample stores are read with means that only Linux has: mount this one there")
         self._directories, self._options, self._buffers = directories, options, buffers
-        self._files: list[list[OpenFile]] = []
+        self._files: list[list[StoreFile]] = []
         self._lock = threading.Lock()
         self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
         self._feed: _native.SampleFeed | None = None  # of the epoch in progress
@@ -123,9 +123,7 @@ class Reader:
         except BaseException:
             self.close()
             raise
-        can_direct = all(opened.file.direct >= 0 for opened in self._opened())
-        size_bytes = sum(directory.manifest.size_bytes for directory in directories)
-        self.io_path = choose_io(options.io, size_bytes, _available_bytes(), can_direct)
+        self.io_path = self._choose_io()
 
     def reader(self) -> _native.SampleReader:
         """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""
@@ -196,17 +194,26 @@ class Reader:
                     _CLOSE_TIMEOUT_S,
                 )
                 return
-            for opened in self._opened():
-                opened.close()
+            for files in self._files:
+                for opened in files:
+                    opened.close()
+            for directory in self._directories:
+                directory.place.close()
             self._files = []
 
-    def _opened(self) -> list[OpenFile]:
-        return [opened for files in self._files for opened in files]
+    def _choose_io(self) -> IoPath:
+        """For what lies on this machine: what lies on others never passes through the page cache."""
+        local = [number for number, each in enumerate(self._directories) if not each.place.is_remote]
+        if not local:
+            return IoPath("direct", "samples lie on another machine, which no page cache stands before")
+        can_direct = all(opened.target.direct >= 0 for number in local for opened in self._files[number])
+        size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)
+        return choose_io(self._options.io, size_bytes, _available_bytes(), can_direct)
 
     def _partition(self, number: int) -> _native.SamplePartition:
         directory = self._directories[number]
         data_files = [
-            (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.file)
+            (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.target)
             for data_file, opened in zip(directory.manifest.data_files, self._files[number], strict=True)
         ]
         chunks = directory.chunks.view(np.uint8).reshape(-1, 16)
@@ -222,10 +229,9 @@ def _copy_threads(wanted: int | None) -> int:
     return 0 if cores <= 2 else min(_MOST_COPY_THREADS, cores // 2)
 
 
-def _open_data(directory: Directory, data_file: int) -> OpenFile:
-    path = directory.folder / data_file_name(data_file)
+def _open_data(directory: Directory, data_file: int) -> StoreFile:
     wanted_bytes = directory.manifest.data_files[data_file].chunks * directory.manifest.chunk_bytes
-    return from_descriptor(open_sized(path, wanted_bytes, ": samples are in it"), str(path))
+    return directory.place.open(data_file_name(data_file), wanted_bytes, ": samples are in it")
 
 
 def _available_bytes() -> int:

@@ -10,19 +10,19 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format.layout import buffer_bytes, data_file_name
+from penstock.samples.format.layout import buffer_bytes
 from penstock.samples.order import CacheShape, Segment, cache_shape
 from penstock.samples.reader.batch import Batch
 from penstock.samples.reader.catalog import Catalog, Key, Keys, identity_of
-from penstock.samples.reader.directory import Directory, PathLike, partition_folders
+from penstock.samples.reader.directory import Directory
 from penstock.samples.reader.failures import Failure, cannot_read, closed
+from penstock.samples.reader.places import PathLike, places_of
 from penstock.samples.reader.reading import Options, Reader
 from penstock.units import parse_bytes
 
@@ -46,7 +46,8 @@ def mount(
 ) -> Store:
     """Open a sample store for reading.
 
-    path            a store, the folder in which several processes packed their partitions, or a list of such:
+    path            a store, the folder in which several processes packed their partitions, the URL of a
+                    namespace that one was uploaded to (``nvme+tcp://HOST:PORT/NQN?ns=1``), or a list of such:
                     their samples are counted through, in that order
     order           of `Store.sequence`: "chunk" reads whole chunks, and mixes those that `cache_bytes` hold;
                     "full" is a permutation of all samples, each read by itself
@@ -54,12 +55,13 @@ def mount(
     rank, world     which of how many processes this is: `Store.bread` gives it its share
     group           of torch.distributed: all its processes mount together, each what it can see, and every
                     one has all samples; rank and world are those of the group
-    io              "buffered": through the page cache; "direct": past it; "auto": past it where the samples
-                    would not fit in half of the available memory
+    io              of folders, "buffered": through the page cache; "direct": past it; "auto": past it where
+                    the samples would not fit in half of the available memory
     verify          compare checksums of everything that is read
     on_damage       of samples of a batch: "raise", or "skip" them, log that, and list them in `Store.damaged`
     prefetch_bytes  of batches that are made ready ahead of `Store.bread`
-    timeout_s       longest wait for a read, after which SampleError says what was waited for
+    timeout_s       longest wait for a read, after which SampleError says what was waited for. A target that
+                    is lost is tried again for half of it
     copy_threads    that copy samples into batches besides the one that assembles them; None: as many as pay
 
     Raises SampleError where there is no store, or one that cannot be read; InvalidFile for a damaged one;
@@ -82,7 +84,7 @@ def mount(
         copy_threads=copy_threads,
     )
     if group is None:
-        directories = [Directory.load(folder, verify) for folder in partition_folders(path)]
+        directories = [Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s)]
     return Store(directories, options)
 
 
@@ -256,13 +258,13 @@ class Store(Catalog):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        folders = [directory.folder for directory in self.directories]
-        return _remount, (folders, self.identity, self._options)
+        places = [str(directory.place) for directory in self.directories]
+        return _remount, (places, self.identity, self._options)
 
     def __repr__(self) -> str:
-        folder = self.directories[0].folder
+        place = self.directories[0].place
         more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
-        return f"Store({str(folder)!r}{more}: {self._samples} samples, order={self.order!r})"
+        return f"Store({str(place)!r}{more}: {self._samples} samples, order={self.order!r})"
 
     def _reader(self) -> _native.SampleReader:
         return self._reading.current or self._reading.reader()
@@ -298,15 +300,15 @@ class Store(Catalog):
             whose = f"sample {what.sample}"
             with contextlib.suppress(InvalidFile, SampleError):  # the names may be damaged, too
                 whose += f" ({self._names[what.sample]!r})"
-        path = directory.folder / data_file_name(what.data_file)
-        return cannot_read(what, path, directory.manifest.chunk_bytes, whose, self._options.timeout_s)
+        chunk_bytes = directory.manifest.chunk_bytes
+        return cannot_read(what, directory.place, chunk_bytes, whose, self._options.timeout_s)
 
     def _note_damage(self, skipped: Sequence[int]) -> None:
         if not self._damaged:
             logger.warning(
                 "%s: sample %d is damaged and was left out, as will be others. Store.damaged lists them; "
                 "`penstock samples verify` looks for all.",
-                self.directories[0].folder,
+                self.directories[0].place,
                 skipped[0],
             )
         self._damaged.update(skipped)
@@ -316,11 +318,13 @@ class Store(Catalog):
         self._reading.after_fork()
 
 
-def _remount(folders: Sequence[Path], identity: str, options: Options) -> Store:
-    directories = [Directory.load(folder, options.verify) for folder in folders]
+def _remount(places: Sequence[str], identity: str, options: Options) -> Store:
+    directories = [
+        Directory.load(place, options.verify) for place in places_of(places, timeout_s=options.timeout_s)
+    ]
     if identity_of([directory.manifest for directory in directories]) != identity:
         raise SampleError(
-            f"{folders[0]} holds other samples than when it was mounted in the process that sent it here: "
+            f"{places[0]} holds other samples than when it was mounted in the process that sent it here: "
             "mount it again there"
         )
     return Store(directories, options)

@@ -25,6 +25,7 @@ from penstock.samples.sources.source import Block, RawSample, Source
 from penstock.samples.writer.packed import Packed
 from penstock.samples.writer.progress import Recipe, lock_folder
 from penstock.samples.writer.writer import Mark, StoreWriter
+from penstock.storage.nvme import is_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -92,6 +93,10 @@ def pack(
     if not 0 <= rank < world or world > 99999:
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
+        )
+    if is_url(dest):
+        raise InvalidArgument(
+            f"{dest} is not a local folder: pack to one, and then upload the store (penstock samples upload)"
         )
     folder = Path(dest)
     _check_outside(source, folder)

@@ -29,6 +29,7 @@ DEPTH = 32
 PIECE_BYTES = 4 << 20
 SLOT_BYTES = 1 << 20
 SLOTS = 4
+NVME_DEPTH = 128  # a network's latency takes more
 EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
 
@@ -128,6 +129,18 @@ class PosixTransport(_NativeTransport):
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__("blocking", 1, piece_bytes, threads, threads)
+
+
+class NvmeTransport(_NativeTransport):
+    """NVMe over TCP: reads and writes of namespaces on other machines, whose handles `storage.nvme` opens.
+
+    Raises TransportUnavailable where the system lacks the means.
+    """
+
+    methods: tuple[str, ...] = ("direct", "staged")
+
+    def __init__(self) -> None:
+        super().__init__("nvme", NVME_DEPTH, PIECE_BYTES, SLOTS, 1)
 
 
 def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:

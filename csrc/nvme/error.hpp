@@ -1,0 +1,37 @@
+// What goes wrong between here and a target.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace penstock::nvme {
+
+enum class Kind {
+  refused,
+  unreachable,
+  timeout,
+  not_found,
+  not_supported,
+  denied,
+  protocol,
+  name_space,
+  closed,
+  lost
+};
+
+inline const char* kind_text(Kind kind) {
+  constexpr const char* kTexts[] = {"refused", "unreachable", "timeout",   "not_found", "not_supported",
+                                    "denied",  "protocol",    "namespace", "closed",    "lost"};
+  return kTexts[static_cast<int>(kind)];
+}
+
+class Error : public std::exception {
+ public:
+  Error(Kind kind, std::string text) : kind(kind), text(std::move(text)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+  const Kind kind;
+  const std::string text;
+};
+
+}  // namespace penstock::nvme

@@ -1,0 +1,255 @@
+"""A store on a namespace, as a place like others: its small files are read into memory, its data is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.errors import InvalidFile, SampleError
+from penstock.samples.format import manifest as manifests
+from penstock.samples.format.layout import MANIFEST
+from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.reader.failures import from_target
+from penstock.samples.reader.mapping import Bytes
+from penstock.samples.reader.places import Target, check_partition, partition_names
+from penstock.samples.remote.device import Device, contents, read_superblock
+from penstock.samples.remote.layout import AGAIN, StoredFile, Superblock, decoded_table
+from penstock.storage.aligned import AlignedBuffer, align_down, align_up
+from penstock.storage.checksum import crc32c
+from penstock.storage.nvme import Namespace, TargetError, Url, parse_url
+from penstock.units import format_bytes
+
+_READ_BYTES = 8 << 20
+_UPLOAD = "penstock samples upload STORE URL"
+
+
+Files = dict[str, dict[str, StoredFile]]  # by partition and name; "" where the store is none of several
+
+
+def read_store(device: Device, name: str) -> tuple[Superblock, tuple[str, ...], Files]:
+    """The superblock of the store on ``device``, what is wrong with its other copy, and its files.
+
+    Raises SampleError where there is none, or not all of it; InvalidFile where it is damaged.
+    """
+    superblock, problems = read_superblock(device, name)
+    if superblock is None:
+        there = contents(device)
+        what = "it is empty" if there is None else f"it holds {there}"
+        raise SampleError(f"{name} has no sample store: {what}. Upload one: {_UPLOAD}")
+    if not superblock.complete:
+        raise SampleError(
+            f"the upload to {name} was not finished. Run it again, with the same store: it goes on where it "
+            "stopped"
+        )
+    table = read_bytes(device, superblock.table_offset, superblock.table_bytes)
+    return superblock, problems, decoded_table(table.tobytes(), superblock, name)
+
+
+def read_bytes(device: Device, offset: int, size_bytes: int) -> Bytes:
+    """Bytes of the device, in private memory that forked children share. Read-only."""
+    begin = align_down(offset, device.block_bytes)
+    end = align_up(offset + size_bytes, device.block_bytes)
+    try:
+        buffer = AlignedBuffer(max(end - begin, 1))
+    except (OSError, OverflowError, MemoryError) as error:
+        raise SampleError(
+            f"there is no memory for {format_bytes(size_bytes)} of a store's directory. Free memory, or look "
+            "at the store: penstock samples verify"
+        ) from error
+    view = buffer.view()
+    for at in range(begin, end, _READ_BYTES):
+        device.read_into(at, view[at - begin : min(at + _READ_BYTES, end) - begin])
+    return np.asarray(_Memory(buffer, offset - begin, size_bytes))
+
+
+class _Memory:
+    """Bytes of a buffer, read-only, as numpy takes them; it keeps the buffer."""
+
+    def __init__(self, buffer: AlignedBuffer, begin: int, size_bytes: int) -> None:
+        self._buffer = buffer
+        self.__array_interface__ = {
+            "data": (buffer.address + begin, True),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class RemoteStore:
+    """The store on a namespace. It connects at first need, and anew in a forked child."""
+
+    def __init__(self, url: Url, timeout_s: float) -> None:
+        """``url``: of the namespace, without a fragment."""
+        self.url, self.timeout_s = url, timeout_s
+        self._namespace: Namespace | None = None
+        self._superblock: Superblock | None = None
+        self._files: Files = {}
+        self.problems: tuple[str, ...] = ()
+
+    def places(self) -> list[RemotePlace]:
+        """Of all partitions, in order. Raises as `files`, and where one is missing."""
+        files, where = self.files(), str(self.url)
+        names = [""] if "" in files else partition_names(sorted(files), where)
+        if missing := [name for name in names if name not in files]:
+            raise SampleError(
+                f"{where} is not whole: of its {len(names)} partitions, {', '.join(missing[:5])} "
+                f"{'is' if len(missing) == 1 else 'are'} missing. {AGAIN}"
+            )
+        return [RemotePlace(self, name) for name in names]
+
+    def files(self) -> Files:
+        """Of all partitions.
+
+        Raises SampleError where the namespace cannot be reached, or has no store; InvalidFile where that is
+        damaged.
+        """
+        if self._superblock is None:
+            with _as_sample_errors():
+                self._superblock, self.problems, self._files = read_store(self._connected(), str(self.url))
+        return self._files
+
+    def namespace(self) -> Namespace:
+        """The namespace, open in this process. Raises SampleError where it cannot be reached any more, or has
+        another store by now."""
+        self.files()
+        if self._namespace is None or not self._namespace.is_usable:
+            with _as_sample_errors():
+                now = read_superblock(self._connected(), str(self.url)).superblock
+            if now != self._superblock:
+                raise SampleError(f"{self.url} has another store than when it was mounted: mount it again")
+        assert self._namespace is not None
+        return self._namespace
+
+    def _connected(self) -> Namespace:
+        # Two threads may both do it, and one is closed when nobody has it: a lock could outlive a fork.
+        namespace = self._namespace
+        if namespace is None or not namespace.is_usable:
+            self._namespace = namespace = Namespace(self.url, self.timeout_s)
+        return namespace
+
+    def error_text(self) -> str:
+        """Why a read has failed last, in the initiator's words; empty where it has not."""
+        namespace = self._namespace
+        return namespace.error_text() if namespace is not None and namespace.is_usable else ""
+
+    def close(self) -> None:
+        """Let go of the namespace, until it is needed again."""
+        namespace, self._namespace = self._namespace, None
+        if namespace is not None:
+            namespace.close()
+
+
+def remote_store(url: str | os.PathLike[str], timeout_s: float) -> tuple[RemoteStore, str]:
+    """The store at ``url``, and the partition that it names, empty for all. Raises InvalidArgument."""
+    parsed = parse_url(os.fspath(url))
+    return RemoteStore(replace(parsed, fragment=""), timeout_s), parsed.fragment
+
+
+class RemotePlace:
+    """A store, or a partition of one, on a namespace. Satisfies Place."""
+
+    is_remote = True
+
+    def __init__(self, store: RemoteStore, partition: str) -> None:
+        """``partition``: its name, empty where the store is none of several."""
+        self._store, self._partition = store, partition
+
+    @property
+    def name(self) -> str:
+        return self._partition or str(self)
+
+    def __str__(self) -> str:
+        return str(replace(self._store.url, fragment=self._partition))
+
+    def path_of(self, name: str) -> str:
+        return f"{name} of {self}"
+
+    def manifest(self) -> StoreManifest:
+        file = self._file(MANIFEST)
+        if file.size_bytes > manifests.LARGEST_BYTES:
+            raise InvalidFile(
+                f"{self.path_of(MANIFEST)} has {file.size_bytes} bytes: it is no manifest. {AGAIN}"
+            )
+        text = self.load(MANIFEST, file.size_bytes, "", ahead=True)
+        if crc32c(text.data) != file.crc32c:
+            raise InvalidFile(f"{self.path_of(MANIFEST)} is damaged: its checksum is wrong. {AGAIN}")
+        manifest = manifests.decoded(text.tobytes(), self.path_of(MANIFEST))
+        check_partition(manifest, self._partition, str(self))
+        return manifest
+
+    def size_bytes(self, name: str) -> int:
+        return self._file(name).size_bytes
+
+    def sum_of(self, name: str) -> int:
+        file = self._file(name)
+        return crc32c(self.load(name, file.size_bytes, "", ahead=True).data)
+
+    def load(self, name: str, wanted_bytes: int, missing: str, ahead: bool) -> Bytes:
+        file = self._file(name, wanted_bytes, missing)
+        with _as_sample_errors():
+            return read_bytes(self._store.namespace(), file.offset, file.size_bytes)
+
+    def open(self, name: str, wanted_bytes: int | None, missing: str) -> RemoteFile:
+        return RemoteFile(self._store, self._file(name, wanted_bytes, missing))
+
+    def read_failure(self, error_number: int) -> tuple[str, str]:
+        reason = self._store.error_text() or os.strerror(error_number or errno.EIO)
+        return reason, "Look at the target and the network. Once it is back, the store reads again"
+
+    def hang_text(self) -> str:
+        return "The target, or the network to it, hangs or is very slow: look at both"
+
+    def problems(self) -> Sequence[str]:
+        self._store.files()
+        return self._store.problems
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _file(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> StoredFile:
+        files = self._store.files().get(self._partition)
+        if files is None:
+            raise SampleError(f"{self._store.url} has no partition {self._partition!r}: leave # out")
+        file = files.get(name)
+        if file is None:
+            raise InvalidFile(f"{self.path_of(name)} is missing{missing}. {AGAIN}")
+        if wanted_bytes is not None and file.size_bytes != wanted_bytes:
+            what = "is too short" if file.size_bytes < wanted_bytes else "is too long"
+            raise InvalidFile(
+                f"{self.path_of(name)} {what}: it has {file.size_bytes} bytes, not {wanted_bytes}. {AGAIN}"
+            )
+        return file
+
+
+class RemoteFile:
+    """A file on a namespace. Satisfies StoreFile."""
+
+    def __init__(self, store: RemoteStore, file: StoredFile) -> None:
+        self._store, self._file = store, file
+
+    @property
+    def target(self) -> Target:
+        """Of this process: a forked child connects for it. Raises SampleError."""
+        return Target(*self._store.namespace().file, self._file.offset)
+
+    def read_into(self, position: int, view: memoryview) -> None:
+        if position + view.nbytes > self._file.size_bytes:
+            raise OSError(0, "it ends there")
+        with _as_sample_errors():
+            self._store.namespace().read_into(self._file.offset + position, view)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _as_sample_errors() -> Iterator[None]:
+    try:
+        yield
+    except TargetError as error:
+        raise from_target(error) from error

@@ -1,0 +1,380 @@
+"""Writing a packed store onto a namespace, so that a broken-off upload goes on where it stopped."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import queue
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples.format.layout import MANIFEST, data_file_name
+from penstock.samples.format.manifest import AGAIN, open_regular
+from penstock.samples.reader.directory import Directory
+from penstock.samples.reader.failures import cannot_open, from_target
+from penstock.samples.reader.places import Folder, PathLike, places_of
+from penstock.samples.remote.device import Device, contents, read_superblock
+from penstock.samples.remote.layout import (
+    EXTENT_BYTES,
+    HEAD_BYTES,
+    PROGRESS_RECORD_BYTES,
+    SUPERBLOCK_OFFSETS,
+    Extent,
+    Superblock,
+    UploadPlan,
+    completed,
+    decoded_progress,
+    encoded_progress,
+    encoded_table,
+    plan_upload,
+)
+from penstock.storage.aligned import AlignedBuffer, align_down, align_up
+from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
+from penstock.storage.nvme import DEFAULT_TIMEOUT_S, Namespace, TargetError, is_url, parse_url
+from penstock.storage.threads import in_parallel
+from penstock.units import format_bytes, format_bytes_up
+
+logger = logging.getLogger("penstock")
+
+Progress = Callable[[int, int], None]
+
+EXTENTS_AT_ONCE = 8  # between two notes of what is durable
+COMPARED_EXTENTS = 4  # of those that are noted as durable, before an upload goes on
+SMALLEST_WRITE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """What an upload has done.
+
+    url             of the store, as `mount` takes it
+    size_bytes      of all its files
+    written_bytes   of them, this time: the others were there already
+    used_bytes      of the namespace, from its beginning
+    """
+
+    url: str
+    samples: int
+    files: int
+    size_bytes: int
+    written_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class LocalStore:
+    """A packed store, as it is to be uploaded.
+
+    paths     of its files, by their names on the namespace, in order
+    sizes     of each, in bytes
+    sums      CRC-32C of those whose manifest tells it
+    store_id  16 bytes: the same for the same files
+    """
+
+    paths: dict[str, Path]
+    sizes: dict[str, int]
+    sums: dict[str, int]
+    store_id: bytes
+    samples: int
+
+
+def local_store(path: PathLike) -> LocalStore:
+    """The files of the store at ``path``: of a store, or of the folder of its partitions.
+
+    Raises SampleError where there is no store or a partition is missing, InvalidFile where one is damaged.
+    """
+    paths: dict[str, Path] = {}
+    sizes: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    identity = hashlib.sha256()
+    samples = 0
+    if is_url(path):
+        raise InvalidArgument(f"{path} is on another machine already: give the folder of a store")
+    for place in places_of(path):
+        assert isinstance(place, Folder)
+        manifest = Directory.load(place).manifest
+        prefix = f"{place.path.name}/" if place.path != Path(os.path.abspath(path)) else ""
+        text = _bytes_of(place.path / MANIFEST)
+        identity.update(prefix.encode() + hashlib.sha256(text).digest())
+        samples += manifest.samples
+        here = {MANIFEST: len(text)}
+        here |= {name: file.size_bytes for name, file in sorted(manifest.files.items())}
+        here |= {
+            data_file_name(number): file.chunks * manifest.chunk_bytes
+            for number, file in enumerate(manifest.data_files)
+        }
+        for name, wanted_bytes in here.items():
+            place.open(name, wanted_bytes, ", which the manifest names").close()
+        paths |= {prefix + name: place.path / name for name in here}
+        sizes |= {prefix + name: size_bytes for name, size_bytes in here.items()}
+        sums |= {prefix + name: file.crc32c for name, file in manifest.files.items()}
+        sums[prefix + MANIFEST] = crc32c(text)
+    return LocalStore(paths, sizes, sums, identity.digest()[:16], samples)
+
+
+def upload(
+    store: PathLike,
+    url: str,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Upload:
+    """Write the packed store at ``store`` onto the namespace ``url``, from where `mount` reads it.
+
+    store      a store, or the folder in which several processes packed their partitions
+    url        ``nvme+tcp://HOST:PORT/NQN?ns=1``. All of the namespace belongs to the store from then on
+    force      replace whatever is there
+    progress   called now and then with the bytes that are durable so far, and those of all files
+    timeout_s  longest wait for the target
+
+    An upload that was broken off goes on where it stopped, by the same call. A store that is there already
+    is left as it is. Nothing else may use the namespace meanwhile.
+
+    Raises SampleError where there is no store, or something else than this store on the namespace, or not
+    enough room, or the target fails; InvalidFile where the store is damaged; InvalidArgument.
+    """
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(
+            f"progress={progress!r} cannot be called: give a function of two sizes in bytes"
+        )
+    parsed = parse_url(url)
+    if parsed.fragment:
+        raise InvalidArgument(f"{url!r} names a partition: a store takes all of a namespace. Leave # out")
+    local = local_store(store)
+    try:
+        with Namespace(parsed, timeout_s) as namespace:
+            return upload_to(namespace, str(parsed), local, force=force, progress=progress)
+    except TargetError as error:
+        raise from_target(error, "The same upload goes on where this one stopped") from error
+
+
+def upload_to(
+    device: Device,
+    name: str,
+    store: LocalStore,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    extent_bytes: int = EXTENT_BYTES,
+) -> Upload:
+    """Write ``store`` onto ``device``; see `upload`.
+
+    name          what errors and the result call the device
+    extent_bytes  what is written, and noted as written, at once: a multiple of 1 MiB
+    """
+    plan = plan_upload(store.sizes, extent_bytes)
+    if device.size_bytes < plan.used_bytes:
+        raise SampleError(
+            f"{name} is too small: it has {format_bytes(device.size_bytes)}, and the store needs "
+            f"{format_bytes_up(plan.used_bytes)}. Nothing was written: give a larger namespace, or pack the "
+            "store in partitions and upload each to a namespace of its own"
+        )
+    superblock, goes_on = _begin(device, name, store, plan, force)
+    written_bytes = 0
+    if not superblock.complete:
+        writer = _Writer(device, name, store, plan, superblock)
+        done = writer.done() if goes_on else {}
+        if not done:
+            writer.clear()
+        written_bytes = writer.write_extents(done, progress)
+        writer.finish(done)
+    elif progress is not None:
+        progress(sum(store.sizes.values()), sum(store.sizes.values()))
+    return Upload(
+        url=name,
+        samples=store.samples,
+        files=len(store.sizes),
+        size_bytes=sum(store.sizes.values()),
+        written_bytes=written_bytes,
+        used_bytes=plan.used_bytes,
+    )
+
+
+def _begin(
+    device: Device, name: str, store: LocalStore, plan: UploadPlan, force: bool
+) -> tuple[Superblock, bool]:
+    """The superblock to upload under, and whether an upload goes on. It is complete where all is done.
+
+    Raises SampleError where something is there that must not be replaced.
+    """
+    fresh = plan.superblock(secrets.token_bytes(16), store.store_id, device.size_bytes)
+    try:
+        old = read_superblock(device, name).superblock
+    except InvalidFile as error:
+        if not force:
+            raise SampleError(f"nothing was written: {error}") from error
+        return fresh, False
+    if old is None:
+        if not force and (there := contents(device)):
+            raise SampleError(
+                f"{name} holds {there}: nothing was written. Give another namespace, or destroy what is "
+                "there with force=True (--force)"
+            )
+        return fresh, False
+    if _is_same(old, fresh):
+        if not old.complete or not force:
+            return old, not old.complete
+    elif not force:
+        what = "another store" if old.complete else "a part of another store, whose upload was broken off"
+        raise SampleError(
+            f"{name} holds {what}: nothing was written. Give another namespace, or replace it with "
+            "force=True (--force)"
+        )
+    return replace(fresh, generation=old.generation + 1), False
+
+
+def _is_same(old: Superblock, fresh: Superblock) -> bool:
+    """Of the same store, laid out alike."""
+    return fresh == replace(
+        old,
+        generation=fresh.generation,
+        complete=False,
+        upload_id=fresh.upload_id,
+        namespace_bytes=fresh.namespace_bytes,
+        table_crc32c=0,
+    )
+
+
+class _Writer:
+    """Writes one store."""
+
+    def __init__(
+        self, device: Device, name: str, store: LocalStore, plan: UploadPlan, superblock: Superblock
+    ) -> None:
+        self._device, self._name, self._store, self._plan = device, name, store, plan
+        self._superblock = superblock
+        self._block_bytes = max(device.block_bytes, SMALLEST_WRITE_BYTES)
+        self._notes = AlignedBuffer(align_up(max(plan.progress_bytes, 1), self._block_bytes))
+        self._buffers: queue.SimpleQueue[AlignedBuffer] = queue.SimpleQueue()
+
+    def done(self) -> dict[int, int]:
+        """CRC-32C of the extents that are durable already, by number; none where they cannot be trusted."""
+        plan = self._plan
+        notes = self._notes.view()
+        self._device.read_into(plan.progress_offset, notes)
+        done = decoded_progress(notes[: plan.progress_bytes], self._superblock)
+        done = {number: crc for number, crc in done.items() if number < plan.extents}
+        last = sorted(done)[-COMPARED_EXTENTS:]
+        buffer = AlignedBuffer(plan.extent_bytes)
+        for extent in plan.each_extent():
+            if extent.number in last:
+                stored = align_up(extent.size_bytes, self._block_bytes)
+                self._device.read_into(extent.offset, buffer.view()[:stored])
+                if crc32c_at(buffer.address, extent.size_bytes) != done[extent.number]:
+                    logger.warning(
+                        "%s does not hold what was uploaded to it before: all is uploaded anew", self._name
+                    )
+                    return {}
+        return done
+
+    def clear(self) -> None:
+        """Begin: from here on nothing is left of what was there before."""
+        plan, step = self._plan, self._block_bytes
+        self._write_superblock(self._superblock)
+        first, second = SUPERBLOCK_OFFSETS
+        for begin, end in ((first + step, second), (second + step, HEAD_BYTES)):
+            self._write(begin, bytes(end - begin))
+        self._notes = AlignedBuffer(self._notes.size_bytes)
+        self._device.write(plan.progress_offset, self._notes.view())
+        self._device.flush()
+
+    def write_extents(self, done: dict[int, int], progress: Progress | None) -> int:
+        """Write those that are not done, and note them there. Gives the bytes that were written."""
+        total_bytes = sum(self._store.sizes.values())
+        left = [extent for extent in self._plan.each_extent() if extent.number not in done]
+        left_bytes = written_bytes = sum(extent.size_bytes for extent in left)
+        if progress is not None:
+            progress(total_bytes - left_bytes, total_bytes)
+        for begin in range(0, len(left), EXTENTS_AT_ONCE):
+            some = left[begin : begin + EXTENTS_AT_ONCE]
+            in_parallel(functools.partial(self._write_extent, done), some)
+            self._device.flush()
+            self._note(some, done)
+            left_bytes -= sum(extent.size_bytes for extent in some)
+            if progress is not None:
+                progress(total_bytes - left_bytes, total_bytes)
+        return written_bytes
+
+    def finish(self, done: Mapping[int, int]) -> None:
+        """Make it a store, now that all extents are durable. Raises InvalidFile where a file was damaged."""
+        sums = [0] * len(self._plan.files)
+        for extent in self._plan.each_extent():
+            sums[extent.file] = crc32c_combine(sums[extent.file], done[extent.number], extent.size_bytes)
+        files = [file._replace(crc32c=crc) for file, crc in zip(self._plan.files, sums, strict=True)]
+        for file in files:
+            if self._store.sums.get(file.name, file.crc32c) != file.crc32c:
+                raise InvalidFile(
+                    f"{self._store.paths[file.name]} is damaged: its checksum is wrong. {AGAIN}"
+                )
+        table = encoded_table(files)
+        self._write(self._plan.table_offset, table)
+        self._device.flush()
+        self._write_superblock(completed(self._superblock, table))
+
+    def _write_extent(self, done: dict[int, int], extent: Extent) -> None:
+        try:
+            buffer = self._buffers.get_nowait()
+        except queue.Empty:
+            buffer = AlignedBuffer(self._plan.extent_bytes)
+        view = buffer.view()
+        _read_exactly(self._store.paths[self._plan.files[extent.file].name], extent, view)
+        stored_bytes = align_up(extent.size_bytes, self._block_bytes)
+        view[extent.size_bytes : stored_bytes] = bytes(stored_bytes - extent.size_bytes)
+        self._device.write(extent.offset, view[:stored_bytes])
+        done[extent.number] = crc32c_at(buffer.address, extent.size_bytes)
+        self._buffers.put(buffer)
+
+    def _note(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
+        """Note that the extents are durable."""
+        notes = self._notes.view()
+        size_bytes = PROGRESS_RECORD_BYTES
+        for number in (extent.number for extent in extents):
+            note = encoded_progress(self._superblock, number, done[number])
+            notes[number * size_bytes : (number + 1) * size_bytes] = note
+        begin = align_down(extents[0].number * size_bytes, self._block_bytes)
+        end = align_up((extents[-1].number + 1) * size_bytes, self._block_bytes)
+        self._device.write(self._plan.progress_offset + begin, notes[begin:end])
+
+    def _write_superblock(self, superblock: Superblock) -> None:
+        """One copy after the other: at any moment one of them holds."""
+        for offset in reversed(SUPERBLOCK_OFFSETS):
+            self._write(offset, superblock.encoded())
+            self._device.flush()
+
+    def _write(self, offset: int, data: bytes) -> None:
+        """Whole blocks, zeros behind the data."""
+        buffer = AlignedBuffer(align_up(len(data), self._block_bytes))
+        view = buffer.view()
+        view[: len(data)] = data
+        self._device.write(offset, view)
+
+
+def _read_exactly(path: Path, extent: Extent, view: memoryview) -> None:
+    """Fill the view with the bytes of a file. Raises InvalidFile where the file ends before."""
+    try:
+        descriptor = open_regular(path)
+        try:
+            done = 0
+            while done < extent.size_bytes:
+                count = os.preadv(descriptor, [view[done : extent.size_bytes]], extent.begin + done)
+                if count == 0:
+                    raise InvalidFile(f"{path} was cut short: it ends at byte {extent.begin + done}. {AGAIN}")
+                done += count
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise cannot_open(path, error) from error
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise cannot_open(path, error) from error

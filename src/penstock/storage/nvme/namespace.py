@@ -1,0 +1,295 @@
+"""Open namespaces. Those of one subsystem share an association in each process; none survives a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock import _native
+from penstock.storage.nvme.host import this_host
+from penstock.storage.nvme.url import Portal, Url
+from penstock.storage.transports.contract import Completion, File, Kind, Request
+from penstock.storage.transports.native import NvmeTransport
+from penstock.units import format_seconds
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_CONNECT_SHARE, _COMMAND_SHARE, _RECONNECT_SHARE = 1 / 4, 1 / 4, 1 / 2  # of the time limit of a request
+_LONGEST_CONNECT_S, _LONGEST_COMMAND_S, _LONGEST_KEEP_ALIVE_S = 15.0, 30.0, 15.0
+_CLOSE_TIMEOUT_S = 5.0
+_ANY = ("", "0.0.0.0", "::")  # of a target that listens at all its addresses
+_PATIENCE = 3.0  # times the time limit: by then the initiator has ended every request
+
+_REMEDIES = {
+    "refused": "Nothing listens there: start the target, or correct host and port",
+    "unreachable": "Look at the host's name, the network and its firewalls",
+    "timeout": "Look at the target and the network, or give more time",
+    "not_found": "`penstock samples discover {portal}` lists the subsystems that this host may use",
+    "not_supported": "Use a target, or a namespace, that does without",
+    "denied": "Allow this host at the target: it calls itself {host_nqn}",
+    "protocol": "What listens there is no NVMe/TCP target, or a faulty one",
+    "namespace": "Look at ?ns= and at the target's namespaces",
+    "lost": "Look at the target and the network: once it is back, the same goes on",
+}
+
+
+class TargetError(OSError):
+    """A drive of another machine cannot be reached or used. Who spoke to it says what that means."""
+
+
+class Namespace:
+    """An open namespace. A context manager. Any number of threads may read and write.
+
+    url          of it
+    file         for transports and the sample reader
+    size_bytes   of all its blocks
+    block_bytes  what is written is a multiple of: a power of two, 512 to 65536
+    """
+
+    def __init__(self, url: Url, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Connects.
+
+        timeout_s  in which a request ends, well or in an error: commands, and attempts to connect again,
+                   have shares of it
+
+        Raises TargetError where the target cannot be reached, or refuses, or has no such namespace.
+        """
+        self.url, self._timeout_s = url, timeout_s
+        self._process = os.getpid()
+        self._is_open = False
+        with _told(url):
+            self._controller = _connected(url, timeout_s)
+            try:
+                found = self._controller.open_namespace(url.namespace)
+            except BaseException:
+                self._controller.close(_CLOSE_TIMEOUT_S)
+                raise
+        self.block_bytes: int = found["block_bytes"]
+        self.size_bytes: int = found["block_bytes"] * found["blocks"]
+        self.file = File(-1, found["handle"], self.block_bytes)
+        self._is_open = True
+
+    @property
+    def is_usable(self) -> bool:
+        """It is open, in this process."""
+        return self._is_open and self._process == os.getpid()
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on. The view has to keep its memory: a request that is
+        given up may still use it.
+
+        Raises TargetError; ValueError beyond the end.
+        """
+        self._move("read", offset, view)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write whole blocks. They are durable after `flush`. Raises TargetError; ValueError."""
+        if offset % self.block_bytes or view.nbytes % self.block_bytes:
+            raise ValueError(f"{view.nbytes} bytes at {offset} are not whole blocks of {self.block_bytes}")
+        self._move("write", offset, view)
+
+    def flush(self) -> None:
+        """Have the drive make durable what was written. Raises TargetError."""
+        self._check()
+        with _told(self.url):
+            self._controller.flush(self.url.namespace)
+
+    def error_text(self) -> str:
+        """Why its last request failed, in the initiator's words; empty where none has."""
+        return _native.nvme_error_of(self.file.direct)
+
+    def counters(self) -> dict[str, int]:
+        """What was read and written, and how often it connected again. Other namespaces of the subsystem that
+        this process has open may be among it."""
+        return self._controller.counters()
+
+    def close(self) -> None:
+        """Let go of the association: the last one to do so ends it. Idempotent."""
+        was_usable, self._is_open = self.is_usable, False
+        if was_usable:
+            self._controller.close(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Namespace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def failure(self, kind: str, offset: int, size_bytes: int, error_number: int) -> TargetError:
+        """What to raise for a request that has failed."""
+        why = self.error_text() or f"{self.url}: {os.strerror(error_number)}"
+        error = TargetError(f"{size_bytes} bytes at {offset} cannot be {kind}: {why}. {_REMEDIES['lost']}")
+        error.errno = error_number
+        return error
+
+    def _check(self) -> None:
+        if not self.is_usable:
+            raise TargetError(f"{self.url} was closed, or opened in another process: open it here")
+
+    def _move(self, kind: Kind, offset: int, view: memoryview) -> None:
+        self._check()
+        if offset < 0 or offset + view.nbytes > self.size_bytes:
+            raise ValueError(f"bytes {offset} to {offset + view.nbytes} are not all among {self.size_bytes}")
+        if not view.nbytes:
+            return
+        waiting = _Waiting()
+        address = int(np.frombuffer(view, np.uint8).ctypes.data)
+        request = Request(kind, self.file, offset, address, view.nbytes, "direct", False, view)
+        _transport().submit([request], waiting.complete)
+        completion = waiting.wait(self._timeout_s * _PATIENCE)
+        done = "read" if kind == "read" else "written"
+        if completion is None:
+            raise TargetError(
+                f"waited {format_seconds(self._timeout_s * _PATIENCE)} for {self.url}: {view.nbytes} bytes "
+                f"at {offset} were not {done}. {_REMEDIES['timeout']}"
+            )
+        if completion.error_number:
+            raise self.failure(done, offset, view.nbytes, completion.error_number)
+
+
+class _Waiting:
+    """For the end of one request."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._completion: Completion | None = None
+
+    def complete(self, completion: Completion) -> None:
+        self._completion = completion
+        self._ended.set()
+
+    def wait(self, timeout_s: float) -> Completion | None:
+        self._ended.wait(timeout_s)
+        return self._completion
+
+
+class Subsystem(NamedTuple):
+    """What a target has to offer.
+
+    kind       "nvme": it has namespaces; "discovery", "referral": it knows of other targets
+    transport  "tcp", "rdma", "fc"
+    portal     where it listens
+    security   empty, or what it asks for and penstock does not speak: TLS
+    """
+
+    subsystem_nqn: str
+    kind: str
+    transport: str
+    portal: Portal
+    security: str
+
+    def url(self, namespace: int) -> Url:
+        """Of one of its namespaces."""
+        host, port = self.portal
+        return Url(host=host, port=port, subsystem_nqn=self.subsystem_nqn, namespace=namespace)
+
+
+def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Subsystem]:
+    """What a target tells this host that it has. Raises TargetError."""
+    host = this_host()
+    _needs_linux()
+    with _told(portal):
+        found = _native.nvme_discover(
+            portal.host, portal.port, host_nqn=host.nqn, host_id=host.identifier, timeout_s=timeout_s
+        )
+    return [
+        Subsystem(
+            each["subsystem_nqn"],
+            each["subsystem_type"],
+            each["transport"],
+            Portal(
+                portal.host if each["address"] in _ANY else each["address"],
+                int(each["service"]) if re.fullmatch("[0-9]{1,5}", each["service"]) else 0,
+            ),
+            each["secure_channel"],
+        )
+        for each in found
+    ]
+
+
+def namespaces_of(subsystem: Subsystem, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[int]:
+    """The numbers of its namespaces. Raises TargetError."""
+    url = subsystem.url(1)
+    with _told(url):
+        controller = _connected(url, timeout_s)
+        try:
+            return controller.namespaces()
+        finally:
+            controller.close(_CLOSE_TIMEOUT_S)
+
+
+def _connected(url: Url, timeout_s: float) -> _native.NvmeController:
+    _needs_linux()
+    host = this_host(url.host_nqn)
+    command_s = min(_LONGEST_COMMAND_S, timeout_s * _COMMAND_SHARE)
+    return _native.NvmeController(
+        url.host,
+        url.port,
+        url.subsystem_nqn,
+        host_nqn=host.nqn,
+        host_id=host.identifier,
+        queues=url.queues,
+        depth=url.depth,
+        header_digest=url.header_digest,
+        data_digest=url.data_digest,
+        connect_timeout_s=min(_LONGEST_CONNECT_S, timeout_s * _CONNECT_SHARE),
+        command_timeout_s=command_s,
+        keep_alive_s=min(_LONGEST_KEEP_ALIVE_S, command_s),
+        reconnect_timeout_s=timeout_s * _RECONNECT_SHARE,
+    )
+
+
+def _needs_linux() -> None:
+    if not hasattr(_native, "NvmeController"):
+        raise TargetError("drives of other machines are read with means that only Linux has: use them there")
+
+
+class _Transport:
+    """The transport of this process; a forked child makes its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.transport: NvmeTransport | None = None
+
+
+_own = _Transport()
+_inherited: list[object] = []  # a parent's: not to be touched, nor ended
+
+
+def _transport() -> NvmeTransport:
+    own = _own
+    with own.lock:
+        if own.transport is None:
+            own.transport = NvmeTransport()
+        return own.transport
+
+
+def _after_fork() -> None:
+    global _own
+    _inherited.append(_own)
+    _own = _Transport()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def _told(where: Url | Portal) -> Iterator[None]:
+    """What the initiator says, as an error of penstock's."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, getattr(_native, "NvmeError", ())):
+            raise
+        kind, text = error.args
+        host_nqn = this_host(where.host_nqn if isinstance(where, Url) else None).nqn
+        portal = where.portal if isinstance(where, Url) else where
+        remedy = _REMEDIES.get(kind, "Look at the target").format(portal=portal, host_nqn=host_nqn)
+        raise TargetError(f"{text}. {remedy}") from error
