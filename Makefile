@@ -11,11 +11,11 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-nvme test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/planning/* csrc/runtime/* csrc/samples/*)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/nvme/* csrc/planning/* csrc/runtime/* csrc/samples/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[plan,report,dev]'
 	touch $@
@@ -31,11 +31,16 @@ demo-samples: setup
 	$(BIN)/python examples/samples_demo.py
 
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target'
 
 # Those that take longer: examples and benchmarks from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
 	$(BIN)/pytest -n 3 --dist worksteal -m slow
+
+# The Linux kernel's NVMe/TCP target in an emulated machine. Installs Debian's packages where it is root, and
+# downloads a kernel (once); skips, and says why, where they cannot be had.
+test-nvme: setup
+	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13
@@ -84,6 +89,10 @@ bench-planners: setup
 bench-samples: setup
 	$(BIN)/python benchmarks/samples.py -o out/samples.json
 	$(BIN)/python benchmarks/samples_directory.py -o out/samples_directory.json
+
+# Five minutes on two cores that do nothing else, 1 GB of free disk; needs a C++ compiler.
+bench-remote: setup
+	$(BIN)/python benchmarks/samples_remote.py -o out/samples_remote.json
 
 # Half an hour, 6 GB of free disk: what several processes get of the disk together.
 bench-ranks: setup

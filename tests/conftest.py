@@ -38,8 +38,8 @@ def hardware() -> penstock.Hardware:
 
 
 FOLDERS = (
-    ("checkpoint", "cli", "codecs", "distributed", "gpu")
-    + ("planning", "report", "runtime", "samples", "storage")
+    ("checkpoint", "cli", "codecs", "distributed", "gpu", "integrations")
+    + ("nvme", "planning", "report", "runtime", "samples", "storage")
 )  # fmt: skip
 
 

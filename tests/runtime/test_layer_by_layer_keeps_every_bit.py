@@ -312,6 +312,7 @@ def test_an_error_of_one_part_ends_all(where: str, opened: Callable[..., penstoc
     )
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_parts(opened: Callable[..., penstock.Offload]) -> None:
     run = opened()
     model = Words()

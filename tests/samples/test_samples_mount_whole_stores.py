@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples.reader import directory
+from penstock.samples.reader import places
 from penstock.samples.reader.reading import choose_io
 from penstock.samples.reader.store import mount
 from tests.support.sample_stores import some_samples
@@ -61,7 +61,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     assert "4 partitions" in text
     with mount([tmp_path / "part-00002-of-00004", tmp_path / "part-00000-of-00004"]) as store:
         assert store.name(0) == "2/0"
-    assert len(directory.partition_folders(tmp_path, whole=False)) == 2
+    assert len(places.places_of(tmp_path, whole=False)) == 2
 
 
 def test_partitions_of_two_packings_are_not_mixed(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _partition(folder: Path, direct: bool, descriptors: list[int]) -> tuple[Any,
         files = [os.open(path, os.O_RDONLY | flag) for flag in ([0, os.O_DIRECT] if direct else [0])]
         descriptors += files
         sizes = (data_file["samples"], data_file["chunks"], data_file["size_bytes"])
-        data_files.append((*sizes, files[0], files[1] if direct else -1, 512))
+        data_files.append((*sizes, files[0], files[1] if direct else -1, 512, 0))
     chunks = array("chunks.bin", "u1").reshape(-1, 16)
     partition = (
         array("directory.bin", "<u8").reshape(-1, 2),

@@ -154,5 +154,30 @@ def read_store(folder: Path) -> list[tuple[str, bytes]]:
     return found
 
 
+def extract_namespace(image: bytes, folder: Path) -> list[Path]:
+    """The store of a namespace whose bytes these are, as folders again, one for each partition."""
+    superblocks = []
+    for offset in (0, 512 << 10):
+        block = image[offset : offset + 512]
+        if block[:16] == b"penstock-samples" and struct.unpack("<I", block[508:])[0] == crc32c(block[:508]):
+            superblocks.append(struct.unpack_from("<IIQ16s16sQQQQII", block, 16))
+    _, state, _, _, _, _, used_bytes, table_offset, table_bytes, table_crc, files = max(
+        superblocks, key=lambda superblock: superblock[2]
+    )
+    assert state == 2, "the upload was not finished"
+    assert used_bytes <= len(image)
+    table = image[table_offset : table_offset + table_bytes]
+    assert crc32c(table) == table_crc
+    folders = {}
+    for offset, size_bytes, crc, _, name in struct.iter_unpack("<QQII40s", table):
+        path = folder / name.rstrip(b"\0").decode("ascii")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image[offset : offset + size_bytes])
+        assert crc32c(path.read_bytes()) == crc
+        folders[path.parent] = None
+    assert len(table) == 64 * files
+    return list(folders)
+
+
 def _bytes(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
