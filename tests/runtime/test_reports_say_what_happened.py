@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,30 @@ def test_a_notebook_shows_a_table(tmp_path: Path, hardware: penstock.Hardware) -
         shown = run.report()._repr_html_()
     assert shown.count("<tr>") == 5 and "<th>measured</th>" in shown
     assert "the step&#x27;s" in shown, "what a reason says is text"
+
+
+def test_a_report_is_of_one_kind_of_step(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES["gpt"].make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    closing = []
+    options: dict[str, Any] = {"smallest_bytes": 4096, "policy": "g10", "hardware": hardware}
+    with penstock.offload(model, optimizer, device_budget="450KiB", spill_dir=tmp_path, **options) as run:
+        run.at_close(lambda: closing.append(run.closed))
+        for step in range(5):
+            with run.step():
+                assert run.in_step
+                FAMILIES["gpt"].loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with run.step("evaluation"), torch.no_grad():
+                FAMILIES["gpt"].loss(model, step)
+        assert not run.in_step and not run.closed
+        training, evaluation = run.report(), run.report("evaluation")
+        with pytest.raises(penstock.PenstockError, match="'test'"):
+            run.report("test")
+    assert run.closed and closing == [False]
+    assert training.ideal_s > evaluation.ideal_s
+    assert training.operators > evaluation.operators
+    assert training.steps == evaluation.steps == 10
+    assert training.evicted_bytes > 0 and training.predicted_peak_bytes > evaluation.predicted_peak_bytes

@@ -196,15 +196,30 @@ def test_phases_follow_autograd_and_the_optimizer() -> None:
             return gradient * 2
 
     optimizer.register_step_pre_hook(lambda *_: seen.append(phases.current()))
+    optimizer.register_step_post_hook(lambda *_: seen.append(phases.current()))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = Observed.apply(weight).sum()
+        loss.backward()
+        return loss
+
     phases.enter()
     try:
-        Observed.apply(weight).sum().backward()
-        optimizer.step(lambda: seen.append(phases.current()))  # type: ignore[func-returns-value, arg-type]
+        closure()
+        optimizer.step()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        told.clear()
+        optimizer.step(closure=closure)
     finally:
         phases.exit()
     seen.append(phases.current())
-    assert [PHASES[phase] for phase in seen[:2]] == ["forward", "backward"]
-    assert PHASES[seen[-2]] == "optimizer" and PHASES[seen[-1]] == "forward"
+    assert [PHASES[phase] for phase in seen] == [
+        *("forward", "backward", "optimizer", "optimizer"),
+        *2 * ("optimizer", "forward", "backward", "optimizer"),
+        "forward",
+    ]
     assert weight.grad is not None
     state = {value.data_ptr() for value in optimizer.state[weight].values()}
     assert told == {WEIGHT: {weight.data_ptr()}, GRADIENT: {weight.grad.data_ptr()}, OPTIMIZER_STATE: state}

@@ -44,8 +44,32 @@ class Phases:
             return OPTIMIZER
         return FORWARD if torch._C._current_autograd_node() is None else BACKWARD
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._in_optimizer = True
+        self._tell_gradients(optimizer)
+        this, *given = args
+        if callable(closure := kwargs.get("closure")):
+            return args, kwargs | {"closure": self._outside(optimizer, closure)}
+        if given and callable(given[0]):
+            return (this, self._outside(optimizer, given[0]), *given[1:]), kwargs
+        return None
+
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Of an optimizer that is given a closure: what this runs is forward and backward."""
+
+        def called() -> Any:
+            self._in_optimizer = False
+            try:
+                return closure()
+            finally:
+                self._in_optimizer = True
+                self._tell_gradients(optimizer)
+
+        return called
+
+    def _tell_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._on_kind is None:
             return
         for group in optimizer.param_groups:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -234,6 +234,24 @@ def _show_compiled_regions() -> Callable[[], None]:
     return undo
 
 
+@dataclass
+class _Measured:
+    """What the steps of one kind took: the latest ones, and the last of them.
+
+    recomputed      bytes, seconds, and how many tensors moved instead
+    swapped_bytes   by the arena itself: out of memory, and back
+    """
+
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
+    clock_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
+    last_step_s: float = 0.0
+    moved: list[Moved] = field(default_factory=list)
+    recomputed: tuple[int, float, int] = (0, 0.0, 0)
+    swapped_bytes: tuple[int, int] = (0, 0)
+    operators: int = 0
+
+
 class Offload:
     """PyTorch running inside a budget. Made by `offload`; a context manager.
 
@@ -371,17 +389,11 @@ class Offload:
             self.timeline: Timeline | None = None
             self._in_step = False
             self._closed = False
+            self._at_close: list[Callable[[], None]] = []
             self._steps = 0
             self._peak_bytes = 0
-            self._operators = 0
-            self._clock_s: deque[float] = deque(maxlen=LAST_STEPS)
-            self._step_times_s: deque[float] = deque(maxlen=LAST_STEPS)
-            self._last_step_s = 0.0
-            self._last_moved: list[Moved] = []
-            self._last_recomputed = (0, 0.0, 0)
-            self._last_swapped_bytes = (0, 0)  # by the arena itself: out of memory, and back
+            self._measured: dict[str | None, _Measured] = {}  # the latest kind of step last
             self._swapped_before_bytes = (0, 0)
-            self._stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
             if plan is not None:
                 self._kinds.take(plan)
             for tensor, kind in _known_tensors(model, optimizer):
@@ -537,25 +549,26 @@ class Offload:
         step_s: float,
     ) -> None:
         clock, engine = self._clock, self._engine
+        measured = self._measured[kind] = self._measured.pop(kind, _Measured())
         self._steps += 1
-        self._last_step_s = step_s
+        measured.last_step_s = step_s
         self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
-        self._last_moved = engine.moved
+        measured.moved = engine.moved
         again = clock.recomputation
-        self._last_recomputed = again.recomputed_bytes, again.recompute_s, again.kept
+        measured.recomputed = again.recomputed_bytes, again.recompute_s, again.kept
         out_bytes, in_bytes = self._swapped_before_bytes
         now_out_bytes, now_in_bytes = self._swapped_bytes()
-        self._last_swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
-        self._operators = clock.operators
+        measured.swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
+        measured.operators = clock.operators
         entry = self._kinds.followed(kind, followed, clock.touched_bytes)
         if entry is not None:
             if recording is None:
-                self._step_times_s.append(step_s)
+                measured.step_times_s.append(step_s)
                 kernels_s = step_s - engine.stall_s
                 self._kinds.note(kind, entry, engine.moved, step_s, kernels_s, clock.clock_s, clock.operators)
-            self._stalls_s.append(engine.stall_s)
+            measured.stalls_s.append(engine.stall_s)
         if recording is None:
-            self._clock_s.append(clock.clock_s)
+            measured.clock_s.append(clock.clock_s)
             return
         if not recording.kernels:
             return
@@ -583,6 +596,15 @@ class Offload:
             )
 
     # -- what it says --------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is open."""
+        return self._in_step
 
     @property
     def trace(self) -> Trace | None:
@@ -626,16 +648,27 @@ class Offload:
         """How often each I/O path was the fastest, by size of tensor (Fastensor's tables 13 and 14)."""
         return self._spill.report()
 
-    def report(self) -> Report:
-        """Predicted against measured, so far. Raises PenstockError before the first step has ended."""
-        if self.trace is None or not self._steps:
-            raise PenstockError("nothing to report yet: run at least one step to its end")
-        self._kinds.plan_what_waits()
-        trace, plan = self.trace, self.plan
-        predicted = simulate(trace, plan, self.hardware) if plan is not None else None
-        times_s = list(self._step_times_s) or [self._last_step_s]
-        moved, device = self._last_moved, self._device
-        swapped_out_bytes, swapped_in_bytes = self._last_swapped_bytes
+    def report(self, kind: str | None = None) -> Report:
+        """Predicted against measured, so far.
+
+        kind   of which steps, by the name that `step` was given; None: of those without a name, or where all
+               have one, of the kind of the latest step. Peaks and counts are of all steps
+
+        Raises PenstockError before the first step of this kind has ended.
+        """
+        if kind is None and self._measured and None not in self._measured:
+            kind = next(reversed(self._measured))
+        if kind is None:
+            self._kinds.plan_what_waits()
+        measured, followed = self._measured.get(kind), self._kinds.latest(kind)
+        if measured is None or followed is None:
+            named = "" if kind is None else f" of the kind {kind!r}"
+            raise PenstockError(f"nothing to report yet: run at least one step{named} to its end")
+        trace, plan, hardware = followed.trace, followed.plan, followed.hardware
+        predicted = simulate(trace, plan, hardware) if plan is not None else None
+        times_s = list(measured.step_times_s) or [measured.last_step_s]
+        moved, device = measured.moved, self._device
+        swapped_out_bytes, swapped_in_bytes = measured.swapped_bytes
         peak_resident_bytes = 0
         if self._peak_resident_known:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
@@ -654,21 +687,21 @@ class Offload:
             peak_resident_bytes=peak_resident_bytes,
             step_s=statistics.median(times_s),
             predicted_step_s=predicted.iteration_s if predicted is not None else 0.0,
-            stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
+            stall_s=statistics.median(measured.stalls_s) if measured.stalls_s else 0.0,
             predicted_stall_s=predicted.stall_s if predicted is not None else 0.0,
             ideal_s=trace.ideal_s,
             evicted_bytes=timeline.moved_bytes(moved, device.evict_link) + swapped_out_bytes,
             predicted_evicted_bytes=predicted.evicted_bytes if predicted is not None else 0,
             loaded_bytes=timeline.moved_bytes(moved, device.prefetch_link) + swapped_in_bytes,
-            recomputed_bytes=self._last_recomputed[0],
-            recompute_s=self._last_recomputed[1],
-            unrecomputed=self._last_recomputed[2],
+            recomputed_bytes=measured.recomputed[0],
+            recompute_s=measured.recomputed[1],
+            unrecomputed=measured.recomputed[2],
             disk_written_bytes=timeline.moved_bytes(moved, "disk_write") + swapped_out_bytes,
             endurance_bytes=self._endurance_bytes,
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
             unplanned_accesses=device.unplanned_accesses,
-            clock_s=statistics.median(self._clock_s) if self._clock_s else self._clock.clock_s,
-            operators=self._operators,
+            clock_s=statistics.median(measured.clock_s) if measured.clock_s else self._clock.clock_s,
+            operators=measured.operators,
             disk_bytes=self._spill.file_bytes,
             moved_bytes_by_io_path={
                 path: size for path, size in self._spill.moved_bytes_by_path.items() if size
@@ -683,9 +716,7 @@ class Offload:
             trace_mismatches=self._kinds.mismatches,
             rates_bytes_per_s=timeline.rates(moved),
             planned_rates_bytes_per_s={
-                link: self.hardware.rate_bytes_per_s(link)
-                for link in LINKS
-                if self.hardware.rate_bytes_per_s(link) > 0
+                link: hardware.rate_bytes_per_s(link) for link in LINKS if hardware.rate_bytes_per_s(link) > 0
             },
             replans=self._kinds.replans,
         )
@@ -697,6 +728,8 @@ class Offload:
         where the budget has room, else when it is touched. Idempotent."""
         if self._closed:
             return
+        while self._at_close:
+            self._at_close.pop()()
         if self._in_step:
             raise InvalidArgument("a step is open: leave it before you close the run")
         try:
@@ -714,6 +747,10 @@ class Offload:
         finally:
             self._interrupts.remove()
             self._kinds.close()
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Call this when the run is about to close; of several, the latest first."""
+        self._at_close.append(call)
 
     def _recompute_all(self) -> bool:
         """Make what was dropped again. False: some of it cannot be made now."""

@@ -132,6 +132,7 @@ class StepKinds:
         self._lossy = lossy
         self._ranks = ranks
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
+        self._latest: dict[str | None, StepKind] = {}  # that a step of this name has followed
         self._wanted: set[str | None] = set()  # to be recorded
         self.trace: Trace | None = None
         self.plan: Plan | None = None
@@ -165,7 +166,7 @@ class StepKinds:
         scheduled = self._scheduled(plan.trace, plan)
         known = StepKind(plan.trace, plan, scheduled, RECORDINGS, self.hardware, fixed=True)
         self._known[None] = [known]
-        self._follow(known)
+        self._follow(None, known)
 
     def schedules(self, name: str | None) -> list[Schedule]:
         """That a step of this name may follow, the likeliest first."""
@@ -191,7 +192,7 @@ class StepKinds:
         if kind is not None:
             known.remove(kind)
             known.insert(0, kind)
-            self._follow(kind)
+            self._follow(name, kind)
             if kind.has_grown(touched_bytes):
                 self._wanted.add(name)
         elif known:
@@ -219,7 +220,7 @@ class StepKinds:
                 made = self._planned(trace, None, wait=not known and _makes_state(recording))
                 known.insert(int(bool(known) and known[0].fixed), made)
                 if self.plan is None:
-                    self._follow(known[0])
+                    self._follow(name, known[0])
             return False
         was_wanted = kind.recordings_left > 0
         kind.recordings_left = max(kind.recordings_left - 1, 0)
@@ -236,7 +237,7 @@ class StepKinds:
             return False
         if kind.recordings_left or grown:
             known[0] = self._planned(trace, kind)
-            self._follow(known[0])
+            self._follow(name, known[0])
             return False
         return True
 
@@ -352,8 +353,10 @@ class StepKinds:
             kind.hardware.in_numbers,
             made.hardware.in_numbers,
         )
+        if self._latest.get(name) is kind:
+            self._latest[name] = made
         if self.plan is kind.plan:
-            self._follow(made)
+            self._follow(name, made)
 
     def close(self) -> None:
         """Wait until nothing is planned any more: no longer than planning may take."""
@@ -367,11 +370,18 @@ class StepKinds:
         """Plan the first step now, where its plan was to wait for the second one."""
         known = self._known.get(None, [])
         for position, kind in enumerate(known):
-            if self.plan is None and kind.plan is None and kind.recordings_left:
+            latest = self._latest.get(None)
+            if (latest is None or latest.plan is None) and kind.plan is None and kind.recordings_left:
                 known[position] = self._planned(kind.trace, kind)
-                self._follow(known[position])
+                self._follow(None, known[position])
 
-    def _follow(self, kind: StepKind) -> None:
+    def latest(self, name: str | None) -> StepKind | None:
+        """What the latest step of this name has followed, or the next one will; None before the first."""
+        known = self._known.get(name)
+        return self._latest.get(name) or (known[0] if known else None)
+
+    def _follow(self, name: str | None, kind: StepKind) -> None:
+        self._latest[name] = kind
         self.trace, self.plan, self.hardware = kind.trace, kind.plan, kind.hardware
 
     def _planned(self, trace: Trace, before: StepKind | None, wait: bool = False) -> StepKind:

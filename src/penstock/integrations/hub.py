@@ -1,0 +1,134 @@
+"""A model of transformers, read from the files of a hub straight into an open run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint import load as load_checkpoint
+from penstock.errors import InvalidArgument, InvalidFile
+from penstock.integrations.versions import missing, warn_if_unknown
+from penstock.runtime.run import Offload
+
+try:
+    import transformers
+    from safetensors import SafetensorError, safe_open
+    from transformers.initialization import no_init_weights
+except ImportError as error:
+    raise missing("transformers") from error
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+SHOWN = 5  # names in an error
+
+
+def load(
+    path: str | os.PathLike[str],
+    config: transformers.PretrainedConfig | None = None,
+    run: Offload | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> transformers.PreTrainedModel:
+    """A model of a directory with config.json and safetensors files, in one file or sharded.
+
+    It is built inside the run, without values, and each tensor is read into its place by `penstock.load`:
+    there is no second copy, and weights that do not fit in the budget leave while the next ones are read.
+    (`from_pretrained` maps the files: such weights cannot leave memory.)
+
+    config   None: that of the directory
+    run      an open one; None: that of the thread, whichever it is, or ordinary memory
+    dtype    of the weights, which is that of the files; None: the config's
+
+    Gives the model in evaluation mode, as `from_pretrained` does. Raises InvalidFile where a file is missing
+    or damaged, and InvalidArgument where names, shapes or dtypes in the files are not the model's:
+    transformers converts some models as it reads them, and these need `from_pretrained`.
+    """
+    warn_if_unknown("transformers")
+    if run is not None and run.closed:
+        raise InvalidArgument("this run is closed: load the model inside of an open one")
+    folder = Path(path)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = _class_of(config)
+    files = _files(folder)
+    with no_init_weights():
+        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    model.tie_weights()
+    wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
+    tied = {
+        name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name not in wanted
+    }
+    _fill(files, wanted, tied)
+    return model.eval()
+
+
+def _class_of(config: transformers.PretrainedConfig) -> Any:
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise InvalidArgument(
+            "the config names no architecture of transformers: give one whose `architectures` has it, such "
+            'as ["LlamaForCausalLM"]'
+        )
+    return kind
+
+
+def _files(folder: Path) -> list[Path]:
+    names = [WHOLE]
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InvalidFile(f"{folder / INDEX} is no index of safetensors files: {error!r}") from error
+        if any(Path(name).name != name for name in names):
+            raise InvalidFile(f"{folder / INDEX} names files outside of its folder")
+    for name in names:
+        if not (folder / name).is_file():
+            raise InvalidFile(
+                f"{folder / name} is missing: a model directory has {WHOLE}, or {INDEX} and its files"
+            )
+    return [folder / name for name in names]
+
+
+def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that belong to a state; the others are computed when the model is built."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, torch.Tensor]) -> None:
+    """Read every tensor into its place; nothing where they do not fit.
+
+    tied   further names of wanted tensors, which files may have and need not
+    """
+    names = {file: _names(file) for file in files}
+    found = {name for of_file in names.values() for name in of_file}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not in the model" for name in sorted(found - wanted.keys() - tied.keys())]
+    for of_file in names.values():
+        for name in of_file & wanted.keys():
+            shape, expected = of_file[name], list(wanted[name].shape)
+            if shape != expected:
+                problems.append(f"{name} has the shape {shape}, and the model {expected}")
+    if problems:
+        more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise InvalidArgument(
+            f"the files in {files[0].parent} are not those of this model: {'; '.join(problems[:SHOWN])}"
+            f"{more}. Where transformers converts them as it reads, save them once by from_pretrained and "
+            "save_pretrained"
+        )
+    for file, of_file in names.items():
+        into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in of_file}
+        load_checkpoint(file, into=into)
+
+
+def _names(file: Path) -> dict[str, list[int]]:
+    """Shapes by name."""
+    try:
+        with safe_open(file, framework="np") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InvalidFile(f"{file} is no safetensors file: {error}") from error

@@ -1,0 +1,112 @@
+"""Train inside a byte budget with Lightning's Trainer, by a callback.
+
+Run with the versions that `penstock.integrations.versions` names; another one is told once.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import InvalidArgument
+from penstock.integrations.steps import EVALUATION, Steps, require_options
+from penstock.integrations.versions import missing, warn_if_unknown
+from penstock.runtime.run import Offload
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+else:
+    try:
+        from lightning.pytorch import Callback
+        from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    except ImportError as error:
+        raise missing("lightning") from error
+
+
+class Penstock(Callback):
+    """A callback for Lightning's Trainer: it trains and validates in a budget, with the same bits::
+
+        Trainer(max_epochs=3, callbacks=[Penstock(device_budget="8GiB")]).fit(module, loader)
+
+    A step of the run is one of the optimizer's, with all batches that are accumulated for it; each batch of
+    validation, test and prediction is one, too. The run opens before `configure_model`, so a model that is
+    built there may be larger than the budget, and closes after the Trainer's last hook; the report is logged
+    then. With manual optimization a step ends with the batch in which an optimizer has stepped.
+
+    options   those of `penstock.offload`: device_budget, spill_dir and so on
+    run       the `penstock.Offload`, None before it is open: ``run.report()``, ``run.plan``
+
+    Raises TypeError for an unknown option; when the Trainer begins, what `penstock.offload` raises, and
+    InvalidArgument for a strategy that decides itself where tensors lie.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        require_options(options)
+        warn_if_unknown("lightning")
+        self._options = options
+        self._steps = Steps()
+        self._optimizer_steps = 0  # that the Trainer had counted when the open step began
+
+    @property
+    def run(self) -> Offload | None:
+        return self._steps.run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            raise InvalidArgument(
+                f"{type(trainer.strategy).__name__} decides by itself where tensors lie: take the strategy "
+                "'auto' on one device, or 'ddp'"
+            )
+        device = trainer.strategy.root_device
+        on_cpu = device.type == "cpu"
+        self._steps.open(pl_module if on_cpu else None, **{"device": str(device), **self._options})
+
+    def _keep_fault_handler(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """When it ends, the Trainer puts the handlers of all signals back that Python knew when it began, and
+        so would undo the arena's of SIGSEGV, by which memory that is away comes back when it is touched."""
+        trainer._signal_connector._original_handlers.pop(signal.SIGSEGV, None)
+
+    on_sanity_check_start = on_train_start = _keep_fault_handler
+    on_validation_start = on_test_start = on_predict_start = _keep_fault_handler
+
+    # -- training ------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._steps.is_open:
+            self._optimizer_steps = trainer.global_step
+            self._steps.begin()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._optimizer_steps:
+            self._steps.end()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps.end()
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def _begin_evaluation(self, *_: Any, **__: Any) -> None:
+        if not self._steps.is_open:  # it may be amid batches that are accumulated
+            self._steps.begin(EVALUATION)
+
+    def _end_evaluation(self, *_: Any, **__: Any) -> None:
+        if self._steps.kind == EVALUATION:
+            self._steps.end()
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_evaluation
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._steps.close(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._steps.end()
+        self._steps.log_report()
+        self._steps.close()

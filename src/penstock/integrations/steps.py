@@ -1,0 +1,132 @@
+"""Steps of a run for loops that are other libraries': they begin in one call of ours, and end in another."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.runtime.run import Offload, offload
+
+logger = logging.getLogger("penstock")
+
+EVALUATION = "evaluation"  # the kind of such a step
+
+
+class Abandoned(Exception):
+    """Ends a step whose loop has ended by an error that nobody has told us."""
+
+
+class Steps:
+    """Opens a run and closes it, and begins and ends its steps.
+
+    run   None before `open`
+    """
+
+    def __init__(self, run: Offload | None = None) -> None:
+        self.run = run
+        self.kind: str | None = None  # of the step that is open
+        self._step: contextlib.ExitStack | None = None
+
+    def open(self, *known: Any, **options: Any) -> Offload:
+        """The run that is open, or a new one. What a loop that failed has left open ends."""
+        self.abandon(Abandoned())
+        if self.run is None or self.run.closed:
+            self.run = offload(*known, **options)
+        return self.run
+
+    def begin(self, kind: str | None = None) -> None:
+        """Begin a step; nothing where the run is closed or the program has opened a step itself."""
+        if self.run is None or self.run.closed:
+            return
+        self.end()
+        if self.run.in_step:
+            return
+        step = contextlib.ExitStack()
+        step.enter_context(self.run.step(kind))
+        self._step, self.kind = step, kind
+
+    @property
+    def is_open(self) -> bool:
+        return self._step is not None
+
+    def end(self) -> None:
+        """End the step that `begin` has begun, if there is one."""
+        step, self._step, self.kind = self._step, None, None
+        if step is not None:
+            step.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the step that an error has interrupted. Raises what the run makes of the error."""
+        step, self._step, self.kind = self._step, None, None
+        if step is None:
+            return
+        with contextlib.suppress(Abandoned):
+            try:
+                step.__exit__(type(error), error, error.__traceback__)
+            except type(error) as raised:
+                if raised is not error:
+                    raise
+
+    def log_report(self) -> None:
+        """What the run did, at level INFO."""
+        if self.run is None:
+            return
+        try:
+            logger.info("%s", self.run.report())
+        except PenstockError as error:  # no step has run
+            logger.info("%s", error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run, and the step that is open. Idempotent."""
+        try:
+            if error is None:
+                self.end()
+            else:
+                self.abandon(error)
+        finally:
+            if self.run is not None:
+                self.run.close()
+
+    def evaluate(self, model: torch.nn.Module) -> Callable[[], None]:
+        """From now on each forward of the model without gradients, outside of a step, is a step of the kind
+        "evaluation". Gives what undoes this."""
+        ours = False
+
+        @torch.compiler.disable
+        def begins(*_: Any) -> None:
+            nonlocal ours
+            if not self.is_open and not torch.is_grad_enabled():
+                self.begin(EVALUATION)
+                ours = self.is_open
+
+        @torch.compiler.disable
+        def ends(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            nonlocal ours
+            if ours:
+                ours = False
+                if output is None:  # it has raised
+                    self.abandon(Abandoned())
+                else:
+                    self.end()
+
+        hooks = [
+            model.register_forward_pre_hook(begins),
+            model.register_forward_hook(ends, always_call=True),
+        ]
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
+
+
+def require_options(options: dict[str, Any]) -> None:
+    """Raises TypeError for what is no option of `penstock.offload`, before a loop begins."""
+    inspect.signature(offload).bind(None, None, **options)

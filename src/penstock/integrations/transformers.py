@@ -1,0 +1,142 @@
+"""Train inside a byte budget with the Trainer of transformers, and with what is made of it, such as TRL's.
+
+Run with the versions that `penstock.integrations.versions` names; another one is told once.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from penstock.errors import InvalidArgument
+from penstock.integrations.hub import load
+from penstock.integrations.safetensors import readable_while_away
+from penstock.integrations.steps import Steps, require_options
+from penstock.integrations.versions import missing, warn_if_unknown
+from penstock.runtime.run import Offload
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise missing("transformers") from error
+
+__all__ = ["Penstock", "load"]
+
+
+class Penstock(TrainerCallback):
+    """A callback for `transformers.Trainer`: it trains and evaluates in a budget, with the same bits::
+
+        Trainer(model, args, train_dataset=..., callbacks=[Penstock(device_budget="8GiB")]).train()
+
+    A step of the run is one of the Trainer's: all micro-batches that it accumulates, clipping, the optimizer
+    and its schedule. Each batch of an evaluation is a step, too. The run is open while `train` runs; the
+    report is logged at its end. A model larger than the budget is built inside of it, and what comes before
+    and after `train` (`evaluate`, `save_model`) stays in the budget as well, by ::
+
+        with Penstock(device_budget="8GiB", spill_dir="/mnt/nvme") as penstock:
+            model = AutoModelForCausalLM.from_config(config)
+            Trainer(model, args, train_dataset=..., callbacks=[penstock]).train()
+
+    options   those of `penstock.offload`: device_budget, spill_dir and so on; with ``with`` on a GPU, device
+    run       the `penstock.Offload`, None before it is open: ``run.report()``, ``run.plan``
+
+    Where `train` fails without ``with``, the run stays open, until the next `train` or `close`.
+
+    Raises TypeError for an unknown option; when training begins, what `penstock.offload` raises, and
+    InvalidArgument where something else (DeepSpeed, FSDP, DataParallel) decides where tensors lie.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        require_options(options)
+        warn_if_unknown("transformers")
+        self._options = options
+        self._steps = Steps()
+        self._is_context = False
+        self._undo: list[Any] = []
+
+    @property
+    def run(self) -> Offload | None:
+        return self._steps.run
+
+    # -- the Trainer's events, in their order --------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        _require_own_tensors(args)
+        self._leave()
+        self._steps.open(model, optimizer, **self._options)
+        self._undo.append(readable_while_away())
+        if model is not None:
+            self._undo.append(self._steps.evaluate(model))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._steps.begin()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._steps.end()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._steps.end()  # an epoch that is stopped amid the batches that are accumulated
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._steps.end()
+        self._steps.log_report()
+        if not self._is_context:
+            self.close()
+
+    # -- around it -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the run. Idempotent."""
+        self._leave()
+        self._steps.close()
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Penstock:
+        self._steps.open(**self._options)
+        self._undo.append(readable_while_away())
+        self._is_context = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_context = False
+        self._leave()
+        self._steps.close(error)
+
+
+def _require_own_tensors(args: TrainingArguments) -> None:
+    for name, used in (
+        ("DeepSpeed", getattr(args, "deepspeed", None)),
+        ("FSDP", getattr(args, "fsdp", None)),
+    ):
+        if used:
+            raise InvalidArgument(
+                f"the TrainingArguments use {name}, which moves tensors by itself: leave it out, or penstock"
+            )
+    if args.n_gpu > 1:
+        raise InvalidArgument(
+            f"the Trainer would use DataParallel on {args.n_gpu} GPUs: start it by torchrun, a process for "
+            "each GPU, or show it one GPU by CUDA_VISIBLE_DEVICES"
+        )
