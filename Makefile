@@ -114,7 +114,7 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	$(CMAKE) -S . -B build/$* -D PENSTOCK_TESTS=ON -D CMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
-	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure
+	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2
 
 # The source distribution and a wheel of this Python, in out/wheels; then the wheel is installed where nothing else is,
 # and tried. For all Pythons and processors: cibuildwheel, as .github/workflows/wheels.yml calls it.

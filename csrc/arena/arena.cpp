@@ -260,9 +260,9 @@ void Arena::set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes) {
   hold_at_most(stats_.limit_bytes);
 }
 
-bool Arena::set_swap_file(int direct, int buffered, std::size_t capacity_bytes) {
+bool Arena::set_swap_file(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin) {
   const Lock lock(mutex_);
-  return swap_.set(direct, buffered, capacity_bytes);
+  return swap_.set(direct, buffered, capacity_bytes, begin);
 }
 
 void Arena::trim() {

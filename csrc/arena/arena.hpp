@@ -89,7 +89,7 @@ class Arena {
 
   void set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes);
   // False if the present file is in use. See SwapFile.
-  bool set_swap_file(int direct, int buffered, std::size_t capacity_bytes);
+  bool set_swap_file(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin = 0);
   void trim();
   void reset_peak();
   ArenaStats stats() const;

@@ -17,6 +17,7 @@
 #include "bindings.hpp"
 #include "arena/faults.hpp"
 #include "arena/hooks.hpp"
+#include "nvme/waiting.hpp"
 
 namespace nb = nanobind;
 
@@ -87,12 +88,14 @@ nb::object paging_unavailable() {
   return nb::str(problem.c_str());
 }
 
-void set_swap_file(int direct, std::optional<int> buffered, std::size_t capacity_bytes) {
-  if (!arena().set_swap_file(direct, buffered.value_or(-1), capacity_bytes))
+void set_swap_file(Handle direct, std::optional<Handle> buffered, std::size_t capacity_bytes, std::size_t begin) {
+  if (buffered && is_namespace(*buffered) && !nvme::prepare_to_wait())
+    throw std::runtime_error("the system refuses the threads that read namespaces");
+  if (!arena().set_swap_file(direct, buffered.value_or(-1), capacity_bytes, begin))
     throw std::runtime_error("the swap file holds blocks: bring them in or free them first");
 }
 
-using Segments = std::vector<std::tuple<int, std::uint64_t, std::size_t, std::size_t>>;
+using Segments = std::vector<std::tuple<Handle, std::uint64_t, std::size_t, std::size_t>>;
 
 std::vector<Segment> parts_of(const Segments& segments) {
   std::vector<Segment> parts;
@@ -296,7 +299,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_block", &find_block, nb::arg("address"),
              nb::sig("def arena_block(address: int) -> tuple[int, int, int] | None"));
   module.def("arena_swap_file", &set_swap_file, nb::arg("fd_direct"), nb::arg("fd_buffered").none(),
-             nb::arg("capacity_bytes"));
+             nb::arg("capacity_bytes"), nb::arg("begin") = 0);
   module.def(
       "arena_touch", [](const std::vector<std::uintptr_t>& addresses) { return touch_blocks(addresses); },
       nb::arg("addresses"), nb::sig("def arena_touch(addresses: list[int]) -> int"));

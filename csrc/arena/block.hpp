@@ -8,12 +8,13 @@
 #include <vector>
 
 #include "codecs/packing.hpp"
+#include "io/io.hpp"
 
 namespace penstock {
 
-// Part of a block as it lies in a file.
+// Part of a block as it lies in a file, or on a namespace.
 struct Segment {
-  int file = -1;
+  Handle file = -1;
   std::uint64_t file_offset = 0;
   std::size_t begin = 0;  // in the block
   std::size_t size_bytes = 0;

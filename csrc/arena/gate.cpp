@@ -151,7 +151,7 @@ bool Arena::evict(Lock& lock, Block& block, Need need) {
   block.guarded = block.writing = true;
   block.dirtied = false;
   ++writes_;
-  const int direct = swap_.direct(), buffered = swap_.buffered();
+  const auto direct = swap_.direct(), buffered = swap_.buffered();
   lock.unlock();
   const int error = write_fully(direct, buffered, frames_.base() + offset, capacity, *extent);
   lock.lock();
@@ -203,7 +203,7 @@ bool Arena::evict_packed(Lock& lock) {
     const auto wanted = serial;
     block->writing = true;
     ++writes_;
-    const int direct = swap_.direct(), buffered = swap_.buffered();
+    const auto direct = swap_.direct(), buffered = swap_.buffered();
     lock.unlock();
     const int error = write_fully(direct, buffered, packed->memory.address, size_bytes, *extent);
     lock.lock();

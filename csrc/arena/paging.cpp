@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "arena/arena.hpp"
+#include "nvme/namespaces.hpp"
 
 namespace penstock {
 
@@ -51,9 +52,20 @@ int expand(char* data, std::size_t size_bytes, const Packing& packing) {
 
 void describe(const Block& block, const char* address, const Segment& segment, int error, char* text,
               std::size_t text_bytes) {
+  if (is_namespace(segment.file)) {
+    const auto found = error == ESTALE ? nullptr : nvme::find_namespace(segment.file);
+    const auto why = found ? found->error() : std::string();
+    std::snprintf(text, text_bytes, "%zu bytes at %p cannot be read back from offset %llu of a namespace: %s",
+                  block.requested_bytes, static_cast<const void*>(address),
+                  static_cast<unsigned long long>(segment.file_offset),
+                  !found        ? "it is not open in this process; touch tensors in the parent before it forks"
+                  : why.empty() ? std::strerror(error)
+                                : why.c_str());
+    return;
+  }
   char path[256];
   char link[32];
-  std::snprintf(link, sizeof(link), "/proc/self/fd/%d", segment.file);
+  std::snprintf(link, sizeof(link), "/proc/self/fd/%d", static_cast<int>(segment.file));
   const auto length = readlink(link, path, sizeof(path) - 1);
   path[std::max<ssize_t>(length, 0)] = 0;
   std::snprintf(text, text_bytes, "%zu bytes at %p cannot be read back from offset %llu of %s: %s",
@@ -345,7 +357,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     count_in(requested);
     ++reads_;
     auto copy = block->copy;  // let go with the lock held
-    const int direct = copy->in_swap_file ? swap_.direct() : -1, buffered = swap_.buffered();
+    const auto direct = copy->in_swap_file ? swap_.direct() : Handle{-1}, buffered = swap_.buffered();
     lock.unlock();
     const Segment* failed = nullptr;
     const bool from_memory = copy->in_memory();

@@ -9,16 +9,17 @@
 #include <cstring>
 
 #include "arena/pages.hpp"
+#include "nvme/waiting.hpp"
 
 namespace penstock {
 
-bool SwapFile::set(int direct, int buffered, std::size_t capacity_bytes) {
+bool SwapFile::set(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin) {
   if (used_bytes_ > 0) return false;
   direct_ = buffered < 0 ? -1 : direct;
   buffered_ = buffered;
   free_ = {};
   const auto whole = capacity_bytes / kPageBytes * kPageBytes;
-  if (usable() && whole > 0) free_.give(0, whole);
+  if (usable() && whole > 0) free_.give(begin, whole);
   return true;
 }
 
@@ -39,8 +40,46 @@ void SwapFile::give(std::size_t offset, std::size_t size_bytes) {
   used_bytes_ -= size_bytes;
 }
 
-int write_fully(int direct, int buffered, const char* data, std::size_t size_bytes, std::uint64_t offset) {
-  int file = direct >= 0 ? direct : buffered;
+namespace {
+
+constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
+
+// Through a file in memory: the kernel copies what may be taken away meanwhile, and says so.
+int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+  const int file = memfd_create("penstock-swap", MFD_CLOEXEC);
+  if (file < 0) return errno;
+  const auto length = std::min(size_bytes, kBounceBytes);
+  auto* const bounce = ftruncate(file, static_cast<off_t>(length)) == 0
+                           ? mmap(nullptr, length, PROT_READ, MAP_SHARED, file, 0)
+                           : MAP_FAILED;
+  int error = bounce == MAP_FAILED ? errno : 0;
+  while (size_bytes > 0 && error == 0) {
+    const auto wanted = std::min(size_bytes, length);
+    std::size_t copied = 0;
+    while (copied < wanted && error == 0) {
+      const auto count = syscall(SYS_pwrite64, file, data + copied, wanted - copied, static_cast<off_t>(copied));
+      if (count > 0)
+        copied += static_cast<std::size_t>(count);
+      else if (count == 0)
+        error = EIO;
+      else if (errno != EINTR && errno != EAGAIN)
+        error = errno;
+    }
+    if (error == 0) error = nvme::move_and_wait(true, handle, static_cast<std::byte*>(bounce), wanted, offset);
+    data += wanted;
+    offset += wanted;
+    size_bytes -= wanted;
+  }
+  if (bounce != MAP_FAILED) munmap(bounce, length);
+  close(file);
+  return error;
+}
+
+}  // namespace
+
+int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+  if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset);
+  int file = static_cast<int>(direct >= 0 ? direct : buffered);
   while (size_bytes > 0) {
     // The kernel's own call, which the thread sanitizer does not see: the block may be released, and its
     // memory taken away, while it is written. Then the copy is of no use, and nobody reads it.
@@ -48,12 +87,12 @@ int write_fully(int direct, int buffered, const char* data, std::size_t size_byt
     if (count < 0) {
       if (errno == EINTR || errno == EAGAIN) continue;
       if (file == buffered || errno != EINVAL) return errno;
-      file = buffered;
+      file = static_cast<int>(buffered);
       continue;
     }
     if (count == 0) return EIO;
     // What is left of a short direct write need not be aligned.
-    if (static_cast<std::size_t>(count) < size_bytes) file = buffered;
+    if (static_cast<std::size_t>(count) < size_bytes) file = static_cast<int>(buffered);
     data += count;
     offset += static_cast<std::uint64_t>(count);
     size_bytes -= static_cast<std::size_t>(count);
@@ -62,8 +101,6 @@ int write_fully(int direct, int buffered, const char* data, std::size_t size_byt
 }
 
 namespace {
-
-constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
 
 // In pieces that start and end at a page of the file, through a buffer that does in memory.
 int read_unaligned(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
@@ -112,11 +149,15 @@ int read_fully(int file, char* data, std::size_t size_bytes, std::uint64_t offse
 
 }  // namespace
 
-int read_segments(const std::vector<Segment>& segments, int direct, int buffered, char* destination,
+int read_segments(const std::vector<Segment>& segments, Handle direct, Handle buffered, char* destination,
                   const Segment** failed) {
   for (const auto& segment : segments) {
-    const int file = direct >= 0 && segment.file == buffered ? direct : segment.file;
-    const int error = read_fully(file, destination + segment.begin, segment.size_bytes, segment.file_offset);
+    const auto file = direct >= 0 && segment.file == buffered ? direct : segment.file;
+    auto* const data = destination + segment.begin;
+    const int error = is_namespace(file)
+                          ? nvme::move_and_wait(false, file, reinterpret_cast<std::byte*>(data), segment.size_bytes,
+                                                segment.file_offset)
+                          : read_fully(static_cast<int>(file), data, segment.size_bytes, segment.file_offset);
     if (error == 0) continue;
     if (failed != nullptr) *failed = &segment;
     return error;

@@ -10,31 +10,31 @@
 
 namespace penstock {
 
-// Space in one file, given out by first fit. The descriptors are the caller's. Not thread safe.
+// Space in one file, or on a namespace from `begin` on, given out by first fit. The handles are the caller's. Not thread safe.
 class SwapFile {
  public:
   // False if space of the present file is in use.
-  bool set(int direct, int buffered, std::size_t capacity_bytes);
+  bool set(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin = 0);
   bool usable() const { return buffered_ >= 0; }
   std::size_t used_bytes() const { return used_bytes_; }
-  int direct() const { return direct_; }
-  int buffered() const { return buffered_; }
+  Handle direct() const { return direct_; }
+  Handle buffered() const { return buffered_; }
 
   std::optional<std::size_t> take(std::size_t size_bytes);
   void give(std::size_t offset, std::size_t size_bytes);
 
  private:
-  int direct_ = -1, buffered_ = -1;
+  Handle direct_ = -1, buffered_ = -1;
   std::size_t used_bytes_ = 0;
   Ranges free_;
 };
 
 // All of these block, and give 0 or an errno. `direct` may be -1, and is not used where the system
 // refuses it.
-int write_fully(int direct, int buffered, const char* data, std::size_t size_bytes, std::uint64_t offset);
+int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset);
 // Into `destination`, the start of a block. The file may be one for direct I/O: what is not aligned is
 // read in aligned pieces. `failed`, if not null, gets the segment that could not be read.
-int read_segments(const std::vector<Segment>& segments, int direct, int buffered, char* destination,
+int read_segments(const std::vector<Segment>& segments, Handle direct, Handle buffered, char* destination,
                   const Segment** failed);
 
 }  // namespace penstock

@@ -73,7 +73,7 @@ inline std::vector<Piece> cut(const Request& request, std::uint64_t piece_bytes,
   const auto inner_begin = std::min(data_end, (data_begin + alignment - 1) / alignment * alignment);
   const auto inner_end = std::max(inner_begin, data_end / alignment * alignment);
   const auto address = reinterpret_cast<std::uintptr_t>(request.address) + (inner_begin - data_begin);
-  const bool direct = remote || (request.method == Method::direct && address % alignment == 0);
+  const bool direct = request.method == Method::direct && (remote || address % alignment == 0);
   const bool whole_blocks = !request.write || request.padded;  // edges may be moved as whole blocks
   if (!direct && whole_blocks) {
     add(Method::staged, outer_begin, outer_end);

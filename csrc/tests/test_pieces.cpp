@@ -81,3 +81,12 @@ TEST(what_is_aligned_goes_straight_to_the_disk) {
     CHECK(piece.method == Method::direct && piece.end - piece.begin == kPiece);
   }
 }
+
+TEST(writes_to_a_namespace_are_staged_where_they_are_to_be) {
+  auto asked = request(true, Method::staged, true, 3 * kAlignment, 0, 4 * kPiece + 1);
+  asked.target = {-1, kFirstNamespace, kAlignment};
+  check_pieces(asked);
+  for (const auto& piece : cut(asked, kPiece, kSlot)) CHECK(piece.method == Method::staged);
+  asked.write = false;
+  for (const auto& piece : cut(asked, kPiece, kSlot)) CHECK(piece.method == Method::direct);
+}

@@ -348,9 +348,9 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
 def test_a_file_to_swap_to_has_no_name_and_counts(tmp_path: Path) -> None:
     with SpillSpace(tmp_path, SpillOptions(capacity_bytes=16 * MIB)) as space:
         space.allocate(4 * MIB)
-        direct, buffered, capacity_bytes = space.swap_file()
-        assert capacity_bytes == 12 * MIB
-        assert space.swap_file(2 * MIB) == (direct, buffered, 2 * MIB)  # the same file
+        direct, buffered, capacity_bytes, begin = space.swap_file()
+        assert (capacity_bytes, begin) == (12 * MIB, 0)
+        assert space.swap_file(2 * MIB) == (direct, buffered, 2 * MIB, 0)  # the same file
         assert list(tmp_path.iterdir()) == []
         status = os.fstat(buffered)
         assert status.st_nlink == 0 and status.st_mode & 0o777 == 0o600
@@ -376,6 +376,6 @@ def test_a_file_to_swap_to_gets_what_the_disk_has_free(
 ) -> None:
     with SpillSpace([tmp_path, tmp_path]) as space:
         status = os.statvfs(tmp_path)
-        _, _, capacity_bytes = space.swap_file()
+        _, _, capacity_bytes, _ = space.swap_file()
         assert 0 < capacity_bytes <= status.f_blocks * status.f_frsize
         assert space.file_bytes == 0

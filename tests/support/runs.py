@@ -95,7 +95,7 @@ def in_memory(program: Program) -> Bits:
 
 
 def offloaded(
-    program: Program, budget: int | str, spill_dir: Path, **options: Any
+    program: Program, budget: int | str, spill_dir: Path | str, **options: Any
 ) -> tuple[Bits, penstock.Report]:
     """Run the program inside a budget, with everything paging; model and optimizer are built inside."""
     torch.manual_seed(7)
@@ -105,7 +105,7 @@ def offloaded(
         return found, run.report()
 
 
-def budgets(program: Program, spill_dir: Path, *shares: float, **options: Any) -> list[int]:
+def budgets(program: Program, spill_dir: Path | str, *shares: float, **options: Any) -> list[int]:
     """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1)."""
     _, report = offloaded(program, "1GiB", spill_dir, **options)
     least, most = report.minimum_bytes, report.peak_bytes
@@ -119,7 +119,7 @@ def differences(expected: Bits, found: Bits) -> list[int]:
 
 
 def check_same(
-    program: Program, spill_dir: Path, *shares: float, **options: Any
+    program: Program, spill_dir: Path | str, *shares: float, **options: Any
 ) -> list[tuple[int, penstock.Report]]:
     """The program computes the same bits inside the budgets as in memory, and keeps them; the reports."""
     expected = in_memory(program)

@@ -51,7 +51,8 @@ class Disk(NamedTuple):
 
 
 def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
-    """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several.
+    """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several, or
+    a remote drive, as in `penstock.offload`.
 
     Takes about ``time_budget_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
     file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge

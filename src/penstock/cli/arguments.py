@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     names = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     probe = _command(names, "probe", "commands.probe", "measure this machine")
-    _spill_dir(probe, "measure")
+    _spill_dir(probe, "measure", remote=True)
     probe.add_argument("--device", default="cpu", help="cpu, or cuda:0 and so on; default: %(default)s")
     probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
     _written(probe, "hardware.json")
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _script(run)
     _budget(run)
-    _spill_dir(run, "use")
+    _spill_dir(run, "use", remote=True)
     run.add_argument(
         "--steps",
         type=count,
@@ -402,14 +402,23 @@ def _command(
     return parser
 
 
-def _spill_dir(parser: argparse.ArgumentParser, purpose: str) -> None:
+def _spill_dir(parser: argparse.ArgumentParser, purpose: str, *, remote: bool = False) -> None:
+    text = f"on the disk to {purpose}; repeated: striped over all; default: for temporary files"
+    if remote:
+        text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
     parser.add_argument(
         "--spill-dir",
-        type=Path,
+        type=path_or_url if remote else _directory,
         action="append",
         metavar="DIR",
-        help=f"on the disk to {purpose}; repeated: striped over all; default: for temporary files",
+        help=text,
     )
+
+
+def _directory(text: str) -> Path:
+    if isinstance(path_or_url(text), str):
+        raise argparse.ArgumentTypeError(f"{text} is a remote drive: only probe and run spill to one")
+    return Path(text)
 
 
 def _page_cache_budget(parser: argparse.ArgumentParser) -> None:

@@ -49,11 +49,12 @@ class Lease:
 
     Leases add up: the arena is kept inside the sum of the budgets of all that are open.
 
-    swap   (descriptor for direct I/O or -1, descriptor, most bytes) of the file for what the arena evicts
-           by itself; it belongs to the caller, and is used while the first lease that gave one is open
+    swap   (descriptor for direct I/O or -1, descriptor, most bytes, where these begin) of the file for what
+           the arena evicts by itself; it belongs to the caller, and is used while the first lease that gave
+           one is open. Of a namespace: (-1, its handle, and so on)
     """
 
-    def __init__(self, budget_bytes: int, swap: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, budget_bytes: int, swap: tuple[int, int, int, int] | None = None) -> None:
         with _lock:
             held = any(lease.gives_swap for lease in (*_budgets, *_lingering))
             self.gives_swap: bool = swap is not None and not held
@@ -105,7 +106,7 @@ class Lease:
         self.close()
 
 
-def activate(budget_bytes: int, swap: tuple[int, int, int] | None = None) -> Lease:
+def activate(budget_bytes: int, swap: tuple[int, int, int, int] | None = None) -> Lease:
     """Keep torch's CPU tensors in the arena, those in memory within ``budget_bytes``.
 
     An allocation that cannot fit fails as if the machine had no memory left. `unavailable` must be None.

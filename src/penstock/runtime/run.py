@@ -64,6 +64,7 @@ from penstock.simulator import simulate
 from penstock.storage.autotune.exchange import Explorers
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.tables import Tables
+from penstock.storage.nvme import Url
 from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
 from penstock.units import format_bytes, parse_bytes, parse_endurance
 
@@ -139,7 +140,9 @@ def offload(
     spill_dir       a directory on the disk to use; one on NVMe is best. With several, on as many
                     disks, every tensor is striped over all of them. None: the system's directory
                     for temporary files. What is written there has no name, is readable by nobody
-                    else, and is gone with the process, however that ends.
+                    else, and is gone with the process, however that ends. Or a namespace of a remote drive,
+                    empty or of an earlier run: "nvme+tcp://HOST:PORT/NQN?ns=1". What is spilled there crosses
+                    the network as it is, and stays there
     host_budget     pinned host memory to use as a tier and for staging, on a GPU; None for an eighth of what
                     is free
     disk_budget     most bytes on disk; None for what is free there. Where torchrun has started several
@@ -267,7 +270,7 @@ class Offload:
         optimizer: torch.optim.Optimizer | None,
         *,
         device_budget_bytes: int,
-        spill_dirs: Sequence[Path],
+        spill_dirs: Sequence[Path | Url],
         host_budget_bytes: int | None,
         disk_budget_bytes: int | None,
         device: str | torch.device | None,
@@ -324,6 +327,12 @@ class Offload:
             )
         _lingering[:] = [run for run in _lingering if not run._settle()]
         self._processes = ranks.on_this_machine()
+        remote = next((place for place in spill_dirs if isinstance(place, Url)), None)
+        if remote is not None and self._processes > 1:
+            raise InvalidArgument(
+                f"{remote} cannot be shared by the {self._processes} processes that torchrun has started on "
+                "this machine: each would overwrite what the others spill. Give a directory as spill_dir"
+            )
         if disk_budget_bytes is not None:
             disk_budget_bytes //= self._processes
         self._budget_bytes = device_budget_bytes
@@ -338,6 +347,9 @@ class Offload:
         self._resident_before_bytes = resident.resident_bytes() - (
             _bytes_of(model, optimizer) if on_cpu else 0
         )
+        machine = hardware
+        if machine is None and remote is not None:  # before the run has it, to itself
+            machine = _measured(spill_dirs, self._device_name, self._processes)
         self._spill = SpillSpace(
             spill_dirs,
             SpillOptions(
@@ -353,7 +365,7 @@ class Offload:
         )
         self._device: Device
         try:
-            machine = hardware or _measured(spill_dirs, self._device_name, self._processes)
+            machine = machine or _measured(spill_dirs, self._device_name, self._processes)
             host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
             self._device, host_tier_bytes = _make_device(
                 self._device_name,
@@ -787,7 +799,7 @@ class Offload:
         )
 
 
-def _measured(spill_dirs: Sequence[Path], device: torch.device, processes: int) -> Hardware:
+def _measured(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
     """The machine as this process gets it, where each of them uses its links at the same time."""
     together = ranks.meet(processes)
     machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)

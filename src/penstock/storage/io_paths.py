@@ -52,6 +52,7 @@ class IoPaths:
     media       only I/O paths to these media, None for any
     gpu         also those that move the memory of a GPU. Where only such are wanted, there are all
                 others too, for what the former cannot move
+    transports  by name, in order of preference: REMOTE_TRANSPORTS for a namespace
 
     paths       the I/O paths there are to move host memory, by name, in order of preference
     gpu_paths   those to move the memory of a GPU
@@ -65,6 +66,7 @@ class IoPaths:
         wanted: Sequence[str] | None = None,
         media: Collection[str] | None = None,
         gpu: bool = False,
+        transports: Mapping[str, Callable[[], Transport]] = TRANSPORTS,
     ) -> None:
         self.paths: dict[str, IoPath] = {}
         self.gpu_paths: dict[str, IoPath] = {}
@@ -79,7 +81,7 @@ class IoPaths:
             reason = "it moves nothing but the memory of a GPU"
             self.unavailable.update((_transport_of(name), reason) for name in on_gpu)
         only_gpu = gpu and bool(on_gpu) and on_gpu == self._wanted
-        self.paths = self._open(TRANSPORTS, None if only_gpu else self._wanted)
+        self.paths = self._open(transports, None if only_gpu else self._wanted)
         self._check()
 
     def refusal(self, path: IoPath, file: File) -> str | None:

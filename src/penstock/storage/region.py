@@ -11,7 +11,9 @@ from pathlib import Path
 from penstock.errors import SpillError, SpillSpaceFull
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
 from penstock.storage.files import from_descriptor
+from penstock.storage.nvme import Url
 from penstock.storage.scheduler import Transfer
+from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.stripes import Stripes
 from penstock.storage.transports import Completion, Request
 from penstock.units import format_bytes, format_bytes_up
@@ -26,19 +28,25 @@ class SpillFile:
 
     file         for transports; open for reading and writing, mode 0600
     direct       it can bypass the page cache
+    handle       its descriptor through the page cache
     refusal      why it cannot; empty where it can
     size_bytes   space allocated on the disk so far
+    begin        the first byte of the space in it
+    place        its directory
     """
+
+    begin = 0
 
     def __init__(self, directory: Path) -> None:
         """Raises SpillError where ``directory`` cannot hold a file."""
-        self.directory = directory
+        self.place = self.directory = directory
         self.size_bytes = 0
         try:
             self._open = from_descriptor(_open_unlinked(directory), f"the spill_dir {directory}")
         except OSError as error:
             raise _unusable(directory, error) from error
         self.file = self._open.file
+        self.handle = self.file.buffered
         self.direct = self.file.direct >= 0
         self.refusal = self._open.refusal
 
@@ -74,6 +82,18 @@ class SpillFile:
         """Bytes of the file system that are not in use."""
         status = os.fstatvfs(self.file.buffered)
         return status.f_bavail * status.f_frsize
+
+    def failure(self, request: Request, error_number: int) -> SpillError:
+        """What to raise for a request that failed."""
+        full = error_number in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
+        error = (SpillSpaceFull if full else SpillError)(
+            f"the {request.kind} of {format_bytes(request.size_bytes)} at offset {request.offset} of the "
+            f"spill file in {self.directory} failed: {os.strerror(error_number)}. {remedy}, or choose "
+            "another spill_dir."
+        )
+        error.errno = error_number
+        return error
 
     def close(self) -> None:
         """Give the space back. Idempotent."""
@@ -115,20 +135,27 @@ class Region:
     """Gives out extents, and has the files reach them.
 
     extents        which space is in use
-    files          one in each directory
+    files          one in each directory, or a namespace
     direct         every file can bypass the page cache
     written_bytes  of the space: beyond, nothing was ever written
     """
 
-    def __init__(self, medium: str, directories: Sequence[Path], capacity_bytes: int | None) -> None:
+    def __init__(
+        self, medium: str, places: Sequence[Path | Url], capacity_bytes: int | None, timeout_s: float = 60.0
+    ) -> None:
+        """
+        timeout_s   in which a request to a namespace ends
+        """
         self.extents = Extents(capacity_bytes, space=medium)
-        self.files: list[SpillFile] = []
+        self.files: list[SpillFile | SpillNamespace] = []
         self.written_bytes = 0
-        self._stripes = Stripes(len(directories))
+        self._stripes = Stripes(len(places))
         self._backed_bytes = 0  # of the space: the files reach that far
         try:
-            for directory in directories:
-                self.files.append(SpillFile(directory))
+            for place in places:
+                self.files.append(
+                    SpillNamespace(place, timeout_s) if isinstance(place, Url) else SpillFile(place)
+                )
         except BaseException:
             self.close()
             raise
@@ -136,8 +163,8 @@ class Region:
 
     @property
     def place_text(self) -> str:
-        """The directories, for messages."""
-        return ", ".join(str(file.directory) for file in self.files)
+        """The directories, or the namespace, for messages."""
+        return ", ".join(str(file.place) for file in self.files)
 
     def allocate(self, size_bytes: int) -> Extent:
         """Raises SpillSpaceFull."""
@@ -158,7 +185,7 @@ class Region:
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """As `SpillSpace.segments`."""
         return [
-            (self.files[file].file.buffered, offset, begin, size)
+            (self.files[file].handle, self.files[file].begin + offset, begin, size)
             for file, offset, begin, size in self._stripes.segments(extent.offset, size_bytes)
         ]
 
@@ -167,7 +194,17 @@ class Region:
         kind, address, priority = transfer.kind, transfer.address, transfer.priority
         files = self.files
         return [
-            Request(kind, files[file].file, offset, address + begin, size, method, True, transfer, priority)
+            Request(
+                kind,
+                files[file].file,
+                files[file].begin + offset,
+                address + begin,
+                size,
+                method,
+                True,
+                transfer,
+                priority,
+            )
             for file, offset, begin, size in self._stripes.segments(
                 transfer.extent.offset, transfer.size_bytes
             )
@@ -175,16 +212,8 @@ class Region:
 
     def error(self, failed: Completion) -> SpillError:
         """What to raise for a request that failed."""
-        request, number = failed.request, failed.error_number
-        directory = next(file.directory for file in self.files if file.file == request.file)
-        full = number in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
-        error = (SpillSpaceFull if full else SpillError)(
-            f"the {request.kind} of {format_bytes(request.size_bytes)} at offset {request.offset} of the "
-            f"spill file in {directory} failed: {os.strerror(number)}. {remedy}, or choose another spill_dir."
-        )
-        error.errno = number
-        return error
+        file = next(file for file in self.files if file.file == failed.request.file)
+        return file.failure(failed.request, failed.error_number)
 
     def close(self) -> None:
         for file in self.files:

@@ -18,9 +18,11 @@ from penstock.storage.autotune.tables import Tables
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.io_paths import IoPath, IoPaths
+from penstock.storage.nvme import Url, is_url, parse_url
 from penstock.storage.region import Region, SpillFile
 from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
-from penstock.storage.transports import DEMAND, EVICT, Completion
+from penstock.storage.spill_namespace import SpillNamespace
+from penstock.storage.transports import DEMAND, EVICT, REMOTE_TRANSPORTS, TRANSPORTS, Completion
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 __all__ = ["Directories", "OnDone", "SpillOptions", "SpillSpace", "Transfer", "as_paths"]
@@ -30,16 +32,30 @@ _MEASURED_EVERY = 64
 
 TIMEOUT_S = 120.0
 
-Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+REMOTE_PATH = "nvme staged"
+
+Place = str | os.PathLike[str] | Url
+Directories = Place | Sequence[Place]
 
 
-def as_paths(directories: Directories) -> list[Path]:
-    """One or several directories as a list. Raises InvalidArgument where there is none."""
-    if isinstance(directories, str | os.PathLike):
-        return [Path(directories)]
-    paths = [Path(path) for path in directories]
+def as_paths(directories: Directories) -> list[Path | Url]:
+    """One or several directories, or one namespace, as a list.
+
+    Raises InvalidArgument where there is none, or a namespace beside others.
+    """
+    several = [directories] if isinstance(directories, str | os.PathLike | Url) else list(directories)
+    paths = [
+        place if isinstance(place, Url) else parse_url(os.fspath(place)) if is_url(place) else Path(place)
+        for place in several
+    ]
     if not paths:
         raise InvalidArgument("no directory to spill to was given: give one or more")
+    remote = next((path for path in paths if isinstance(path, Url)), None)
+    if remote is not None and len(paths) > 1:
+        raise InvalidArgument(
+            f"{remote} is given as a spill_dir with {len(paths) - 1} more: tensors are striped over "
+            "directories, or spilled to one namespace. Give the one or the others"
+        )
     return paths
 
 
@@ -77,7 +93,8 @@ class SpillOptions:
 class SpillSpace:
     """Extents of spill space, written from memory and read back in the background. A context manager.
 
-    directories   where the spill files go; with several, every tensor is striped over all of them
+    directories   where the spill files go; with several, every tensor is striped over all of them. Or the
+                  URL of one namespace of a remote drive
 
     paths, unavailable  as of IoPaths
     choice              chooses among the I/O paths, and learns
@@ -97,16 +114,30 @@ class SpillSpace:
         self.options = options = options or SpillOptions()
         directories = as_paths(directories)
         capacity_bytes, page_cache_bytes = options.capacity_bytes, options.page_cache_bytes
+        remote = isinstance(directories[0], Url)
+        if remote and page_cache_bytes:
+            raise InvalidArgument(
+                f"{directories[0]} is spilled to without a page cache: leave out the page cache budget"
+            )
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
+        if remote and set(options.paths or ()) - {REMOTE_PATH}:
+            raise InvalidArgument(
+                f"{directories[0]} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out io_paths"
+            )
         media = None if page_cache_bytes else ("disk",)
-        self._io = IoPaths(options.paths, media=media, gpu=options.gpu)
+        self._io = IoPaths(
+            options.paths,
+            media=media,
+            gpu=options.gpu and not remote,
+            transports=REMOTE_TRANSPORTS if remote else TRANSPORTS,
+        )
         self.paths = self._io.paths
         self._regions: dict[str, Region] = {}
         self._swap: SpillFile | None = None
         try:
-            self._regions["disk"] = Region("disk", directories, capacity_bytes)
+            self._regions["disk"] = Region("disk", directories, capacity_bytes, options.timeout_s / 2)
             if any(path.medium == "page cache" for path in self.paths.values()):
                 self._regions["page cache"] = Region("page cache", directories, page_cache_bytes)
             self.device_kind = device_kind(directories, options.accelerator)
@@ -136,7 +167,7 @@ class SpillSpace:
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
         self._asked = {"write": 0, "read": 0}
-        self._first_directory = directories[0]
+        self._first = directories[0]
         self._exchange: Exchange | None = None
         self._closed = False
 
@@ -169,26 +200,32 @@ class SpillSpace:
         """Bytes the file systems have free. Two directories on one file system count it twice."""
         return sum(file.free_bytes() for file in self._regions["disk"].files)
 
-    def swap_file(self, capacity_bytes: int | None = None) -> tuple[int, int, int]:
+    def swap_file(self, capacity_bytes: int | None = None) -> tuple[int, int, int, int]:
         """A file for who writes by itself, without extents: it has no name either, lies in the first
-        directory, grows as it is written to, and is closed with the space.
+        directory, grows as it is written to, and is closed with the space. Of a namespace, a part of it: a
+        quarter, which extents do not get.
 
         capacity_bytes   most bytes wanted, None for all there is room for
 
-        Gives its descriptor past the page cache, or -1, the one through the page cache, and its capacity:
-        what the space's capacity and the file system leave now. Its bytes count in `file_bytes`, and
-        extents get what they leave of the space's capacity.
+        Gives its descriptor past the page cache, or -1, the one through the page cache, its capacity, and
+        where in it that begins: what the space's capacity and the file system leave now. Its bytes count in
+        `file_bytes`, and extents get what they leave of the space's capacity.
         """
         with self._lock:
             self._check_open()
+            if isinstance(self._first, Url):
+                file = self._regions["disk"].files[0]
+                assert isinstance(file, SpillNamespace)
+                begin, size_bytes = file.swap_area(capacity_bytes)
+                return -1, file.handle, size_bytes, begin
             if self._swap is None:
-                self._swap = SpillFile(self._first_directory)
+                self._swap = SpillFile(self._first)
             left_bytes = self._swap.free_bytes() + self._swap_bytes()
             if (most_bytes := self.options.capacity_bytes) is not None:
                 left_bytes = min(left_bytes, max(most_bytes - self.used_bytes, 0))
             if capacity_bytes is not None:
                 left_bytes = min(left_bytes, capacity_bytes)
-            return self._swap.file.direct, self._swap.file.buffered, left_bytes
+            return self._swap.file.direct, self._swap.file.buffered, left_bytes, 0
 
     def allocate(self, size_bytes: int, on_disk: bool = False) -> Extent:
         """Space for ``size_bytes``. Raises SpillSpaceFull where the disk, or the capacity, is full.

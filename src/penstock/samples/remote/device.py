@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.samples.remote.layout import (
-    HEAD_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     Found,
     find_superblock,
-    known_contents,
 )
 from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.nvme.contents import HEAD_BYTES, known_contents
 
 
 class Device(Protocol):

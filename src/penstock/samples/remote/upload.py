@@ -21,7 +21,6 @@ from penstock.samples.reader.places import Folder, PathLike, places_of
 from penstock.samples.remote.device import Device, contents, read_superblock
 from penstock.samples.remote.layout import (
     EXTENT_BYTES,
-    HEAD_BYTES,
     PROGRESS_RECORD_BYTES,
     SUPERBLOCK_OFFSETS,
     Extent,
@@ -36,6 +35,7 @@ from penstock.samples.remote.layout import (
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
 from penstock.storage.nvme import DEFAULT_TIMEOUT_S, Namespace, TargetError, is_url, parse_url
+from penstock.storage.nvme.contents import HEAD_BYTES
 from penstock.storage.threads import in_parallel
 from penstock.units import format_bytes, format_bytes_up
 

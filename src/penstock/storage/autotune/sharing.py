@@ -19,6 +19,7 @@ from pathlib import Path
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.storage.autotune.tables import Tables, merge
+from penstock.storage.nvme import Url
 from penstock.units import format_seconds
 
 logger = logging.getLogger("penstock")
@@ -71,7 +72,7 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
         logger.warning("what was learned about transfers was not saved to %s: %s", path, error.strerror)
 
 
-def device_kind(directories: Sequence[Path], accelerator: str) -> str:
+def device_kind(directories: Sequence[Path | Url], accelerator: str) -> str:
     """What the directories lie on, and what computes: in words that are the same on machines of one kind."""
     return f"{', '.join(sorted({disk_kind(directory) for directory in directories}))}, {accelerator}"
 
@@ -103,8 +104,10 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def disk_kind(directory: Path) -> str:
+def disk_kind(directory: Path | Url) -> str:
     """The file system and the disk that a directory lies on, in words."""
+    if isinstance(directory, Url):
+        return f"a namespace of {directory.portal}"
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     return f"{_file_system(number)} on {_model(number)}"

@@ -50,6 +50,7 @@ class Namespace:
     file         for transports and the sample reader
     size_bytes   of all its blocks
     block_bytes  what is written is a multiple of: a power of two, 512 to 65536
+    queues       I/O queues that its target grants
     """
 
     def __init__(self, url: Url, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -73,6 +74,7 @@ class Namespace:
         self.block_bytes: int = found["block_bytes"]
         self.size_bytes: int = found["block_bytes"] * found["blocks"]
         self.file = File(-1, found["handle"], self.block_bytes)
+        self.queues = int(str(self._controller.identify()["max_queues"]))
         self._is_open = True
 
     @property

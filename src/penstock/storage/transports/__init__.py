@@ -19,12 +19,17 @@ from penstock.storage.transports.contract import (
     TransportUnavailable,
 )
 from penstock.storage.transports.gpudirect import GpuDirectTransport
-from penstock.storage.transports.native import PosixTransport, UringTransport
+from penstock.storage.transports.native import NvmeSpillTransport, PosixTransport, UringTransport
 
 # In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "io_uring": UringTransport,
     "posix": PosixTransport,
+}
+
+# Those between memory and a namespace of a remote drive.
+REMOTE_TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "nvme": NvmeSpillTransport,
 }
 
 # Those that move the memory of a GPU, and no other.
@@ -48,6 +53,7 @@ __all__ = [
     "GPU_TRANSPORTS",
     "MEDIA",
     "PREFETCH",
+    "REMOTE_TRANSPORTS",
     "TRANSPORTS",
     "Completion",
     "File",

@@ -143,6 +143,13 @@ class NvmeTransport(_NativeTransport):
         super().__init__("nvme", NVME_DEPTH, PIECE_BYTES, SLOTS, 1)
 
 
+class NvmeSpillTransport(NvmeTransport):
+    """The same for memory that may be taken away while it is written: a message that has begun cannot be
+    taken back, so that the bytes are copied first. Reads are not."""
+
+    methods: tuple[str, ...] = ("staged",)
+
+
 def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:
     for token, error_number, started_s, finished_s, abandoned in finished:
         request, on_complete = requests.pop(token)

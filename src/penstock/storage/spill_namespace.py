@@ -1,0 +1,169 @@
+"""A namespace of a remote drive in the place of a spill file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Iterator
+
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.extents import ALIGNMENT_BYTES
+from penstock.storage.nvme import Namespace, TargetError, Url
+from penstock.storage.nvme.contents import HEAD_BYTES
+from penstock.storage.nvme.marker import MARKER_BYTES, in_the_way, marker_of, own_marker
+from penstock.storage.transports import Request
+from penstock.units import format_bytes, format_bytes_up
+
+logger = logging.getLogger("penstock")
+
+_SMALLEST_BYTES = HEAD_BYTES + (1 << 20)
+_OTHERS_S = 0.25  # in which another that has found it empty too has written its marker
+_SWAP_PARTS = 4  # one of so many is the arena's
+
+
+class SpillNamespace:
+    """A namespace that tensors are spilled to, behind a marker that keeps others off. What was written stays
+    on it: it is no file that goes away.
+
+    place        its URL
+    begin        the first byte of the space on it
+    file         for transports
+    handle       names it to the native side
+    direct       True: no page cache is before it here
+    size_bytes   of the space, as far as it was used
+    """
+
+    direct = True
+    refusal = ""
+    begin = HEAD_BYTES
+
+    def __init__(self, url: Url, timeout_s: float) -> None:
+        """Writes the marker.
+
+        timeout_s   in which a request ends, well or in an error
+
+        Raises SpillError where the target cannot be used, the namespace is too small, or anything lies on it
+        but what an earlier run spilled.
+        """
+        if url.fragment:
+            raise InvalidArgument(
+                f"{url} names a part of a namespace: leave out #{url.fragment} to spill to it"
+            )
+        self.place = url
+        self.size_bytes = 0
+        with _told(url):
+            self._namespace = Namespace(url, timeout_s)
+        try:
+            with _told(url):
+                self._take()
+        except BaseException:
+            self._namespace.close()
+            raise
+        self.file = self._namespace.file
+        self.handle = self.file.direct
+        self._end_bytes = (self._namespace.size_bytes - HEAD_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._swap: tuple[int, int] | None = None
+
+    def grow_to(self, size_bytes: int, most_bytes: int | None = None) -> None:
+        """Raises SpillSpaceFull where it is smaller."""
+        if size_bytes > self._end_bytes:
+            missing_bytes = size_bytes - self._end_bytes
+            kept = f", {format_bytes(self._swap[1])} are kept for unplanned evictions" if self._swap else ""
+            raise SpillSpaceFull(
+                f"the namespace {self.place} is full: of its {format_bytes(self._namespace.size_bytes)}, "
+                f"spilled tensors may have {format_bytes(self._end_bytes)}{kept}, and "
+                f"{format_bytes_up(size_bytes)} are needed. Use one that is larger by "
+                f"{format_bytes_up(missing_bytes * _SWAP_PARTS // (_SWAP_PARTS - 1))}, or a directory."
+            )
+        self.size_bytes = max(self.size_bytes, size_bytes)
+
+    def free_bytes(self) -> int:
+        """Bytes of the space that were never used."""
+        return self._end_bytes - self.size_bytes
+
+    def swap_area(self, capacity_bytes: int | None) -> tuple[int, int]:
+        """Where on the namespace the arena may write by itself: its first byte, and bytes.
+
+        The same whenever it is asked for; extents have what is before it.
+        """
+        if self._swap is None:
+            share_bytes = self._end_bytes // _SWAP_PARTS
+            if capacity_bytes is not None:
+                share_bytes = min(share_bytes, capacity_bytes)
+            share_bytes = min(share_bytes, self.free_bytes()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            self._end_bytes -= share_bytes
+            self._swap = HEAD_BYTES + self._end_bytes, share_bytes
+        return self._swap
+
+    def failure(self, request: Request, error_number: int) -> SpillError:
+        """What to raise for a request that failed."""
+        done = "read" if request.kind == "read" else "written"
+        why = self._namespace.failure(done, request.offset, request.size_bytes, error_number)
+        error = SpillError(f"tensors cannot be spilled to {self.place}: {why}")
+        error.errno = error_number
+        return error
+
+    def close(self) -> None:
+        """Say that the run has ended, and let go. Idempotent."""
+        if self._namespace.is_usable:
+            try:
+                self._write(self._marker._replace(in_use=False).encoded())
+            except TargetError as error:
+                logger.warning("%s still says that this run spills to it: %s", self.place, error)
+        self._namespace.close()
+
+    def _take(self) -> None:
+        """Make it this run's."""
+        namespace = self._namespace
+        if namespace.size_bytes < _SMALLEST_BYTES:
+            raise SpillSpaceFull(
+                f"the namespace {self.place} is too small to spill to: it has "
+                f"{format_bytes(namespace.size_bytes)}, and {format_bytes(_SMALLEST_BYTES)} are the least. "
+                "Use a larger one, or a directory."
+            )
+        if namespace.block_bytes > ALIGNMENT_BYTES:
+            raise SpillError(
+                f"the namespace {self.place} has blocks of {namespace.block_bytes} bytes: tensors are "
+                f"spilled to blocks of up to {ALIGNMENT_BYTES}. Format it so, or use a directory."
+            )
+        needed = self.place.queues + 1  # what has to come back at once does not wait behind the rest
+        if namespace.queues < needed:
+            raise SpillError(
+                f"the target of {self.place} grants too few I/O queues to spill to it: {namespace.queues}, "
+                f"and {needed} are needed. Have it grant more, or use a directory."
+            )
+        head = bytearray(HEAD_BYTES)
+        namespace.read_into(0, memoryview(head))
+        if (obstacle := in_the_way(head)) is not None:
+            raise SpillError(
+                f"tensors are not spilled to {self.place}: that would destroy what lies there, {obstacle}. "
+                "Use an empty namespace; if nobody needs this one, clear its first "
+                f"{format_bytes(HEAD_BYTES)}."
+            )
+        self._marker = own_marker()
+        self._write(self._marker.encoded())
+        time.sleep(_OTHERS_S)
+        back = bytearray(MARKER_BYTES)
+        namespace.read_into(0, memoryview(back))
+        found = marker_of(back)
+        if found is None or found.random != self._marker.random:
+            raise SpillError(f"another process has begun to spill to {self.place}. Use another namespace.")
+
+    def _write(self, block: bytes) -> None:
+        buffer = AlignedBuffer(align_up(len(block), self._namespace.block_bytes))
+        buffer.view()[: len(block)] = block
+        self._namespace.write(0, buffer.view())
+        self._namespace.flush()
+
+
+@contextlib.contextmanager
+def _told(url: Url) -> Iterator[None]:
+    try:
+        yield
+    except TargetError as error:
+        unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
+        unusable.errno = error.errno or errno.EIO
+        raise unusable from error
