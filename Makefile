@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-nvme test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -33,9 +33,13 @@ demo-samples: setup
 test: lint
 	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target'
 
-# Those that take longer: examples and benchmarks from end to end, kills, every transfer failing, hundreds of steps.
+# Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
-	$(BIN)/pytest -n 3 --dist worksteal -m slow
+	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark'
+
+# Do the benchmarks run? On little, for a minute or two.
+test-benchmarks: setup
+	$(BIN)/pytest -n 2 -m benchmark
 
 # The Linux kernel's NVMe/TCP target in an emulated machine. Installs Debian's packages where it is root, and
 # downloads a kernel (once); skips, and says why, where they cannot be had.
