@@ -1,8 +1,6 @@
 #include "io/poller.hpp"
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <system_error>
@@ -10,12 +8,6 @@
 #include "io/blocking.hpp"
 
 namespace penstock {
-
-PollIo::PollIo() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (event_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-}
-
-PollIo::~PollIo() { close(event_); }
 
 void PollIo::prepare(const Operation& operation, std::uint64_t tag) {
   results_.push_back({tag, move(operation)});
@@ -51,15 +43,13 @@ void PollIo::wait() {
   std::vector<pollfd> polled;
   for (const auto& message : waiting_)
     polled.push_back({message.socket, static_cast<short>(message.send ? POLLOUT : POLLIN), 0});
-  polled.push_back({event_, POLLIN, 0});
+  polled.push_back({bell_.number(), POLLIN, 0});
   if (poll(polled.data(), polled.size(), results_.empty() ? -1 : 0) < 0) {
     if (errno == EINTR) return;
     throw std::system_error(errno, std::generic_category(), "poll");
   }
   if (polled.back().revents != 0) {
-    std::uint64_t count;
-    while (read(event_, &count, sizeof count) < 0 && errno == EINTR) {
-    }
+    bell_.clear();
     woken_ = false;
   }
   std::size_t kept = 0;
@@ -76,10 +66,7 @@ bool PollIo::next(Result& result) {
 }
 
 void PollIo::wake() {
-  if (woken_.exchange(true)) return;
-  const std::uint64_t one = 1;
-  while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  if (!woken_.exchange(true)) bell_.ring();
 }
 
 }  // namespace penstock

@@ -7,6 +7,7 @@
 #include <deque>
 #include <vector>
 
+#include "io/bell.hpp"
 #include "io/io.hpp"
 
 namespace penstock {
@@ -22,10 +23,6 @@ class SocketIo : public Io {
 // By poll, where io_uring is refused. Files are read and written by calls that wait.
 class PollIo final : public SocketIo {
  public:
-  PollIo();  // throws std::system_error
-  PollIo(const PollIo&) = delete;
-  PollIo& operator=(const PollIo&) = delete;
-  ~PollIo() override;
   bool register_memory(std::byte*, std::size_t) override { return false; }
   void prepare(const Operation& operation, std::uint64_t tag) override;
   void prepare_message(bool send, int socket, msghdr* message, std::uint64_t tag) override;
@@ -44,7 +41,7 @@ class PollIo final : public SocketIo {
   };
   bool try_now(const Message& message);
 
-  int event_;
+  Bell bell_;
   std::deque<Result> results_;
   std::vector<Message> fresh_, waiting_;
   std::atomic<bool> woken_ = false;

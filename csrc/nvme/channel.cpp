@@ -5,7 +5,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -50,24 +49,6 @@ Socket::~Socket() {
 
 void Socket::shut_down() const {
   if (number_ >= 0) shutdown(number_, SHUT_RDWR);
-}
-
-Bell::Bell() : event_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)} {
-  if (event_.number_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-}
-
-Bell::Event::~Event() { close(number_); }
-
-void Bell::ring() const {
-  const std::uint64_t one = 1;
-  while (write(number(), &one, sizeof one) < 0 && errno == EINTR) {
-  }
-}
-
-void Bell::clear() const {
-  std::uint64_t count;
-  while (read(number(), &count, sizeof count) < 0 && errno == EINTR) {
-  }
 }
 
 bool wait_for(int socket, short events, const Patience& patience) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "io/bell.hpp"
 #include "nvme/connection.hpp"
 #include "nvme/error.hpp"
 
@@ -31,22 +32,6 @@ class Socket {
 
  private:
   int number_ = -1;
-};
-
-// Wakes who polls its descriptor.
-class Bell {
- public:
-  Bell();  // throws std::system_error
-  int number() const { return event_.number(); }
-  void ring() const;
-  void clear() const;
-
- private:
-  struct Event {
-    int number_;
-    int number() const { return number_; }
-    ~Event();
-  } event_;
 };
 
 // How long a wait may take. `look` is called again and again meanwhile, and ends the wait by what it throws.

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <map>
 #include <system_error>
 #include <unordered_map>
@@ -38,12 +37,6 @@ constexpr auto kShutDownWait = std::chrono::milliseconds(1000);
 Clock::duration seconds(double value) {
   return std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(std::clamp(value, 0.0, 1e8)));
-}
-
-std::string text_of(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g", value);
-  return text;
 }
 
 struct Place {
@@ -367,7 +360,7 @@ void Controller::enable(const Patience& patience) {
     if ((status & 1) != 0) break;
     if (Clock::now() >= limited.until)
       throw Error(Kind::timeout, "the controller does not become ready, for " +
-                                     text_of(std::chrono::duration<double>(Clock::now() - begun).count()) +
+                                     seconds_text(std::chrono::duration<double>(Clock::now() - begun).count()) +
                                      " s");
     auto nap = patience;
     nap.until = Clock::now() +
@@ -586,7 +579,7 @@ void Controller::run_job(std::function<void()> work) {
   if (!job->done) {
     jobs_.remove(job);
     if (ended_) throw Error(Kind::closed, options_.url() + ": it is closed");
-    throw Error(Kind::timeout, options_.url() + ": no answer for " + text_of(limit_s) + " s" +
+    throw Error(Kind::timeout, options_.url() + ": no answer for " + seconds_text(limit_s) + " s" +
                                    (state_ == State::up ? "" : "; last: " + last_attempt_));
   }
   if (!job->error) return;
@@ -811,7 +804,7 @@ View Controller::look(Seat& seat) {
     view.channels.swap(seat.channels);
   } else {
     view.why = last_attempt_ + " (no connection for " +
-               text_of(std::chrono::duration<double>(Clock::now() - down_since_).count()) + " s)";
+               seconds_text(std::chrono::duration<double>(Clock::now() - down_since_).count()) + " s)";
   }
   return view;
 }

@@ -1,6 +1,7 @@
 // What goes wrong between here and a target.
 #pragma once
 
+#include <cstdio>
 #include <exception>
 #include <string>
 #include <utility>
@@ -24,6 +25,12 @@ inline const char* kind_text(Kind kind) {
   constexpr const char* kTexts[] = {"refused", "unreachable", "timeout",   "not_found", "not_supported",
                                     "denied",  "protocol",    "namespace", "closed",    "lost"};
   return kTexts[static_cast<int>(kind)];
+}
+
+inline std::string seconds_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, value < 1000 ? "%.3g" : "%.0f", value);
+  return text;
 }
 
 class Error : public std::exception {

@@ -40,13 +40,6 @@ int errno_of(std::uint16_t status) {
   }
 }
 
-std::string text_of(double value) {
-  auto text = std::to_string(value);
-  text.erase(text.find_last_not_of('0') + 1);
-  if (text.back() == '.') text.pop_back();
-  return text;
-}
-
 // Objects that are used again.
 template <class T>
 class Pool {
@@ -134,7 +127,7 @@ class NvmeIo final : public Io {
   void attend();
   void refresh(Target& target);
   void look_at_clock(Target& target, Clock::time_point now);
-  void pump(Target& target);
+  void drive(Target& target);
   void give_up(Target& target, Clock::time_point before);
   void send_waiting(Target& target);
   void send_part(Queue& queue, Part* part, Clock::time_point now);
@@ -263,13 +256,13 @@ void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag
 
 void NvmeIo::submit() {
   attend();
-  for (auto& target : targets_) pump(target);
+  for (auto& target : targets_) drive(target);
   current_.load()->submit();
 }
 
 void NvmeIo::wait() {
   attend();
-  for (auto& target : targets_) pump(target);
+  for (auto& target : targets_) drive(target);
   while (results_.empty() && !woken_.exchange(false)) {
     current_.load()->wait();
     collect();
@@ -300,7 +293,7 @@ void NvmeIo::collect() {
     }
   }
   attend();
-  for (auto& target : targets_) pump(target);
+  for (auto& target : targets_) drive(target);
 }
 
 void NvmeIo::attend() {
@@ -371,7 +364,7 @@ void NvmeIo::look_at_clock(Target& target, Clock::time_point now) {
     if (late != queue.under_way.end()) {
       lose(queue, Kind::timeout,
            "no answer: awaited the end of a " + describe(**late) + ", for " +
-               text_of(options.command_timeout_s) + " s");
+               seconds_text(options.command_timeout_s) + " s");
       break;
     }
   }
@@ -381,7 +374,7 @@ void NvmeIo::look_at_clock(Target& target, Clock::time_point now) {
   for (auto* part : std::exchange(target.later, {})) target.waiting.push_back(part);
 }
 
-void NvmeIo::pump(Target& target) {
+void NvmeIo::drive(Target& target) {
   for (auto queue = target.queues.begin(); queue != target.queues.end();) return_if_quiet(*queue++);
   send_waiting(target);
   for (auto& queue : target.queues) arm(queue);
@@ -397,7 +390,7 @@ void NvmeIo::give_up(Target& target, Clock::time_point before) {
   });
   if (given_up.empty()) return;
   const auto why = "awaited a connection, for up to " +
-                   text_of(target.controller->options().reconnect_timeout_s) +
+                   seconds_text(target.controller->options().reconnect_timeout_s) +
                    " s; last: " + target.controller->why_down();
   for (auto* part : given_up) end_part(part, ETIMEDOUT, why);
 }
@@ -596,7 +589,7 @@ NvmeIo::~NvmeIo() {
         return !queue.closing && (!queue.under_way.empty() || !queue.channel->connection().quiet());
       });
       if (busy != target.queues.end()) lose(*busy, Kind::lost, "who used the queue has ended");
-      pump(target);
+      drive(target);
       while (!target.queues.empty()) {
         current_.load()->wait();
         collect();

@@ -1,0 +1,20 @@
+// Wakes who polls its descriptor.
+#pragma once
+
+namespace penstock {
+
+class Bell {
+ public:
+  Bell();  // throws std::system_error
+  Bell(const Bell&) = delete;
+  Bell& operator=(const Bell&) = delete;
+  ~Bell();
+  int number() const { return number_; }
+  void ring() const;
+  void clear() const;
+
+ private:
+  const int number_;
+};
+
+}  // namespace penstock
