@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -31,10 +30,9 @@ from typing import Any
 
 import numpy as np
 from io_bench.limit import library
-from io_bench.machine import machine, versions
+from io_bench.machine import heading
 from io_bench.measure import rotated, settle
 from processes import Processes, together_s
-from step_time import commit
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
@@ -167,12 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [parse_bytes(size) for size in options.sizes.split(",")]
     most = PROCESSES[-1]
     document: dict[str, Any] = {
-        "benchmark": "ranks_disk",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(options.directory),
-        "versions": versions(),
+        **heading("ranks_disk", options.directory),
         "rounds": options.rounds,
         "sizes": {},
     }

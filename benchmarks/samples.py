@@ -26,23 +26,20 @@ import importlib.util
 import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from io_bench.machine import machine, versions
+from io_bench.machine import heading
 from rich.console import Console
 from rich.table import Table
 from samples_bench import limits
 from samples_bench.data import SHARDS, Data
 from samples_bench.worker import Row
-from step_time import commit
 
 from penstock.errors import InvalidSize
 from penstock.units import format_bytes, parse_bytes
@@ -78,12 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 130)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
-        "benchmark": "samples",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(options.directory),
-        "versions": versions(PACKAGES),
+        **heading("samples", options.directory, PACKAGES),
         "seed": options.seed,
         "rounds": options.rounds,
         "turn_s": options.turn_s,

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,11 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from io_bench.machine import machine, versions
+from io_bench.machine import heading
 from io_bench.measure import files_under, make_cold, make_warm
 from rich.console import Console
 from rich.table import Table
-from step_time import commit
 
 from penstock import _native
 from penstock.samples.format import layout, manifest
@@ -61,12 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, 110)
     document: dict[str, Any] = {
-        "benchmark": "samples_directory",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(options.directory),
-        "versions": versions(),
+        **heading("samples_directory", options.directory),
         "seed": options.seed,
         "rounds": options.rounds,
         "quick": options.quick,

@@ -27,7 +27,6 @@ import json
 import math
 import multiprocessing
 import os
-import shlex
 import socket
 import statistics
 import sys
@@ -41,12 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from io_bench.machine import machine, versions
+from io_bench.machine import heading
 from rich.console import Console
 from rich.table import Table
 from samples import BATCH, check_order, ideal_groups
 from samples_bench.data import Data, drop
-from step_time import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -558,12 +556,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 130)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
-        "benchmark": "samples_remote",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(options.directory),
-        "versions": versions(),
+        **heading("samples_remote", options.directory),
         "target": "tests/support/nvme_target/target.cpp, one thread, memory-mapped files in memory",
         "cores": {"host": sorted(cores()[0]), "target": sorted(cores()[1])},
         "seed": options.seed,

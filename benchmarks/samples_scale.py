@@ -24,7 +24,6 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -37,11 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from io_bench.machine import machine, versions
+from io_bench.machine import heading, machine
 from io_bench.measure import rotated
 from processes import Processes, together_s
 from samples_bench.data import ID_BYTES, Data, drop, warm
-from step_time import commit
 from torch import nn
 
 from penstock import samples
@@ -189,12 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = 1 if options.quick else options.rounds
     directories = [Path(path) for path in options.directories.split(",")]
     document: dict[str, Any] = {
-        "benchmark": "samples_scale",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        **heading("samples_scale", directories[0]),
         "hardware": [machine(directory) for directory in directories],
-        "versions": versions(),
         "rounds": rounds,
         "sizes": {},
     }

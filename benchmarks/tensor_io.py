@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,11 @@ from typing import Any
 from io_bench import adaptive, show
 from io_bench.checkpoints import measure_checkpoints
 from io_bench.formats import FORMATS
-from io_bench.machine import machine, versions
+from io_bench.machine import heading
 from io_bench.targets import targets
 from io_bench.transfers import ALL_ROWS, measure_size
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from step_time import commit
 
 from penstock.errors import InvalidSize
 from penstock.units import format_bytes, parse_bytes
@@ -61,12 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 130)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
-        "benchmark": "tensor_io",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(options.directory),
-        "versions": versions(),
+        **heading("tensor_io", options.directory),
         "seed": options.seed,
         "rounds": options.rounds,
         "quick": options.quick,

@@ -5,16 +5,32 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from step_time import commit
 
 PACKAGES = ("torch", "numpy", "penstock", "safetensors", "torchsnapshot", "deepspeed", "nixl")
 PROGRAMS = ("fio", "c++")
+
+
+def heading(benchmark: str, directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What was measured, when, where and with what."""
+    return {
+        "benchmark": benchmark,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "hardware": machine(directory),
+        "versions": versions(packages),
+    }
 
 
 def machine(directory: Path) -> dict[str, Any]:
