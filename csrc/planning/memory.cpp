@@ -40,6 +40,8 @@ void serve(const Trace& trace, const Intervals& rows, Index tensor, const std::v
     auto &since = copies.since[at(slot)], &until = copies.until[at(slot)];
     if (always) {
       until = K;
+    } else if (rows.is_last(row)) {
+      since = rows.after[slot] + 1;  // and nothing asks for it again
     } else {
       // The copy is still needed when kernel `end` waits for it.
       const auto served = rows.end[row] + (before ? K : 0) + 1;
@@ -107,7 +109,7 @@ void find_copies(const Trace& trace, const Intervals& rows, Copies& copies) {
   copies.carried.assign(count, 0);
   bool repeats = false;
   for (Index r = 0; r < rows.count; ++r)
-    repeats = repeats || (is_moved(rows.action[r]) && rows.end[r] >= trace.kernels);
+    repeats = repeats || (is_moved(rows.action[r]) && rows.end[r] >= trace.kernels && !rows.is_last(r));
 
   std::array<std::vector<Index>, kRecompute> alike;  // one tensor's rows, by action
   for (Index tensor = 0; tensor < trace.tensors; ++tensor) {

@@ -78,11 +78,15 @@ inline bool is_raw(std::int8_t action) { return action == kHost || action == kDi
 inline bool is_csr(std::int8_t action) { return action == kHostCsr || action == kDiskCsr; }
 inline bool is_disk(std::int8_t action) { return action == kDisk || action == kDiskCsr; }
 
-// One row for each eviction interval, in the order of the plan. Rows that are kept are skipped.
+// One row for each eviction interval, in the order of the plan. Rows that are kept are skipped. A row that ends
+// where it begins is of a tensor that is dead by then while the program keeps it: its memory is free when it is
+// written, and it does not come back.
 struct Intervals {
   Index count = 0;
   const Index *tensor = nullptr, *after = nullptr, *begin = nullptr, *end = nullptr, *prefetch_at = nullptr;
   const std::int8_t* action = nullptr;
+
+  bool is_last(Index row) const { return is_moved(action[row]) && end[row] == begin[row]; }
 };
 
 // The same, owned.

@@ -71,7 +71,7 @@ void Replayer::index_rows() {
   std::vector<Index> all, moved, writers, packed;
   for (Index r = 0; r < rows_.count; ++r) {
     const auto action = rows_.action[r];
-    if (action == kKeep) continue;
+    if (action == kKeep || rows_.is_last(r)) continue;
     all.push_back(r);
     repeats_ = repeats_ || rows_.end[r] >= K;
     if (!is_moved(action)) continue;
@@ -344,6 +344,12 @@ Bytes Replayer::die(Index kernel) {
     const auto *from = copies_.rows_of.begin(*tensor), *to = copies_.rows_of.end(*tensor);
     bool under_way = false;
     for (const auto* row = from; row != to; ++row) {
+      if (rows_.is_last(*row)) {
+        if (!write_last(*row)) continue;
+        under_way = true;
+        ++held_[at(*tensor)];
+        continue;
+      }
       if (written_[at(*row)] == kQueued) abandon(*row);
       if (written_[at(*row)] == kUnderWay && !is_csr(rows_.action[*row])) {
         under_way = true;

@@ -104,13 +104,17 @@ class Replayer {
   // The kernel that needed an expanded tensor has ended: its compressed buffer goes, or stays for a copy.
   void unpacked(Index row);
 
-  // Releases writes of tensors that die. Returns the bytes that writes in progress hold.
+  // Releases writes of tensors that die, and begins those of what the program keeps. Returns the bytes that these
+  // writes and those in progress hold.
   Bytes die(Index kernel);
 
   // Copies out
 
   void write_after(Index kernel);
   void write(Index row);
+
+  // Writes what is dead while the program keeps it. False: a copy of it is there.
+  bool write_last(Index row);
 
   // Cancels a write that is queued or in progress.
   void abandon(Index row);

@@ -16,6 +16,14 @@ void Replayer::write(Index row) {
   push(writes_queue_[is_disk(rows_.action[row]) ? 1 : 0], row);
 }
 
+bool Replayer::write_last(Index row) {
+  const auto source = copies_.source[at(row)];
+  if (source != row && written_[at(source)] == kComplete) return false;
+  if (written_[at(row)] == kQueued || written_[at(row)] == kUnderWay) return false;  // of the iteration before
+  write(row);
+  return true;
+}
+
 void Replayer::abandon(Index row) {
   if (row < 0) return;
   auto& written = written_[at(row)];

@@ -6,13 +6,14 @@ Periods may wrap: kernel K + k is kernel k of the next iteration, which is like 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray
-from penstock.core.plan import Evict, Recompute
-from penstock.core.trace import Trace, released_after_last_use
+from penstock.core.plan import Evict, Plan, Recompute
+from penstock.core.trace import Trace, released_after_last_use, within_budget
 
 NEVER, FIRST, EVERY = range(3)  # iterations in which an eviction writes a copy
 
@@ -147,6 +148,45 @@ def resident_bytes(
         np.maximum.at(most, recomputed[:, 2] % count, extra)
         needed = np.maximum(needed, before + most)
     return needed
+
+
+def leaves_for_good(trace: Trace, plan: Plan) -> list[tuple[int, int]]:
+    """Tensors that no kernel uses again while the program keeps them, where the budget has no room for them:
+    each with the kernel before which it leaves. What has been of no use for longest leaves first.
+
+    Plans count all such tensors as gone (`penstock.core.trace.released_after_last_use`). A run, and the
+    simulator, write these to the disk, and keep the others.
+    """
+    if trace.peak_bytes <= plan.device_budget_bytes:
+        return []
+    count, uses = trace.kernels, trace.uses
+    last = np.full(trace.tensors, -1, dtype=np.int64)
+    used = np.flatnonzero(np.diff(uses.starts) > 0)
+    last[used] = uses.values[uses.starts[used + 1] - 1]
+    kept = (trace.tensor_death > last + 1) & ~trace.tensor_persistent & trace.movable
+    needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    found = []
+    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(last[tensor])):
+        begin = max(int(last[tensor]) + 1, int(trace.tensor_birth[tensor]))
+        end = int(trace.tensor_death[tensor])
+        if begin < min(end, count) and int(needed[begin:end].max()) > plan.device_budget_bytes:
+            needed[begin:end] -= int(trace.tensor_bytes[tensor])
+            found.append((tensor, begin))
+    return found
+
+
+def as_run(trace: Trace, plan: Plan) -> tuple[Trace, list[tuple[int, int]]]:
+    """The iteration as a run carries out the plan: what `leaves_for_good` is dead from then on. And that."""
+    if plan.lossy is not None:
+        trace = trace.with_lossy(plan.lossy)
+    released = within_budget(trace, plan.device_budget_bytes)
+    if released is trace:
+        return trace, []
+    gone = leaves_for_good(trace, plan)
+    death = np.where(released.tensor_birth < released.tensor_death, trace.tensor_death, released.tensor_death)
+    which = [tensor for tensor, _ in gone]
+    death[which] = released.tensor_death[which]
+    return replace(released, tensor_death=death), gone
 
 
 def tier_bytes(trace: Trace, evictions: Iterable[Evict]) -> dict[str, IntArray]:

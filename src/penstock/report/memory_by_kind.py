@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.columns import KINDS, FloatArray, IntArray
-from penstock.core.memory_profile import copy_sources
+from penstock.core.memory_profile import as_run, copy_sources
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Span, Timeline
-from penstock.core.trace import Trace, within_budget
+from penstock.core.trace import Trace
 from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
@@ -70,7 +70,7 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
 
     Made from the trace, the plan and the moments at which kernels and copies began and ended.
     """
-    trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
+    trace, _ = as_run(trace, plan)
     changes = _Changes()
     starts_s, ends_s = kernel_times(trace, timeline)
     iteration_s = max(timeline.iteration_s, float(ends_s.max(initial=0.0)))

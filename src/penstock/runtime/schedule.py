@@ -6,14 +6,14 @@ The plan's kernels are the clock's kernels: nothing is translated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.columns import IntArray, Lists
-from penstock.core.memory_profile import kernels_as_run, resident_bytes
+from penstock.core.memory_profile import kernels_as_run, leaves_for_good
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.runtime.storages import NEVER
@@ -122,7 +122,6 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
-    needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
     for evict in sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin)):
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
@@ -142,7 +141,7 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     begins: dict[int, list[int]] = {}
     for evict in plan.evictions:
         begins.setdefault(evict.tensor, []).append(evict.begin)
-    for tensor, kernel in _left_over(trace, plan.device_budget_bytes, needed):
+    for tensor, kernel in leaves_for_good(trace, plan):
         before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
         begins.setdefault(tensor, []).append(kernel)
     for evict in sorted(leaving, key=lambda evict: (evict.prefetch_at, evict.end)):
@@ -182,26 +181,6 @@ def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[i
     return not any(
         kernel <= writer + turn < following for writer in writers for turn in (0, count, 2 * count)
     )
-
-
-def _left_over(trace: Trace, budget_bytes: int, needed: IntArray) -> Iterator[tuple[int, int]]:
-    """Tensors that no kernel uses again while the program keeps them, where the budget has no room for them:
-    each with the kernel before which it leaves. Plans count them as gone (see
-    `penstock.core.trace.released_after_last_use`). They are taken from ``needed`` [K], in bytes."""
-    count = trace.kernels
-    uses = trace.uses
-    last = np.full(trace.tensors, -1, dtype=np.int64)
-    used = np.flatnonzero(np.diff(uses.starts) > 0)
-    last[used] = uses.values[uses.starts[used + 1] - 1]
-    kept = (trace.tensor_death > last + 1) & ~trace.tensor_persistent & trace.movable
-    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(last[tensor])):
-        begin, end = (
-            max(int(last[tensor]) + 1, int(trace.tensor_birth[tensor])),
-            int(trace.tensor_death[tensor]),
-        )
-        if begin < min(end, count) and int(needed[begin:end].max()) > budget_bytes:
-            needed[begin:end] -= int(trace.tensor_bytes[tensor])
-            yield tensor, begin
 
 
 def unplanned(

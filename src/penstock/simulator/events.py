@@ -15,6 +15,8 @@ Assumptions, each of which costs some accuracy:
   those of writes behind the kernel that they follow, those of prefetches before the kernel that issues them.
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
   later eviction needs it.
+- What no kernel reads again while the program keeps it is written after its last use, where the budget
+  has no room for it, and does not come back. Its copy's room on the disk is not counted.
 - A write that has not started when its tensor dies is cancelled. One in progress holds the tensor's
   memory to its end. The iteration ends when the last kernel and the transfers in progress have ended.
 - Where an eviction reaches into the next iteration, the second of two iterations is reported, from the
@@ -26,6 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.core.hardware import LINKS, TIERS, Hardware
+from penstock.core.memory_profile import as_run
 from penstock.core.plan import Plan
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace, within_budget
@@ -39,12 +42,15 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """What happens when ``plan`` runs: deterministic, and never corrected.
 
     A plan that needs more than its budget is carried out all the same; the peak shows it. Under a budget
-    that does not hold everything, what no kernel reads again leaves immediately (see
-    `released_after_last_use`).
+    that does not hold everything, what no kernel reads again while the program keeps it leaves for the disk
+    where there is no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
-    trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
+    if hardware.disk_bytes > 0:
+        trace, gone = as_run(trace, plan)
+    else:
+        trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
-        Intervals.of_plan(plan), record=True, variants=plan.variants, stop_on_deadlock=False
+        Intervals.of_plan(plan, gone), record=True, variants=plan.variants, stop_on_deadlock=False
     )
     spans = [_span(trace, *row) for row in _rows(result.records["spans"])]
     return Timeline(

@@ -5,7 +5,7 @@ What a plan means is said in `penstock.simulator.events`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,8 +58,10 @@ class Intervals:
         return cls(tensor, after, begin, end, prefetch_at, np.array(action, dtype=np.int8))
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Intervals:
-        return cls.of(plan.evictions, plan.recomputations)
+    def of_plan(cls, plan: Plan, gone: Iterable[tuple[int, int]] = ()) -> Intervals:
+        """The rows of a plan, and of what `leaves_for_good`, as empty intervals."""
+        last = tuple(Evict(tensor, kernel - 1, kernel, kernel, kernel) for tensor, kernel in gone)
+        return cls.of((*plan.evictions, *last), plan.recomputations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

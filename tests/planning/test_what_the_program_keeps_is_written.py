@@ -1,0 +1,114 @@
+"""What the program keeps and no kernel reads again is written where there is no room, as predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.memory_profile import leaves_for_good, minimum_bytes
+from penstock.core.plan import Evict, Plan
+from penstock.core.timeline import Stall
+from penstock.core.trace import Trace
+from penstock.planners import plan
+from penstock.report.summary import summarise
+from penstock.runtime.schedule import Evict as EvictAction
+from penstock.runtime.schedule import Release, schedule
+from penstock.simulator import simulate
+from tests.support.traces import Step, machine, whole_traces
+
+
+def gradients() -> Trace:
+    """Two updates of a weight of 100 bytes by a gradient of 100 bytes; then two kernels that need 100 bytes
+    beside the weights. Each takes 1 s. The program keeps the gradients to the end."""
+    step = Step()
+    weights = [step.tensor(100, "weight", persistent=True) for _ in range(2)]
+    kept = [step.tensor(100, "gradient") for _ in range(2)]
+    step.kernel("backward", 1.0, outputs=kept, phase="backward")
+    for weight, gradient in zip(weights, kept, strict=True):
+        step.kernel("update", 1.0, inputs=[weight, gradient], outputs=[weight], phase="optimizer")
+    for _ in range(2):
+        step.kernel("more", 1.0, inputs=weights, workspace_bytes=100, phase="optimizer")
+    trace = step.trace()
+    return replace(trace, tensor_death=np.full(trace.tensors, trace.kernels))
+
+
+def nothing_planned(budget_bytes: int, *evictions: Evict) -> Plan:
+    return Plan(policy="test", device_budget_bytes=budget_bytes, evictions=evictions)
+
+
+def written(trace: Trace, made: Plan, disk_bytes_per_s: float = 100.0) -> list[tuple[int, float, float]]:
+    """(tensor, start, end) of what is written."""
+    timeline = simulate(trace, made, machine(disk_bytes_per_s))
+    return [(span.index, span.start_s, span.end_s) for span in timeline.spans if span.stream == "disk_write"]
+
+
+def test_nothing_is_written_where_all_of_it_fits() -> None:
+    assert written(gradients(), nothing_planned(500)) == []
+
+
+def test_only_what_has_no_room_is_written_and_the_longest_useless_first() -> None:
+    trace = gradients()
+    assert leaves_for_good(trace, nothing_planned(400)) == [(2, 2)]
+    assert written(trace, nothing_planned(400)) == [(2, 2, 3)]
+    assert leaves_for_good(trace, nothing_planned(300)) == [(2, 2), (3, 3)]
+
+
+def test_a_kernel_waits_until_its_memory_is_written() -> None:
+    """At 50 bytes per second, the first gradient is written from 2 s to 4 s; kernel 3 could start at 3 s."""
+    timeline = simulate(gradients(), nothing_planned(400), machine(50.0))
+    assert timeline.iteration_s == 6 and timeline.stalls == (Stall(3, 4, "memory", 3),)
+    assert timeline.peak_bytes == 400
+    assert written(gradients(), nothing_planned(300), 50.0) == [(2, 2, 4), (3, 5, 7)]
+
+
+def test_it_counts_as_written_to_the_disk() -> None:
+    trace = gradients()
+    made = plan(trace, machine(100.0), device_budget_bytes=400)
+    summary = summarise(trace, made, simulate(trace, made, machine(100.0)))
+    assert summary.written_bytes["disk"] == 100
+    assert made.predicted_s == summary.predicted_s
+
+
+def test_a_copy_that_is_there_is_not_written_again() -> None:
+    """Read once more, unwritten, after it was away: its memory is free at once."""
+    step = Step()
+    read, other = step.tensor(100), step.tensor(100)
+    step.kernel("make", 1.0, outputs=[read])
+    step.kernel("other", 1.0, outputs=[other])
+    step.kernel("read", 1.0, inputs=[read])
+    step.kernel("more", 1.0, inputs=[other], workspace_bytes=100)
+    trace = replace(step.trace(), tensor_death=np.array([4, 4]))
+    away = Evict(0, after=0, begin=1, end=2, prefetch_at=2)
+    made = nothing_planned(200, away)
+    assert leaves_for_good(trace, made) == [(0, 3)]
+    assert written(trace, made, 1000.0) == [(0, 1, 1.1)]
+
+
+@given(data=st.data(), trace=whole_traces(), fraction=st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fraction: float) -> None:
+    death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
+    trace = replace(trace, tensor_death=np.array(death))
+    least = minimum_bytes(trace)
+    budget = least + int(fraction * (trace.peak_bytes - least))
+    made = plan(trace, machine(1e6), "g10", device_budget_bytes=budget)
+    kept = leaves_for_good(trace, made)
+    carried_out = schedule(trace, made)
+    for tensor, kernel in kept:
+        actions = carried_out.before[kernel]
+        assert Release(tensor) in actions
+        assert any(isinstance(action, EvictAction) and action.tensor == tensor for action in actions)
+    moved = {evict.tensor for evict in made.evictions}
+    used = trace.uses.values
+    timeline = simulate(trace, made, machine(1e6))
+    count = {tensor: 0 for tensor, _ in kept}
+    for span in timeline.spans:
+        if span.stream == "disk_write" and span.index in count:
+            count[span.index] += 1
+    for tensor, _ in kept:
+        if tensor not in moved and tensor in used:
+            assert count[tensor] == 1
+    assert timeline.peak_bytes <= budget
