@@ -114,8 +114,10 @@ sanitize: sanitize-asan sanitize-tsan
 
 sanitize-asan: SANITIZERS := address,undefined
 sanitize-tsan: SANITIZERS := thread
+sanitize-asan: WHICH := ON
+sanitize-tsan: WHICH := THREADS
 sanitize-asan sanitize-tsan: sanitize-%:
-	$(CMAKE) -S . -B build/$* -D PENSTOCK_TESTS=ON -D CMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(CMAKE) -S . -B build/$* -D PENSTOCK_TESTS=$(WHICH) -D CMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
 	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2

@@ -20,10 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +28,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-import penstock
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from io_bench.machine import heading
 from planning import demo, published_part, real, show
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS: dict[str, Callable[[argparse.Namespace, Callable[[str], None]], dict[str, Any]]] = {
     "published": published_part.measure,
     "real": real.measure,
@@ -49,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     console = Console(width=None if sys.stdout.isatty() else 170)
     document: dict[str, Any] = {
-        "penstock": penstock.__version__,
-        "commit": commit(),
-        "command": " ".join(sys.argv),
-        "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
-        "date": time.strftime("%Y-%m-%d"),
+        **heading("planners"),
         "time_limit_s": options.time_limit,
         "parts": {},
     }
@@ -96,12 +87,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
     return options
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -18,14 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -33,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import gpt  # noqa: E402
+from io_bench.machine import heading  # noqa: E402
 from methods import UNSETTLED_STEPS, Job, Result, Worker, trace_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
@@ -205,55 +199,10 @@ def drawn(summaries: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def heading(benchmark: str) -> dict[str, Any]:
-    """What was measured, when, where and with what."""
-    return {
-        "benchmark": benchmark,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "machine": machine(),
-        "versions": versions(),
-    }
-
-
 def write(document: dict[str, Any], path: Path, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"wrote {path}")
-
-
-def commit() -> str:
-    """The commit of the code, marked where files differ from it."""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_average": os.getloadavg(),
-    }
-
-
-def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "penstock": penstock.__version__,
-    }
 
 
 if __name__ == "__main__":

@@ -170,14 +170,14 @@ nb::dict counters(PyController& self) {
   return result;
 }
 
-nb::list discover(const std::string& host, int port, const std::string& host_nqn, const nb::bytes& host_id,
+nb::list subsystems_of(const std::string& host, int port, const std::string& host_nqn, const nb::bytes& host_id,
                   double timeout_s) {
   const auto options = options_of(host, port, "nqn.2014-08.org.nvmexpress.discovery", host_nqn, host_id);
   if (!(timeout_s > 0)) throw nb::value_error("time limits must be above zero");
   std::vector<LogEntry> entries;
   {
     const nb::gil_scoped_release release;
-    entries = Controller::discover(options, timeout_s);
+    entries = nvme::discover(options, timeout_s);
   }
   const auto named = [](std::uint8_t number, std::initializer_list<const char*> names) {
     return number < names.size() ? std::string(names.begin()[number]) : std::to_string(number);
@@ -226,12 +226,12 @@ void bind_nvme(nb::module_& module) {
       .def("identify", &facts_of)
       .def("open_namespace", &open_namespace, nb::arg("nsid"))
       .def(
-          "flush", [](PyController& self, std::uint32_t nsid) { self.get().flush(nsid); }, nb::arg("nsid"),
+          "flush", [](PyController& self, std::uint32_t nsid) { nvme::flush(self.get(), nsid); }, nb::arg("nsid"),
           released)
       .def("counters", &counters)
       .def("last_loss", [](PyController& self) { return self.past().last_loss(); })
       .def("close", &PyController::close, nb::arg("timeout_s") = 5.0);
-  module.def("nvme_discover", &discover, nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("host_nqn"),
+  module.def("nvme_discover", &subsystems_of, nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("host_nqn"),
              nb::arg("host_id"), nb::arg("timeout_s"));
   module.def(
       "nvme_error_of",

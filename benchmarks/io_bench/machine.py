@@ -9,28 +9,45 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import commit
 
 PACKAGES = ("torch", "numpy", "penstock", "safetensors", "torchsnapshot", "deepspeed", "nixl")
 PROGRAMS = ("fio", "c++")
 
 
-def heading(benchmark: str, directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What was measured, when, where and with what."""
+def heading(benchmark: str, directory: Path | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What was measured, when, where and with what.
+
+    directory   on the disk that is measured; None: that of temporary files
+    """
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": machine(directory),
+        "machine": machine(directory or Path(tempfile.gettempdir())),
         "versions": versions(packages),
     }
+
+
+def commit() -> str:
+    """The commit of the code, marked where files differ from it."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def machine(directory: Path) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from planning.cells import Cell, trace_of, trace_path
 
 POLICIES = {"uvm": "lru", "deepum": "deepUM"}  # ours -> the artifact's name
 G10, IDEAL = "prefetch_lru", "ideal"
-FIGURES = (11, 15, 18)
 SAME = 0.005  # times this close, as a fraction, have no order
 
 Row = dict[str, Any]

@@ -6,11 +6,10 @@ Rows are plain dictionaries. Nothing is timed but the placing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import penstock
-from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.placement import METHODS, place
 
 
@@ -33,43 +32,3 @@ def placement_rows(
             "within_budget": placement.extent_bytes <= plan.device_budget_bytes,
             "placing_s": placing_s,
         }
-
-
-def fragmentation_of_policies(
-    name: str,
-    trace: penstock.Trace,
-    hardware: penstock.Hardware,
-    policies: Iterable[str] = ("evict_all", "modnn", "g10", "optimal"),
-) -> Iterator[dict[str, Any]]:
-    """`placement_rows` of what each policy plans; a policy that fails has one row that says why."""
-    for policy in policies:
-        try:
-            plan = penstock.plan(trace, hardware, policy)
-        except (InvalidArgument, SpillSpaceFull) as error:
-            yield {"trace": name, "policy": policy, "failed": str(error)}
-            continue
-        yield from placement_rows(name, trace, plan)
-
-
-def price_of_addresses(
-    name: str, trace: penstock.Trace, hardware: penstock.Hardware, policy: str, most: float = 0.25
-) -> dict[str, Any]:
-    """How much slower an iteration is when the budget has to hold with addresses.
-
-    The plan is made for less memory, a step at a time, until its addresses fit in all of it.
-
-    most   of the budget that is given up before the search ends
-    """
-    budget = hardware.device_bytes
-    free = penstock.plan(trace, hardware, policy)
-    for step in range(9):
-        given_up = most * step / 8
-        plan = penstock.plan(trace, hardware, policy, device_budget_bytes=int(budget * (1 - given_up)))
-        if place(trace, plan, enough_bytes=budget).extent_bytes <= budget:
-            return {
-                "trace": name,
-                "policy": policy,
-                "given_up": given_up,
-                "slower": plan.predicted_s / free.predicted_s - 1,
-            }
-    return {"trace": name, "policy": policy, "failed": f"no addresses with {most:.0%} of the budget given up"}

@@ -19,7 +19,6 @@ namespace penstock::nvme {
 
 namespace {
 
-constexpr int kMostTries = 5;
 constexpr std::uint64_t kMostBytesUnderWay = 8U << 20;  // of a queue
 constexpr unsigned kMostPieces = 64;
 constexpr std::uint64_t kSocketTag = std::uint64_t{1} << 63, kSendTag = 1;  // beside the address of a queue
@@ -95,6 +94,7 @@ class NvmeIo final : public Io {
     int tries;
     std::size_t index;        // among those under way of its queue
     Clock::time_point since;  // it waits, or is under way
+    Clock::time_point due{};  // it waits until then to be tried again
   };
   struct Queue {
     Target* target;
@@ -371,7 +371,13 @@ void NvmeIo::look_at_clock(Target& target, Clock::time_point now) {
   const auto longest = std::chrono::duration<double>(options.reconnect_timeout_s);
   const bool alive = std::ranges::any_of(target.queues, [](const auto& queue) { return !queue.closing; });
   if (!alive) give_up(target, now - std::chrono::duration_cast<Clock::duration>(longest));
-  for (auto* part : std::exchange(target.later, {})) target.waiting.push_back(part);
+  std::erase_if(target.later, [&](auto* part) {
+    if (part->due > now && !target.closed) return false;
+    target.waiting.push_back(part);
+    return true;
+  });
+  if (!target.later.empty())
+    target.controller->wake_by((*std::ranges::min_element(target.later, {}, &Part::due))->due);
 }
 
 void NvmeIo::drive(Target& target) {
@@ -502,10 +508,13 @@ void NvmeIo::take_completions(Queue& queue) {
     } else {
       ++target.controller->counters.retries;
       part->since = Clock::now();
-      if (part->tries == 1) {
+      const auto pause = target.controller->pause_before_retry(completion.status, part->tries);
+      if (pause == Clock::duration::zero()) {
         target.waiting.push_back(part);
       } else {
+        part->due = part->since + pause;
         target.later.push_back(part);
+        target.controller->wake_by(part->due);
       }
     }
   }

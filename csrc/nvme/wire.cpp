@@ -140,6 +140,12 @@ Entry set_queues(std::uint16_t queues) {
   return entry;
 }
 
+Entry set_host_behavior() {
+  auto entry = entry_of(kSetFeatures, 0);
+  store(entry.data() + 40, std::uint32_t{0x16});
+  return entry;
+}
+
 Entry keep_alive() { return entry_of(kKeepAlive, 0); }
 
 namespace {
@@ -252,7 +258,8 @@ ControllerData load_controller(std::span<const std::byte, kIdentifyBytes> data) 
           load<std::uint32_t>(at + 1796),
           (load<std::uint8_t>(at + 525) & 1) != 0,
           (load<std::uint32_t>(at + 536) & 3) != 0,
-          load<std::uint16_t>(at + 78)};
+          load<std::uint16_t>(at + 78),
+          {load<std::uint16_t>(at + 128), load<std::uint16_t>(at + 130), load<std::uint16_t>(at + 132)}};
 }
 
 NamespaceData load_namespace(std::span<const std::byte, kIdentifyBytes> data) {

@@ -90,13 +90,15 @@ Entry flush(std::uint32_t nsid);
 Entry identify(std::uint8_t what, std::uint32_t nsid);
 Entry get_log(std::uint8_t log, std::uint64_t offset, std::uint32_t size_bytes);
 Entry set_queues(std::uint16_t queues);
+Entry set_host_behavior();  // with kHostBehaviorBytes
 Entry keep_alive();
 Entry get_property(std::uint32_t offset, bool eight_bytes);
 Entry set_property(std::uint32_t offset, std::uint32_t value);
 // `entries`: of the queue. Flow control of the queue is off where a queue never has more commands than entries.
 Entry connect(std::uint16_t queue, std::uint16_t entries, std::uint32_t keep_alive_ms, bool flow_control);
 
-inline constexpr std::uint32_t kConnectDataBytes = 1024, kIdentifyBytes = 4096;
+inline constexpr std::uint32_t kConnectDataBytes = 1024, kIdentifyBytes = 4096,
+                               kHostBehaviorBytes = 512;
 std::array<std::byte, kConnectDataBytes> connect_data(std::span<const std::byte, 16> host_id,
                                                       std::uint16_t controller, std::string_view subsystem_nqn,
                                                       std::string_view host_nqn);
@@ -109,6 +111,8 @@ inline void set_command_id(Entry& entry, std::uint16_t id) { store(entry.data() 
 
 inline constexpr std::uint16_t kDoNotRetry = 1U << 14;
 // Type and code: SCT << 8 | SC.
+// Which of the controller's delays to wait for before a retry, from 1; 0: none.
+inline constexpr unsigned retry_delay(std::uint16_t status) { return status >> 11 & 3U; }
 inline constexpr std::uint16_t status_code(std::uint16_t status) { return status & 0x7ff; }
 std::string status_text(std::uint16_t status);
 
@@ -119,6 +123,7 @@ struct ControllerData {
   std::uint32_t namespaces, in_capsule_units, response_units;  // of 16 bytes, with the command's 64
   bool volatile_write_cache, data_by_pointer;                  // by_pointer: by SGL, as everything over TCP
   std::uint16_t controller;
+  std::array<std::uint16_t, 3> retry_delays;  // of 100 ms; 0: none
 };
 ControllerData load_controller(std::span<const std::byte, kIdentifyBytes> data);
 

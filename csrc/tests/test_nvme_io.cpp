@@ -359,10 +359,10 @@ TEST(a_flush_has_a_queue_too) {
   Server server;
   const Opened opened(options_for(server));
   std::vector<std::thread> threads;
-  for (int i = 0; i < 3; ++i) threads.emplace_back([&] { opened.controller->flush(1); });
+  for (int i = 0; i < 3; ++i) threads.emplace_back([&] { flush(*opened.controller, 1); });
   for (auto& thread : threads) thread.join();
   server.drop_connections();
-  opened.controller->flush(1);
+  flush(*opened.controller, 1);
   CHECK_EQUAL(opened.controller->facts().most_data_bytes, 128U << 10);
 }
 

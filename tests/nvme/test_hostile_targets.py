@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,41 @@ def test_a_command_that_fails(
             assert NQN.format(0) in failed.value.text
         assert moves.read(namespace, 512, 4096) == content[512:4608].tobytes()
         assert opened.counters()["reconnects"] == 0
+
+
+@pytest.mark.parametrize("delays", [(0, 0, 0), (1, 0, 3)], ids=["no delays", "delays"])
+def test_a_retry_waits_as_long_as_the_controller_says(
+    target: Target, content: npt.NDArray[np.uint8], delays: tuple[int, int, int]
+) -> None:
+    """The target checks that nothing comes before. Without delays, bits that name one mean nothing."""
+    target.patch("identify1", 128, struct.pack("<3H", *delays))
+    for delay_ms, which in ((300, 3), (0, 2), (100, 1)):
+        target.fault("status", "read", value=0x0006 | which << 11, size=delay_ms)
+    target.fault("status", "flush", value=0x0006 | 1 << 11)
+    with controller(target) as opened, requests() as moves:
+        namespace = opened.open_namespace(1)
+        begun = target.stats()["reads"]
+        assert moves.read(namespace, 0, 4096) == content[:4096].tobytes()
+        assert target.stats()["reads"] == begun + 1
+        opened.flush(1)
+        counters = opened.counters()
+        assert counters["retries"] == 4 and counters["reconnects"] == 0
+        assert target.armed() == 0
+    assert target.violations() == []
+
+
+def test_closing_ends_a_wait_for_a_retry(target: Target) -> None:
+    """A minute, which the controller asks for, is not waited for."""
+    target.patch("identify1", 128, struct.pack("<3H", 600, 0, 0))
+    target.fault("status", "read", count=-1, value=0x0006 | 1 << 11, size=60_000)
+    memory, _ = guarded(PART)
+    with requests() as moves:
+        with controller(target) as opened:
+            namespace = opened.open_namespace(1)
+            tokens = moves.begin("read", namespace, [0], [memory])
+            while opened.counters()["retries"] == 0:
+                time.sleep(0.001)
+        assert moves.errors(tokens) == [errno.ESHUTDOWN]
 
 
 def test_an_error_after_half_of_the_data(target: Target, content: npt.NDArray[np.uint8]) -> None:

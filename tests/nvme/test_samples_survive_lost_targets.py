@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,8 +19,11 @@ import pytest
 from penstock import cli
 from penstock.errors import SampleError
 from penstock.samples import Store, mount, upload, verify
+from penstock.samples.remote.upload import Upload, local_store, upload_to
+from penstock.storage.nvme import Namespace
+from penstock.storage.nvme.url import parse_url
 from tests.support.nvme_target.process import Target
-from tests.support.remote_stores import image_of, serving, url_of
+from tests.support.remote_stores import MIB, TIMEOUT_S, image_of, serving, url_of
 from tests.support.sample_stores import epoch, some_samples
 from tests.support.stores import extract_namespace, read_store, write_store
 
@@ -174,6 +178,46 @@ def test_a_killed_upload_goes_on(tmp_path: Path, how: int, capfd: pytest.Capture
                 data for _, data in samples[::100]
             ]
         assert verify(url).sound
+
+
+@pytest.mark.slow
+def test_an_upload_that_was_killed_at_any_write_goes_on(tmp_path: Path) -> None:
+    """Of the superblock, an extent, a note or the table: the target swallows that write, the uploader waits
+    for its answer and is killed. What it had noted is not written again."""
+    samples = [(f"{index}", os.urandom(40_000)) for index in range(120)]
+    write_fast(tmp_path / "store", samples)
+    local = local_store(tmp_path / "store")
+
+    def run(url: str) -> Upload:
+        with Namespace(parse_url(url), TIMEOUT_S) as namespace:
+            return upload_to(namespace, url, local, extent_bytes=MIB)
+
+    (tmp_path / "first").mkdir()
+    with serving(tmp_path / "first") as target:
+        begun = target.stats()["writes"]
+        run(url_of(target))
+        writes = target.stats()["writes"] - begun
+    left_bytes = []
+    for number in sorted({*range(0, writes, writes // 6), writes - 1}):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        with serving(folder) as target:
+            url = url_of(target)
+            target.fault("drop", "write", after=number)
+            uploader = multiprocessing.get_context("fork").Process(target=run, args=[url], daemon=True)
+            uploader.start()
+            deadline_s = time.monotonic() + 60
+            while target.armed() and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+            uploader.kill()
+            uploader.join()
+            assert uploader.exitcode == -signal.SIGKILL
+            left_bytes.append(run(url).written_bytes)
+        (extracted,) = extract_namespace(image_of(folder).read_bytes(), folder / "out")
+        assert read_store(extracted) == samples
+    assert left_bytes == sorted(left_bytes, reverse=True)
+    assert left_bytes[0] == sum(local.sizes.values()) and left_bytes[-1] == 0
+    assert any(0 < size_bytes < left_bytes[0] for size_bytes in left_bytes)
 
 
 def write_fast(folder: Path, samples: list[tuple[str, bytes]]) -> None:

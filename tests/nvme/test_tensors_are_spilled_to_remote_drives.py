@@ -21,6 +21,7 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.samples import upload, verify
 from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.nvme.marker import own_marker
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from tests.support.checked import checked_run
 from tests.support.nvme_target.process import Target
@@ -241,6 +242,26 @@ def test_a_process_that_was_killed_keeps_nobody_off(target: Target) -> None:
     assert killed.returncode == -9
     with SpillSpace(url_of(target)) as space:
         there_and_back(space, MIB, 0)
+
+
+def test_what_a_dead_machine_has_left_is_taken_over_when_asked(target: Target, tmp_path: Path) -> None:
+    """Not by itself, nor from a run that goes on here, nor anything that is no run's."""
+    image = image_of(tmp_path)
+    dead = own_marker()._replace(place=bytes(16), host="gone").encoded()
+    url = url_of(target, options="&takeover=1")
+    with open(image, "r+b") as file:
+        file.write(dead)
+    with pytest.raises(SpillError, match=r"on gone, which has not said that it has ended.*add &takeover=1"):
+        SpillSpace(url_of(target))
+    assert image.read_bytes().startswith(dead)
+    with SpillSpace(url) as space:
+        there_and_back(space, MIB, 0)
+        with pytest.raises(SpillError, match=rf"process {os.getpid()} on .*, which runs"):
+            SpillSpace(url)
+    with open(image, "r+b") as file:
+        file.write(b"data")
+    with pytest.raises(SpillError, match="would destroy what lies there"):
+        SpillSpace(url)
 
 
 def test_small_namespaces_say_so(tmp_path: Path) -> None:

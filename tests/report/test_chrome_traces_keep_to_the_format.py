@@ -20,6 +20,7 @@ from penstock import cli
 from penstock.core.chrome_trace import chrome_trace
 from penstock.core.hardware import LINKS
 from penstock.core.timeline import Sample, Span, Stall, Timeline
+from tests.support.trace_processor import trace_processor
 from tests.support.traces import gpt
 
 Events = list[dict[str, Any]]
@@ -69,7 +70,8 @@ def assert_holds(events: Events, timeline: Timeline) -> None:
     for stream in ("compute", *LINKS):
         spans = [span for span in timeline.spans if span.stream == stream]
         found = of(events, stream)
-        assert sorted(event["name"] for event in found) == sorted(span.label for span in spans)
+        labels = [span.label.replace("\\", "\u2216") for span in spans]  # which Perfetto cannot read
+        assert sorted(event["name"] for event in found) == sorted(labels)
         busy_us = sum(event["dur"] for event in found)
         assert busy_us == pytest.approx(timeline.busy_s(stream) * 1e6, abs=1e-3 * (len(spans) + 1))
         assert sum(event["args"].get("bytes", 0) for event in found) == timeline.moved_bytes(stream)
@@ -109,6 +111,61 @@ def test_predicted_and_measured_stand_in_one_file(slow: penstock.Hardware, tmp_p
     assert_holds(found["penstock, measured"], measured)
     begins = {event["ts"] for events in found.values() for event in of(events, "step")}
     assert begins == {1000.0}, "both steps begin together, after the copy that was under way before"
+
+
+def test_perfetto_shows_all_of_it(slow: penstock.Hardware, tmp_path: Path) -> None:
+    """Its trace processor finds the slices in place, none inside another, the counters, and no fault."""
+    _, _, timeline = predicted(slow)
+    odd = [
+        Span("disk_write", -2e-3, -1e-3, 'quotes " and \n and \\', 3, 1 << 50),
+        Span("disk_write", -1.5e-3, 1e-3, "Grüße, 重み", 4, 5),
+        Span("disk_write", -1e-3, -1e-3, "no time", -1, 6),
+    ]
+    measured = replace(timeline, source="measured", spans=(*odd, *timeline.spans))
+    shown = {"penstock, predicted": timeline, "penstock, measured": measured}
+    timeline.save_chrome_trace(tmp_path / "step.json.gz", measured)
+    faults, tracks, main, slices, counters = trace_processor(
+        tmp_path / "step.json.gz",
+        "select name, value from stats where severity <> 'info' and value > 0",
+        """select process.name as process, thread.name from thread join process using (upid)
+        where thread.name is not null""",
+        "select name from thread where is_main_thread and name is not null",
+        """select process.name as process, thread.name as thread, s.name, ts, dur, depth,
+          extract_arg(s.arg_set_id, 'args.bytes')
+        from slice s join thread_track t on s.track_id = t.id
+        join thread using (utid) join process using (upid)
+        where s.category in ('compute', 'device_to_host', 'host_to_device', 'disk_write', 'disk_read')""",
+        """select process.name as process, t.name, ts, value from counter c
+        join process_counter_track t on c.track_id = t.id join process using (upid)""",
+    )
+    assert not faults
+    links = {"compute", "disk read", "disk write", "step", "stalls"}
+    assert set(tracks) == {(process, link) for process in shown for link in links} | {
+        ("penstock, measured", "disk write (2)")
+    }
+    assert main == [("step",), ("step",)]
+    origin_ns = -round(odd[0].start_s * 1e9)
+    expected = [
+        (
+            process,
+            span.stream.replace("_", " "),
+            span.label.replace("\\", "\u2216").replace("\n", " "),
+            origin_ns + round(span.start_s * 1e9),
+            round(span.end_s * 1e9) - round(span.start_s * 1e9),
+            0,
+            span.size_bytes or None,
+        )
+        for process, timeline in shown.items()
+        for span in timeline.spans
+    ]
+    seen = [(process, track.removesuffix(" (2)"), *rest) for process, track, *rest in slices]
+    assert sorted(seen, key=str) == sorted(expected, key=str)
+    assert sorted(counters) == sorted(
+        (process, f"{tier} memory bytes", origin_ns + round(sample.time_s * 1e9), sample.size_bytes)
+        for process, timeline in shown.items()
+        for tier, samples in timeline.memory.items()
+        for sample in samples
+    )
 
 
 times_s = st.floats(-1e-3, 100, allow_nan=False)

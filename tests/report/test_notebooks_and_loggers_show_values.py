@@ -11,7 +11,7 @@ from pathlib import Path
 import penstock
 from penstock import samples
 from penstock.samples.reader.batch import SHOWN
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_rate, format_seconds
 from tests.support.traces import gpt
 
 NASTY = "</td><script>alert('&amp;')</script>\udcff"
@@ -48,7 +48,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def test_a_trace_and_a_plan(hardware: penstock.Hardware) -> None:
+def test_a_trace_a_plan_a_timeline_and_a_machine(hardware: penstock.Hardware) -> None:
     trace = replace(gpt(), notes={NASTY: NASTY})
     page = Page(trace._repr_html_())
     assert format_seconds(trace.ideal_s) in page.text
@@ -65,6 +65,21 @@ def test_a_trace_and_a_plan(hardware: penstock.Hardware) -> None:
     assert rows["predicted step"] == [format_seconds(plan.predicted_s)]
     assert rows["evictions"] == [f"{len(plan.evictions)} to disk"] and plan.evictions
     assert rows["device budget"] == [format_bytes(plan.device_budget_bytes)]
+
+    timeline = penstock.simulate(trace, plan, hardware)
+    page = Page(timeline._repr_html_())
+    assert page.text == "penstock timeline, simulated"
+    rows = {name: rest for name, *rest in page.rows}
+    assert rows["step"] == [format_seconds(timeline.iteration_s), ""]
+    moved = format_seconds(timeline.busy_s("disk_write")), format_bytes(timeline.moved_bytes("disk_write"))
+    assert rows["disk write"] == [*moved]
+    assert rows["peak, device"] == ["", format_bytes(timeline.peak_bytes)]
+
+    page = Page(replace(hardware, name=NASTY)._repr_html_())
+    assert page.text == f"penstock hardware: {SHOWN_NASTY}"
+    rows = {name: rest for name, *rest in page.rows}
+    assert rows["device"] == [format_bytes(hardware.device_bytes)]
+    assert rows["disk read"] == [format_rate(hardware.disk_read_bytes_per_s)]
 
 
 def test_a_batch(tmp_path: Path) -> None:

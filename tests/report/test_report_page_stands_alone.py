@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -70,7 +72,8 @@ def own_markup(text: str) -> str:
 def test_nothing_is_fetched(written: str) -> None:
     assert "default-src 'none'" in written
     markup = own_markup(written)
-    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest""", markup)
+    asks = r"""(src|href)\s*=(?!"data:application/gzip;base64,)|@import|url\(|fetch\(|XMLHttpRequest"""
+    assert not re.search(asks, markup)
 
 
 def test_names_stay_names(written: str) -> None:
@@ -103,6 +106,17 @@ def test_every_bar_group_has_its_trace(written: str) -> None:
     rows = embedded(written, "data")["rows"]
     expected = {f"{place}.{group}" for place, row in enumerate(rows) for group in range(len(row["colours"]))}
     assert expected <= names and {"weight", "activation", "measured", "everything in memory"} <= names
+
+
+def test_the_page_has_the_trace_for_perfetto(
+    written: str, trace: penstock.Trace, plan: penstock.Plan, machine: penstock.Hardware, tmp_path: Path
+) -> None:
+    found = re.search(r'<a download="step.json.gz" href="data:application/gzip;base64,([^"]+)">', written)
+    assert found is not None
+    predicted = penstock.simulate(trace, plan, machine)
+    measured = penstock.simulate(trace.scaled(1.1), plan, machine)
+    predicted.save_chrome_trace(tmp_path / "step.json", measured)
+    assert gzip.decompress(base64.b64decode(found[1])) == (tmp_path / "step.json").read_bytes()
 
 
 def test_policies_and_measured_are_shown(written: str) -> None:

@@ -29,6 +29,7 @@ urls = st.builds(
     data_digest=st.booleans(),
     queues=st.integers(1, 64),
     depth=st.integers(1, 1023),
+    takeover=st.booleans(),
     host_nqn=st.none() | names,
     fragment=st.just("") | names,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -137,7 +136,3 @@ def guarded(size: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
 def guards_hold(memory: npt.NDArray[np.uint8], whole: npt.NDArray[np.uint8]) -> bool:
     begin = memory.ctypes.data - whole.ctypes.data
     return bool((whole[:begin] == 0xA5).all() and (whole[begin + memory.size :] == 0xA5).all())
-
-
-def threads_of_this_process() -> int:
-    return len(os.listdir("/proc/self/task"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,7 +47,3 @@ def serving(
 
 def url_of(target: Target, number: int = 0, options: str = "", *, namespace: int = 1) -> str:
     return f"nvme+tcp://{target.address}:{target.port}/{NQN.format(number)}?ns={namespace}{options}"
-
-
-def urls_of(target: Target, numbers: Sequence[int]) -> list[str]:
-    return [url_of(target, number) for number in numbers]

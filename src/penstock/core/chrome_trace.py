@@ -47,19 +47,19 @@ def _events(timeline: Timeline, process: int, origin_ns: int) -> Iterator[Event]
     tracks = [("step", [step]), ("stalls", stalls)]
     for stream in ("compute", *LINKS):
         tracks.append((stream, [span for span in timeline.spans if span.stream == stream]))
-    thread = 0
+    thread = 0  # the step's has the number of the process: to Perfetto it is the main one, and stands first
     for title, spans in tracks:
         for number, lane in enumerate(_lanes(spans), start=1):
-            thread += 1
-            shown = title.replace("_", " ") + (f" {number}" if number > 1 else "")
-            place = {"pid": process, "tid": thread}
+            shown = title.replace("_", " ") + (f" ({number})" if number > 1 else "")
+            place = {"pid": process, "tid": 1000 * process + thread if thread else process}
             yield {"ph": "M", "name": "thread_name", **place, "args": {"name": shown}}
             yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
+            thread += 1
             for span in lane:
                 start_ns, end_ns = _ns(span.start_s), _ns(span.end_s)
                 yield {
                     "ph": "X",
-                    "name": span.label,
+                    "name": _shown(span.label),
                     "cat": title,
                     "ts": (start_ns - origin_ns) / 1000,
                     "dur": (end_ns - start_ns) / 1000,
@@ -77,6 +77,14 @@ def _arguments(span: Span) -> dict[str, int]:
     of_tensor = span.stream in LINKS or span.label.startswith(("compress ", "expand "))
     index = {"tensor" if of_tensor else "kernel": span.index} if span.index >= 0 else {}
     return {**index, "bytes": span.size_bytes} if span.size_bytes else index
+
+
+def _shown(name: str) -> str:
+    """Perfetto undoes no escapes of JSON but that of a quote, and refuses a file where a name ends in a
+    backslash: what would be escaped is replaced."""
+    if name.isprintable() and "\\" not in name:
+        return name
+    return "".join("\u2216" if each == "\\" else each if each.isprintable() else " " for each in name)
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.core import files
 from penstock.core.columns import LOSSY
+from penstock.core.tables import html_table
 from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_rate
@@ -101,6 +102,16 @@ class Hardware:
 
     def __repr__(self) -> str:
         return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        rows = [(tier, format_bytes(size)) for tier in TIERS if (size := self.capacity_bytes(tier))]
+        rows += [
+            (link.replace("_", " "), format_rate(rate))
+            for link in LINKS
+            if (rate := self.rate_bytes_per_s(link))
+        ]
+        return html_table(rows, title=f"penstock hardware: {self.name or 'without a name'}")
 
     def codec_rates(self, codec: str) -> tuple[float, float]:
         """Uncompressed bytes per second that the device turns into the codec, and back. Raises

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.core import files
+from penstock.core.tables import html_table
 from penstock.units import format_bytes, format_seconds
 
 
@@ -81,6 +83,27 @@ class Timeline:
             f"{format_seconds(self.stall_s)}, peak {format_bytes(self.peak_bytes)}, "
             f"evicted {format_bytes(self.evicted_bytes)}>"
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        stalls_s: defaultdict[str, float] = defaultdict(float)
+        for stall in self.stalls:
+            stalls_s[stall.cause] += stall.end_s - stall.start_s
+        moved_bytes: defaultdict[str, int] = defaultdict(int)
+        for span in self.spans:
+            moved_bytes[span.stream] += span.size_bytes
+        rows = [("step", format_seconds(self.iteration_s), "")]
+        rows += [(f"stalls for {cause}", format_seconds(took_s), "") for cause, took_s in stalls_s.items()]
+        rows += [
+            (
+                stream.replace("_", " "),
+                format_seconds(self.busy_s(stream)),
+                format_bytes(size) if size else "",
+            )
+            for stream, size in moved_bytes.items()
+        ]
+        rows += [(f"peak, {tier}", "", format_bytes(self.tier_peak_bytes(tier))) for tier in self.memory]
+        return html_table(rows, ("", "time", "bytes"), f"penstock timeline, {self.source}")
 
     @property
     def peak_bytes(self) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from penstock.core.chrome_trace import chrome_trace
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -80,6 +85,7 @@ def page(
         "policies": _policies(policies, summary) if policies else "",
         "measured": _measured(predicted, measured) if measured is not None else "",
         "waits": _waits(trace, predicted),
+        "chrome_trace": _chrome_trace([predicted, measured] if measured is not None else [predicted]),
         "footer": _text(_footer(trace, hardware)),
         "figure": _script(json.loads(chart.to_json())),
         "data": _script(data),
@@ -256,6 +262,17 @@ def _waits(trace: Trace, timeline: Timeline) -> str:
     return (
         f'<section><h2>Where the step waits</h2><p class="faint">{of}, as predicted.</p>'
         f"{_table(titles, lines, words=(2, 3, 4))}</section>"
+    )
+
+
+def _chrome_trace(timelines: Sequence[Timeline]) -> str:
+    """A link that saves what `Timeline.save_chrome_trace` writes. It is in the page: nothing is fetched."""
+    packed = gzip.compress(msgspec.json.encode(chrome_trace(timelines)), mtime=0)
+    data = base64.b64encode(packed).decode()
+    below = ", with the measured one below" if len(timelines) > 1 else ""
+    return (
+        f'<a download="step.json.gz" href="data:application/gzip;base64,{data}">Save the predicted step</a>'
+        f"{below}, and open it at ui.perfetto.dev or chrome://tracing."
     )
 
 

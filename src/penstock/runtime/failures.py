@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -24,14 +23,13 @@ import torch.distributed as dist
 
 from penstock.core.job import attempt
 from penstock.errors import RankFailed
-from penstock.runtime.ranks import shared_store
+from penstock.runtime.ranks import shared_store, wait_until
 
 logger = logging.getLogger("penstock")
 
 # A process that ends closes its connections a moment before others see that it has ended.
 _LOOK_S = 5.0
 _LEAVE_S = 2.0  # most that the store's keeper waits until the others have looked
-_POLL_S = 0.02
 
 _OF_A_GROUP = re.compile("gloo|nccl|process ?group", re.IGNORECASE)
 
@@ -91,20 +89,17 @@ class Job:
 
     def cause(self, wait_s: float) -> Cause | None:
         """The rank that failed first, as soon as that is known; None: it is not, after so many seconds."""
-        deadline_s = time.monotonic() + wait_s
         try:
-            while self._cause is None:
-                self._cause = self._known() or self._found()
-                if self._cause is not None:
-                    self._leave()
-                elif time.monotonic() > deadline_s:
-                    break
-                else:
-                    time.sleep(_POLL_S)
+            if self._cause is None and wait_until(self._finds_cause, wait_s):
+                self._leave()
         except RuntimeError:
             if self._cause is None and self.rank != 0 and not _agent_keeps_store():
                 self._cause = Cause(0, _KEEPER_ENDED)
         return self._cause
+
+    def _finds_cause(self) -> bool:
+        self._cause = self._known() or self._found()
+        return self._cause is not None
 
     def without(self, cause: Cause) -> str:
         return f"rank {self.rank} cannot go on: rank {cause.rank} failed: {cause.why}"
@@ -144,12 +139,10 @@ class Job:
 
     def _leave(self) -> None:
         """Where the store ends with this process, wait a little until the others have looked."""
-        looked = self.store.add(f"{self._prefix}/looked", 1)
-        deadline_s = time.monotonic() + _LEAVE_S
+        key = f"{self._prefix}/looked"
+        self.store.add(key, 1)
         if self.rank == 0 and not _agent_keeps_store():
-            while looked < self._world - 1 and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-                looked = self.store.add(f"{self._prefix}/looked", 0)
+            wait_until(lambda: self.store.add(key, 0) >= self._world - 1, _LEAVE_S)
 
     def end(self) -> None:
         """SIGTERM has come. torchrun sends it to all where one rank fails."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,11 +29,9 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
 from penstock.runtime.collectives import collective_kernels
-from penstock.runtime.ranks import WAIT_S, shared_store
+from penstock.runtime.ranks import WAIT_S, shared_store, wait_until
 
 logger = logging.getLogger("penstock")
-
-_LEAST_POLL_S, _MOST_POLL_S = 1e-3, 0.1
 
 _runs = itertools.count()
 
@@ -147,7 +144,7 @@ class Joint:
                 self._store.set(self._key, files.encoded(Agreed(self._step, error=str(error))))
                 raise
             return self._tell(self._key, self._trace, hardware, plan)
-        if not _wait(self._store, [self._key], limit_s):
+        if not wait_until(lambda: self._store.check([self._key]), limit_s):
             return None
         return self._read(self._key)
 
@@ -219,7 +216,7 @@ class JointPlanning:
             self._store.set(f"{key}/recorded/{self._rank}", files.encoded(said))
             self._store.set(f"{key}/step/{self._rank}", step)
             steps = [f"{key}/step/{rank}" for rank in ranks]
-            if not _wait(self._store, steps, WAIT_S):
+            if not wait_until(lambda: self._store.check(steps), WAIT_S):
                 self._end(f"not all of {self._ranks} recorded a step within {WAIT_S:.0f} s")
                 return None
             alike = [rank for rank in ranks if self._store.get(steps[rank]).decode() == step]
@@ -254,16 +251,3 @@ def with_ranks(options: str) -> JointPlanning | None:
     """The ranks of the process group; None where there is none, or one rank."""
     store = shared_store()
     return None if store is None else JointPlanning(store, options)
-
-
-def _wait(store: Any, keys: list[str], limit_s: float) -> bool:
-    """Until the keys are there; False: they do not come. The store is asked again and again: a wait in it
-    would keep other threads from it."""
-    deadline_s = time.monotonic() + limit_s
-    pause_s = _LEAST_POLL_S
-    while not store.check(keys):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, _MOST_POLL_S)
-    return True

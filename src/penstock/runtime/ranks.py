@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
@@ -20,7 +21,7 @@ logger = logging.getLogger("penstock")
 
 # Processes of one job begin at about the same time. They wait so long for each other.
 WAIT_S = 30.0
-_POLL_S = 0.01
+_LONGEST_PAUSE_S = 0.05
 
 _meetings = itertools.count()
 
@@ -70,18 +71,26 @@ def meet(processes: int) -> bool:
         return False
     store = torch.distributed.distributed_c10d._get_default_store()
     key = f"penstock/meet/{attempt()}/{socket.gethostname()}/{next(_meetings)}"
-    here = store.add(key, 1)
-    deadline_s = time.monotonic() + WAIT_S
-    while here < processes:
+    store.add(key, 1)
+    if wait_until(lambda: store.add(key, 0) >= processes, WAIT_S):
+        return True
+    logger.warning(
+        "%d of %d processes on this machine called penstock.offload within %.0f s: links are measured "
+        "without the others, which share them",
+        store.add(key, 0),
+        processes,
+        WAIT_S,
+    )
+    return False
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
+    """Whether it is so within the limit. It is asked again and again, at least once: a wait in a store would
+    keep other threads from it."""
+    deadline_s, pause_s = time.monotonic() + limit_s, 1e-3
+    while not is_so():
         if time.monotonic() > deadline_s:
-            logger.warning(
-                "%d of %d processes on this machine called penstock.offload within %.0f s: links are "
-                "measured without the others, which share them",
-                here,
-                processes,
-                WAIT_S,
-            )
             return False
-        time.sleep(_POLL_S)
-        here = store.add(key, 0)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
     return True

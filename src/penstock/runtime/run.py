@@ -347,9 +347,8 @@ class Offload:
         self._resident_before_bytes = resident.resident_bytes() - (
             _bytes_of(model, optimizer) if on_cpu else 0
         )
-        machine = hardware
-        if machine is None and remote is not None:  # before the run has it, to itself
-            machine = _measured(spill_dirs, self._device_name, self._processes)
+        # Before the run has the spill space: a namespace is one run's alone.
+        machine = hardware or _probe_together(spill_dirs, self._device_name, self._processes)
         self._spill = SpillSpace(
             spill_dirs,
             SpillOptions(
@@ -365,7 +364,6 @@ class Offload:
         )
         self._device: Device
         try:
-            machine = machine or _measured(spill_dirs, self._device_name, self._processes)
             host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
             self._device, host_tier_bytes = _make_device(
                 self._device_name,
@@ -799,7 +797,7 @@ class Offload:
         )
 
 
-def _measured(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
+def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
     """The machine as this process gets it, where each of them uses its links at the same time."""
     together = ranks.meet(processes)
     machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)

@@ -137,7 +137,7 @@ class SpillNamespace:
             )
         head = bytearray(HEAD_BYTES)
         namespace.read_into(0, memoryview(head))
-        if (obstacle := in_the_way(head)) is not None:
+        if (obstacle := in_the_way(head, self.place.takeover)) is not None:
             raise SpillError(
                 f"tensors are not spilled to {self.place}: that would destroy what lies there, {obstacle}. "
                 "Use an empty namespace; if nobody needs this one, clear its first "

@@ -204,6 +204,8 @@ struct Controller {
   bool shut_down = false, expired = false;
   std::set<u16> queue_ids;
   std::set<Connection*> connections;
+  bool delays_retries = false;                   // the host has said that it keeps to delays
+  std::map<std::pair<u8, u64>, u64> not_before;  // by opcode and block: when it may be tried again, in ns
 };
 
 struct Fault {
@@ -264,7 +266,7 @@ enum Status : u16 {  // type << 8 | code
   kOk = 0, kInvalidOpcode = 1, kInvalidField = 2, kInternal = 6, kInvalidNamespace = 0x0B, kSequence = 0x0C,
   kOutOfRange = 0x80, kWriteProtected = 0x20, kConnectBusy = 0x181, kConnectInvalid = 0x182, kInvalidHost = 0x184
 };
-constexpr u16 kDnr = 0x4000;  // of a status
+constexpr u16 kDnr = 0x4000, kRetryDelay = 0x1800;  // of a status
 constexpr const char* kDiscoveryNqn = "nqn.2014-08.org.nvmexpress.discovery";
 constexpr std::size_t kSqe = 64;
 
@@ -507,7 +509,7 @@ struct Connection : std::enable_shared_from_this<Connection> {
 
   bool fabrics(const u8* sqe, const u8* data, std::size_t data_bytes);
   bool connect(const u8* sqe, const u8* data, std::size_t data_bytes);
-  bool admin(const u8* sqe);
+  bool admin(const u8* sqe, const u8* data, std::size_t data_bytes);
   bool transfer(const u8* sqe, const u8* data, std::size_t data_bytes);
   std::vector<u8> identify(u8 cns, u32 nsid, bool& known);
   std::vector<u8> discovery_log();
@@ -912,8 +914,7 @@ bool Connection::take_command(const u8* pdu, const u8* data, std::size_t data_by
   }
   if (opcode == 0x7F) return fabrics(sqe, data, data_bytes);
   if (qid == 0) {
-    if (data_bytes) violation("data in the capsule of admin command " + std::to_string(opcode));
-    return admin(sqe);
+    return admin(sqe, data, data_bytes);
   }
   return transfer(sqe, data, data_bytes);
 }
@@ -1202,7 +1203,7 @@ std::vector<u8> Connection::discovery_log() {
   return log;
 }
 
-bool Connection::admin(const u8* sqe) {
+bool Connection::admin(const u8* sqe, const u8* data, std::size_t data_bytes) {
   const u8 opcode = sqe[0];
   const u16 cid = load<u16>(sqe + 2);
   const u32 nsid = load<u32>(sqe + 4), cdw10 = load<u32>(sqe + 40), cdw11 = load<u32>(sqe + 44);
@@ -1217,6 +1218,8 @@ bool Connection::admin(const u8* sqe) {
   const u32 length = load<u32>(sqe + 32);
   if (has_data && (sqe[39] != 0x5A || load<u64>(sqe + 24))) violation("admin command: the SGL of its data");
   const bool discovery = !controller->subsystem;
+  const bool behavior = opcode == 9 && (cdw10 & 255) == 0x16;
+  if (data_bytes != (behavior ? 512 : 0)) violation("data in the capsule of admin command " + std::to_string(opcode));
   switch (opcode) {
     case 2: {
       const u64 bytes = ((u64{load<u16>(sqe + 44)} << 16 | cdw10 >> 16) + 1) * 4, offset = load<u64>(sqe + 48);
@@ -1267,6 +1270,12 @@ bool Connection::admin(const u8* sqe) {
         if (!controller->queue_ids.empty() && controller->queue_ids.size() > 1) violation("Number of Queues after an I/O queue");
         controller->queues = granted;
         complete(cid, kOk, (granted - 1) | (granted - 1) << 16);
+      } else if (behavior && data_bytes == 512) {  // its first byte alone is supported: ACRE
+        if (data[0] > 1 || std::any_of(data + 1, data + 512, [](u8 byte) { return byte != 0; }))
+          violation("Host Behavior Support of unknown bits");
+        const std::lock_guard lock(g_mutex);
+        controller->delays_retries = data[0] == 1;
+        complete(cid, kOk);
       } else if ((cdw10 & 255) == 0x0B || (cdw10 & 255) == 0x0F) {
         if ((cdw10 & 255) == 0x0F) controller->kato_ms = cdw11;
         complete(cid, kOk);
@@ -1325,6 +1334,21 @@ bool Connection::transfer(const u8* sqe, const u8* data, std::size_t data_bytes)
   command.cid = cid;
   command.write = opcode == 1;
   command.fault = due_fault(command.write ? "write" : "read");
+  {
+    const std::lock_guard lock(g_mutex);
+    const std::pair key{opcode, load<u64>(sqe + 40)};
+    if (const auto waits = controller->not_before.find(key); waits != controller->not_before.end()) {
+      if (now_ns() < waits->second) violation("a command is tried again before the delay that it was told");
+      controller->not_before.erase(waits);
+    }
+    if (command.fault && command.fault->kind == "status" && command.fault->value & kRetryDelay) {
+      if (controller->delays_retries) {
+        controller->not_before[key] = now_ns() + static_cast<u64>(command.fault->size) * 1'000'000;
+      } else {
+        command.fault->value &= ~std::int64_t{kRetryDelay};
+      }
+    }
+  }
   if (command.fault) {
     bool handled = false;
     if (!misbehave(*command.fault, cid, handled)) return false;
@@ -1656,6 +1680,7 @@ int listen_on(const std::string& address, u16 port) {
 }
 
 // set OPTION NUMBER | fault KIND [op=read after=N count=N value=N size=N qid=N hex=BYTES] | clear
+// (`size` of a status that names a delay of retries: that delay, in milliseconds)
 // patch identify1 OFFSET HEX | resize NQN NSID BLOCKS | identity NQN NSID HEX (16 bytes) | hide NQN | show NQN
 // allow NQN HOSTNQN | drop_connections | listen 0|1 | stats | armed
 std::string control(const std::string& line) {

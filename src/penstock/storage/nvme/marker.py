@@ -75,9 +75,12 @@ def own_marker() -> Marker:
     return Marker(True, os.urandom(16), _place(), process, _started_ticks(process), socket.gethostname())
 
 
-def in_the_way(head: bytes | bytearray) -> str | None:
+def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
     """What forbids to spill to a namespace that begins so, in words; None for nothing: it is empty, or an
-    earlier run's that has ended."""
+    earlier run's that has ended.
+
+    takeover   a run of another machine is held to have ended
+    """
     for offset in STORE_MAGIC_OFFSETS:
         if head[offset : offset + len(STORE_MAGIC)] == STORE_MAGIC:
             return "a sample store"
@@ -90,7 +93,8 @@ def in_the_way(head: bytes | bytearray) -> str | None:
         return None
     run = f"the spill space of process {marker.process} on {marker.host or 'another machine'}"
     if marker.place != _place():
-        return f"{run}, which has not said that it has ended"
+        gone = "has not said that it has ended (if that machine is gone, add &takeover=1 to the URL)"
+        return None if takeover else f"{run}, which {gone}"
     if marker.started_ticks and _started_ticks(marker.process) == marker.started_ticks:
         return f"{run}, which runs"
     return None

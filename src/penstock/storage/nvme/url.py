@@ -7,6 +7,8 @@ hdgst    1: ask for header digests, CRC-32C over what frames the data; 0, the de
 ddgst    1: ask for data digests, CRC-32C over the data; 0, the default: do not
 queues   I/O queues, each a TCP connection; default 1
 depth    commands in flight on each; default 128
+takeover 1: spill to it although a run of another machine, which is gone, has not said that it has ended;
+         0, the default: do not
 hostnqn  the name that this machine gives itself; default: that of /etc/nvme/hostnqn, or one made of its id
 
 A fragment, ``#part-00000-of-00002``, names one of several partitions of a sample store.
@@ -34,7 +36,7 @@ _FORM = f"{SCHEME}://HOST:PORT/NQN?ns=1"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)(.*)", re.DOTALL)
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _HOST6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
-_OPTIONS = ("ns", "hdgst", "ddgst", "queues", "depth", "hostnqn")
+_OPTIONS = ("ns", "hdgst", "ddgst", "queues", "depth", "takeover", "hostnqn")
 _KEPT = ":@!$'()*,;/"  # in an NQN, besides letters, digits and _.-~
 
 
@@ -69,6 +71,7 @@ class Url:
     data_digest: bool = False
     queues: int = 1
     depth: int = 128
+    takeover: bool = False
     host_nqn: str | None = None
     fragment: str = ""
 
@@ -82,6 +85,7 @@ class Url:
         options += ["ddgst=1"] if self.data_digest else []
         options += [f"queues={self.queues}"] if self.queues != 1 else []
         options += [f"depth={self.depth}"] if self.depth != 128 else []
+        options += ["takeover=1"] if self.takeover else []
         options += [] if self.host_nqn is None else [f"hostnqn={quote(self.host_nqn, safe=_KEPT)}"]
         fragment = f"#{quote(self.fragment, safe=_KEPT)}" if self.fragment else ""
         name = quote(self.subsystem_nqn, safe=_KEPT)
@@ -120,6 +124,7 @@ def parse_url(text: str) -> Url:
         namespace=_number("ns", options["ns"], LARGEST_NAMESPACE, refuse),
         header_digest=_switch("hdgst", options, refuse),
         data_digest=_switch("ddgst", options, refuse),
+        takeover=_switch("takeover", options, refuse),
         queues=_number("queues", options.get("queues", "1"), MOST_QUEUES, refuse),
         depth=_number("depth", options.get("depth", "128"), MOST_DEPTH, refuse),
         host_nqn=None if host_nqn is None else _nqn(host_nqn, "hostnqn", refuse),

@@ -1,0 +1,69 @@
+// A flush takes a queue as an Io does, and waits for its end.
+#include "nvme/controller.hpp"
+
+namespace penstock::nvme {
+
+void flush(Controller& controller, std::uint32_t nsid) {
+  controller.require_own_process();
+  const auto& options = controller.options();
+  const auto bell = std::make_shared<Bell>();
+  const auto seat = controller.take_seat([bell] { bell->ring(); });
+  std::unique_ptr<Channel> channel;
+  View view{};
+  const auto leave = [&] {
+    if (channel) controller.give_back(*seat, view.generation, std::move(channel));
+    controller.leave_seat(seat);
+  };
+  const auto take_queue = [&] {
+    const auto until = Clock::now() + seconds(options.reconnect_timeout_s);
+    controller.ask_for_queue(*seat);
+    while (true) {
+      view = controller.look(*seat);
+      if (view.state == View::State::closed) throw Error(Kind::closed, view.why);
+      if (!view.channels.empty()) {
+        channel = std::move(view.channels.front());
+        return;
+      }
+      if (Clock::now() >= until)
+        throw Error(Kind::timeout, view.why.empty() ? options.url() + ": no queue for a flush" : view.why);
+      wait_for(-1, 0, {until, bell.get(), {}, std::chrono::hours(1), true});
+    }
+  };
+  const auto interrupted = [&] {
+    if (!seat->changed.exchange(false)) return;
+    const auto now = controller.look(*seat);
+    if (now.state != View::State::up || now.generation != view.generation)
+      throw Error(Kind::lost, "the association is lost");
+  };
+  Command command;
+  command.entry = nvme::flush(nsid);
+  try {
+    for (int tries = 1;; ++tries) {
+      if (!channel) take_queue();
+      try {
+        const auto until = Clock::now() + seconds(options.command_timeout_s);
+        const auto completion =
+            channel->execute(command, {until, bell.get(), interrupted, std::chrono::hours(1)});
+        if (completion.status == 0) break;
+        if ((completion.status & kDoNotRetry) != 0 || tries == kMostTries)
+          throw Error(status_code(completion.status) == 0x0b ? Kind::name_space : Kind::lost,
+                      options.url() + ": flush of namespace " + std::to_string(nsid) + ": " +
+                          status_text(completion.status));
+        const auto pause = controller.pause_before_retry(completion.status, tries);
+        wait_for(-1, 0, {Clock::now() + pause, bell.get(), {}, std::chrono::hours(1), true});
+      } catch (const Error& error) {
+        if (channel->connection().quiet() && channel->connection().violation().empty()) throw;
+        channel.reset();
+        controller.report_loss(view.generation, error.kind, "flush: " + error.text);
+        if (tries == kMostTries) throw controller.described(error);
+      }
+      ++controller.counters.retries;
+    }
+  } catch (...) {
+    leave();
+    throw;
+  }
+  leave();
+}
+
+}  // namespace penstock::nvme
