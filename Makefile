@@ -108,6 +108,25 @@ bench-ranks: setup
 bench-papers: setup
 	$(BIN)/python benchmarks/papers.py -o out/papers.json
 
+# The site of the documentation, in out/site: it opens from there, or by docs-serve, which follows changes. Needs
+# neither torch nor a compiler, since the reference is read out of the sources, and Python 3.11. Half a minute, most
+# of it to install.
+.PHONY: docs docs-serve
+DOCS := .venv-docs/bin
+DOCS_REQUIREMENTS = import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c '$(DOCS_REQUIREMENTS)' > .venv-docs/requirements.txt
+	PIP_CONSTRAINT=constraints.txt $(DOCS)/python -m pip install --quiet --requirement .venv-docs/requirements.txt
+	touch $@
+
+docs: .venv-docs/.installed
+	PYTHONPATH=tools:src $(DOCS)/zensical build --clean --strict
+
+docs-serve: .venv-docs/.installed
+	PYTHONPATH=tools:src $(DOCS)/zensical serve
+
 # The tests of the C++ parts, for errors of memory and undefined behaviour, and for races. Needs CMake,
 # a C++ compiler with its sanitizers, and no Python.
 sanitize: sanitize-asan sanitize-tsan

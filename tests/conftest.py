@@ -38,7 +38,7 @@ def hardware() -> penstock.Hardware:
 
 
 FOLDERS = (
-    ("checkpoint", "cli", "codecs", "distributed", "gpu", "integrations")
+    ("checkpoint", "cli", "codecs", "distributed", "docs", "gpu", "integrations")
     + ("nvme", "planning", "report", "runtime", "samples", "storage")
 )  # fmt: skip
 

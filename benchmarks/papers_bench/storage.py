@@ -231,7 +231,8 @@ def samples(directory: str, quick: bool, tell: Told) -> Found:
             "share of the ideal of the devices, one client, 16 clients",
             "93.4 %, 88 %",
             "not measured here",
-            "there is one virtual disk and no network; docs/samples.md has the share of one disk's rate",
+            "there is one virtual disk and no network; "
+            "docs/measured/samples.md has the share of one disk's rate",
         ),
         Row(
             "DLFS",

@@ -215,14 +215,6 @@ def test_the_examples_of_the_formats_page_can_be_read(tmp_path: Path) -> None:
     assert timeline.peak_bytes == 200 and timeline.evicted_bytes == 100
 
 
-def test_the_troubleshooting_page_names_every_error() -> None:
-    page = (DOCUMENTS / "troubleshooting.md").read_text(encoding="utf-8")
-    for name in PUBLIC:
-        kind = getattr(penstock, name)
-        if inspect.isclass(kind) and issubclass(kind, penstock.PenstockError):
-            assert f"`{name}`" in page or f"penstock.{name}`" in page
-
-
 # -- imports ---------------------------------------------------------------------------------------
 
 PURE = ("core", "planners", "simulator")

@@ -1,4 +1,4 @@
-"""Of each claim that README and docs/planning.md make about published results, a cell that every clone has.
+"""Of each claim that docs/measured/plans.md makes about published results, a cell that every clone has.
 
 The cells, and what is done in each, are those of `benchmarks/planners.py`. All others need all traces: see
 PENSTOCK_G10_DATA.

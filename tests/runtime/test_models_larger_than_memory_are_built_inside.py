@@ -56,3 +56,22 @@ def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
         assert report.moved_bytes_by_kind["weight"] > 0
     assert differences(expected, bits(model.parameters())) == [], "after the run they are read where they are"
     iterate(model, optimizer, 8)  # and they train on, without a budget
+
+
+def test_an_optimizer_without_state_is_loaded_inside(tmp_path: Path) -> None:
+    """What is read from a file, which the run cannot move, takes no room of the budget."""
+    model, optimizer = build()
+    iterate(model, optimizer, 0)
+    penstock.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    iterate(model, optimizer, 1)
+    expected = bits(model.parameters())
+
+    with penstock.offload(
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+    ) as run:
+        model, optimizer = build()
+        penstock.load(tmp_path / "saved", into={"model": model, "optimizer": optimizer})
+        with run.step():
+            iterate(model, optimizer, 1)
+        assert differences(expected, bits(model.parameters())) == []
+        assert run.report().peak_bytes <= BUDGET_BYTES

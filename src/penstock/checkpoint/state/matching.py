@@ -148,9 +148,13 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _allocated(saved: Any) -> Any:
-    """``saved`` with new tensors in place of its own."""
+    """``saved`` with new tensors in place of its own.
+
+    No operator sees a tensor of the file: an open run would count its mapped memory, which cannot leave.
+    """
     if isinstance(saved, torch.Tensor):
-        return torch.empty_like(saved, requires_grad=False)
+        alike = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype, device="meta")
+        return torch.empty_like(alike, device=saved.device)
     if isinstance(saved, dict):
         return {key: _allocated(value) for key, value in saved.items()}
     if isinstance(saved, list | tuple) and not isinstance(saved, torch.Size):

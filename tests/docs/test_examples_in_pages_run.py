@@ -1,4 +1,4 @@
-"""The examples of the README do what they say, as they stand."""
+"""The examples of the README, and of pages that say more of the same, do what they say, as they stand."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ import torch
 import penstock
 from penstock import samples
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+ROOT = Path(__file__).parents[2]
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Runs the example that contains a text, with the names that it takes for granted."""
+    """Runs the example of a page that contains a text, with the names that it takes for granted."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     inputs = torch.randn(4, 8, 16)
 
-    def run(part: str, **more: Any) -> dict[str, Any]:
-        (block,) = [block for block in BLOCKS if part in block]
+    def run(page: str, part: str, **more: Any) -> dict[str, Any]:
+        (block,) = [block for block in examples(page) if part in block]
         model = torch.nn.Linear(16, 16)
         names = {
             "torch": torch,
@@ -45,20 +48,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict
 
 
 def test_training(run: Callable[..., dict[str, Any]]) -> None:
-    names = run("for x, y in batches")
+    names = run("README.md", "for x, y in batches")
     saved = penstock.load("model.safetensors")
     assert torch.equal(saved["weight"], names["model"].weight)
+    for page in ("docs/index.md", "docs/training.md"):
+        assert [block for block in examples(page) if "for x, y in batches" in block] == examples("README.md")[
+            :1
+        ]
+
+
+def test_the_readme_has_the_table_of_the_measured_page() -> None:
+    table = re.findall(r"^\|.*$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    measured = (ROOT / "docs" / "measured" / "training.md").read_text(encoding="utf-8")
+    assert table and "\n".join(table) in measured
 
 
 def test_planning(run: Callable[..., dict[str, Any]]) -> None:
     model = torch.nn.Linear(64, 64)
-    names = run("penstock.simulate(", step=lambda: model(torch.ones(8, 64)).sum().backward())
+    names = run("README.md", "penstock.simulate(", step=lambda: model(torch.ones(8, 64)).sum().backward())
     names["run"].close()
     assert names["timeline"].peak_bytes <= 600 << 20
+    (block,) = examples("docs/before-you-run.md")
+    assert block in examples("README.md")
 
 
 def test_checkpoints(run: Callable[..., dict[str, Any]]) -> None:
-    names = run("into=model")
+    names = run("README.md", "into={")
+    assert names["state"]["step"] == 3
+    assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
+    names = run("docs/checkpoints.md", "into=model")
     names["handle"].wait()
     assert names["found"] == {**names["found"], "step": 3} and names["found"]["model"] is names["model"]
 
@@ -72,7 +90,7 @@ def test_samples(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     def decode(sample: Any) -> tuple[torch.Tensor, int]:
         return torch.frombuffer(bytearray(sample.data), dtype=torch.uint8), sample.label
 
-    names = run("samples.Loader(", decode=decode)
+    names = run("README.md", "samples.Loader(", decode=decode)
     assert names["images"].shape == (6, 12) and sorted(names["labels"].tolist()) == [0, 0, 0, 1, 1, 1]
     names["store"].close()
     assert len(samples.mount("photos.store")) == 6
