@@ -110,12 +110,12 @@ std::optional<std::size_t> Arena::occupy(std::size_t owned_bytes, std::size_t me
   while (growth() > 0 && cool_one()) {
   }
   // All that is free is not enough, or lies in parts where whole frames are needed.
-  while (growth() > 0 && held_bytes() + growth() > stats_.limit_bytes) {
-    const auto purged = frames_.purge_grains(held_bytes() + growth() - stats_.limit_bytes);
+  while (growth() > 0 && held_bytes() + growth() > limit_bytes()) {
+    const auto purged = frames_.purge_grains(held_bytes() + growth() - limit_bytes());
     if (purged == 0) break;
     stats_.purged_bytes += purged;
   }
-  const bool roomy = held_bytes() + round_up(growth(), kChunkBytes) <= stats_.limit_bytes;
+  const bool roomy = held_bytes() + round_up(growth(), kChunkBytes) <= limit_bytes();
   const auto give = [&] {
     return large ? frames_.occupy_block(*offset, memory_bytes, roomy) : frames_.occupy(*offset, owned_bytes);
   };
@@ -210,6 +210,7 @@ bool Arena::release(void* address) {
   drop_staging(*block);
   if (block->in_memory) {
     use_.remove(*block);
+    own(*block);
     in_memory_bytes_ -= block->requested_bytes;
     if (block->guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {
       has_memory = false;
@@ -244,8 +245,8 @@ void Arena::note_peaks() {
         std::max(stats_.over_budget_bytes, stats_.peak_in_memory_bytes - stats_.budget_bytes);
   const std::uint64_t resident = held_bytes();
   stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, resident);
-  if (resident > stats_.limit_bytes)
-    stats_.over_limit_bytes = std::max(stats_.over_limit_bytes, resident - stats_.limit_bytes);
+  if (resident > limit_bytes())
+    stats_.over_limit_bytes = std::max(stats_.over_limit_bytes, resident - limit_bytes());
 }
 
 void Arena::count_in(std::size_t requested_bytes) {
@@ -257,7 +258,40 @@ void Arena::set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes) {
   const Lock lock(mutex_);
   stats_.limit_bytes = std::min(limit_bytes, kUnlimited);
   stats_.budget_bytes = in_child_ ? kUnlimited : std::min(budget_bytes, kUnlimited);
-  hold_at_most(stats_.limit_bytes);
+  hold_at_most(this->limit_bytes());
+}
+
+void Arena::disown_all() {
+  const Lock lock(mutex_);
+  for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
+    if (block->foreign) continue;
+    block->foreign = true;
+    in_memory_bytes_ -= block->requested_bytes;
+    stats_.foreign_bytes += block->requested_bytes;
+    foreign_memory_bytes_ += block->memory_bytes;
+  }
+}
+
+void Arena::own(Block& block) {
+  if (!block.foreign) return;
+  block.foreign = false;
+  in_memory_bytes_ += block.requested_bytes;
+  stats_.foreign_bytes -= block.requested_bytes;
+  foreign_memory_bytes_ -= block.memory_bytes;
+}
+
+bool Arena::own(void* address) {
+  const Lock lock(mutex_);
+  auto* block = start(address);
+  if (block == nullptr) return false;
+  own(*block);
+  note_peaks();
+  return true;
+}
+
+void Arena::own_all() {
+  const Lock lock(mutex_);
+  for (auto* block = use_.oldest(); block != nullptr; block = block->newer) own(*block);
 }
 
 bool Arena::set_swap_file(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin) {
@@ -286,6 +320,13 @@ ArenaStats Arena::stats() const {
   stats.resident_bytes = held_bytes();
   stats.swap_used_bytes = swap_.used_bytes();
   return stats;
+}
+
+bool Arena::is_at_rest() const {
+  const Lock lock(mutex_);
+  return stats_.out_bytes == 0 && std::ranges::none_of(blocks_, [](const auto& entry) {
+    return entry.second->guarded || !entry.second->in_memory;
+  });
 }
 
 std::optional<ArenaBlock> Arena::block(const void* address) const {

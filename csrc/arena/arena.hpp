@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -41,7 +42,8 @@ struct ArenaStats {
   std::uint64_t purged_bytes = 0;          // returned to the system so far
   std::uint64_t over_limit_bytes = 0;      // by which peak_resident_bytes exceeded the limit
   std::uint64_t budget_bytes = kUnlimited;  // what in_memory_bytes is kept within
-  std::uint64_t in_memory_bytes = 0;       // as requested, of blocks in memory and of staging areas
+  std::uint64_t in_memory_bytes = 0;       // as requested, of blocks in memory and of staging areas; not foreign ones
+  std::uint64_t foreign_bytes = 0;         // as requested, of blocks that are in memory beside budget and limit
   std::uint64_t peak_in_memory_bytes = 0;  // since reset_peak
   std::uint64_t out_bytes = 0;             // as requested, of the blocks that are out
   std::uint64_t swap_used_bytes = 0;
@@ -88,6 +90,11 @@ class Arena {
   bool release(void* address);
 
   void set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes);
+  // What is in memory now is beside the budget and the limit, and stays; until it is released, or counts after all. A
+  // budget is of what comes after.
+  void disown_all();
+  bool own(void* address);  // false if no block starts there
+  void own_all();
   // False if the present file is in use. See SwapFile.
   bool set_swap_file(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin = 0);
   void trim();
@@ -96,6 +103,8 @@ class Arena {
   // Of stats(), without waiting for anyone.
   std::uint64_t in_memory_bytes() const { return in_memory_bytes_.load(std::memory_order_relaxed); }
   std::optional<ArenaBlock> block(const void* address) const;
+  // Every block is in memory and writable.
+  bool is_at_rest() const;
 
   // Of the calls below, those on a block give kUnknown where none starts at the address.
   // kAsk: of serve_fault.
@@ -114,6 +123,7 @@ class Arena {
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
   int bring_in_moved(std::span<const std::uintptr_t> addresses);
 
+  // Writes are noticed from now on. The caller is about to make a copy: no other one is kept.
   Answer guard(void* address);
   // Brings it in first if it is out.
   Answer unguard(void* address, int* error);
@@ -133,7 +143,8 @@ class Arena {
   // Gives up a copy that is held outside of the arena.
   void let_go(std::shared_ptr<const Copy> copy);
 
-  // Null if there is no room, or the block is not out. With `packed`, the place is for its copy's packed bytes as they
+  // Null if there is no room, the block is not out, or its copy is one that the arena made: what the caller would read
+  // is older. With `packed`, the place is for its copy's packed bytes as they
   // are: then `arrive` makes them its copy, it stays out, and kNo is that it has another one.
   Answer stage(void* address, bool packed, char** staging);
   // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out
@@ -182,6 +193,8 @@ class Arena {
   Block* start(const void* address) const;  // that starts there
   Block* again(std::size_t offset, std::uint64_t serial) const;
   void enter(Block& block, Block* value);
+  void own(Block& block);
+  std::uint64_t limit_bytes() const { return std::min(stats_.limit_bytes + foreign_memory_bytes_, kUnlimited); }
   char* address_of(const Block& block) const { return frames_.base() + block.offset; }
 
   // Addresses.
@@ -250,6 +263,7 @@ class Arena {
   std::size_t events_pending_ = 0;
   std::size_t writes_ = 0;  // to the swap file, under way
   std::size_t reads_ = 0;   // into landings, under way
+  std::uint64_t foreign_memory_bytes_ = 0;
   std::size_t scratch_bytes_ = 0;  // of landings outside of the arena's addresses
   bool in_child_ = false;
   std::atomic<std::uint64_t> in_memory_bytes_{0};  // changed with the lock held

@@ -270,6 +270,7 @@ void bind_arena(nb::module_& module) {
                      return stats.budget_bytes;
                    })
       .def_ro("in_memory_bytes", &ArenaStats::in_memory_bytes)
+      .def_ro("foreign_bytes", &ArenaStats::foreign_bytes)
       .def_ro("peak_in_memory_bytes", &ArenaStats::peak_in_memory_bytes)
       .def_ro("out_bytes", &ArenaStats::out_bytes)
       .def_ro("swap_used_bytes", &ArenaStats::swap_used_bytes)
@@ -293,6 +294,9 @@ void bind_arena(nb::module_& module) {
         arena().set_limits(limit_bytes, budget(budget_bytes));
       },
       nb::arg("limit_bytes"), nb::arg("budget_bytes") = nb::none());
+  module.def("arena_disown_all", [] { arena().disown_all(); });
+  module.def("arena_own_all", [] { arena().own_all(); });
+  module.def("arena_own", [](std::uintptr_t address) { return arena().own(pointer(address)); }, nb::arg("address"));
   module.def("arena_trim", [] { arena().trim(); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("arena_reset_peak", [] { arena().reset_peak(); });
   module.def("arena_stats", [] { return arena().stats(); });
@@ -365,6 +369,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_answer", &answer_question, nb::arg("number"), nb::arg("done"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);
+  module.def("arena_leave_faults", &leave_faults, nb::call_guard<nb::gil_scoped_release>());
   module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });
   module.def("arena_set_fault_timeout", &set_fault_timeout, nb::arg("seconds"));
 }

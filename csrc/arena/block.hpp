@@ -58,6 +58,7 @@ struct Block {
   bool reading = false;   // the arena reads it back
   bool writing = false;   // the arena writes it to the swap file
   bool dirtied = false;   // became writable since that began
+  bool foreign = false;   // in memory since before the budget was set, and beside it
   bool dropped = false;   // out with no copy: its owner computes it again
   std::uint32_t recipes = 0;  // ways to compute dropped blocks that hold only while this one is not written
   std::shared_ptr<const Copy> copy;  // valid: what it holds is what the block holds

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <new>
 
-#include "arena/linkage.hpp"
+#include "arena/handlers.hpp"
 
 namespace penstock {
 
@@ -117,13 +117,11 @@ std::atomic<const Interpreter*> interpreter{nullptr};
 std::atomic<Arena*> served{nullptr};
 std::atomic<bool> in_child{false};
 std::atomic<std::int64_t> timeout_ns{120'000'000'000};
-struct sigaction next_action = {};
 
 // Of a kind that needs no memory at its first use in a thread.
 #define PENSTOCK_STATIC_TLS __attribute__((tls_model("initial-exec")))
 PENSTOCK_STATIC_TLS thread_local bool is_server = false;
 PENSTOCK_STATIC_TLS thread_local bool is_owner = false;
-PENSTOCK_STATIC_TLS thread_local bool handing_over = false;
 PENSTOCK_STATIC_TLS thread_local const void* plain_address = nullptr;
 PENSTOCK_STATIC_TLS thread_local int plain_count = 0;
 PENSTOCK_STATIC_TLS thread_local constinit FaultHistory history;
@@ -158,24 +156,6 @@ bool is_write_access(const void* context) {
 void say(const char* text) {
   // What cannot be said is not said.
   if (write(2, text, std::strlen(text)) < 0) return;
-}
-
-void hand_over(int signal_number, siginfo_t* info, void* context) {
-  const auto action = next_action;
-  // A handler that ends here again knows no other: the system's own is left.
-  if (handing_over || (!(action.sa_flags & SA_SIGINFO) && action.sa_handler == SIG_DFL)) {
-    signal(signal_number, SIG_DFL);
-    // An access that failed fails again; what was sent must be sent again.
-    if (info->si_code <= 0) raise(signal_number);
-    return;
-  }
-  if (!(action.sa_flags & SA_SIGINFO) && action.sa_handler == SIG_IGN) return;
-  handing_over = true;
-  if (action.sa_flags & SA_SIGINFO)
-    action.sa_sigaction(signal_number, info, context);
-  else
-    action.sa_handler(signal_number);
-  handing_over = false;
 }
 
 void say_problem(const char* text) {
@@ -266,29 +246,6 @@ void* serve(void*) {
   return nullptr;
 }
 
-bool install() {
-  struct sigaction action = {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-  sigemptyset(&action.sa_mask);
-  struct sigaction before = {};
-  if (sigaction(SIGSEGV, nullptr, &before) != 0) return false;
-  if ((before.sa_flags & SA_SIGINFO) && before.sa_sigaction == on_fault) return false;
-  next_action = before;
-  return sigaction(SIGSEGV, &action, nullptr) == 0;
-}
-
-// Libraries that set a handler of their own, as torch does in the workers of a DataLoader, get what is not ours.
-int hooked_sigaction(int signal_number, const struct sigaction* action, struct sigaction* before) {
-  struct sigaction now = {};
-  if (signal_number != SIGSEGV || sigaction(SIGSEGV, nullptr, &now) != 0 || !(now.sa_flags & SA_SIGINFO) ||
-      now.sa_sigaction != on_fault)
-    return sigaction(signal_number, action, before);
-  if (before != nullptr) *before = next_action;
-  if (action != nullptr) next_action = *action;
-  return 0;
-}
-
 bool start_thread() {
   sigset_t all, before;
   sigfillset(&all);
@@ -312,17 +269,21 @@ bool serve_faults(Arena& arena) {
   static bool started = false, done = false;
   const std::lock_guard guard(once);
   if (done && served.load() != &arena) return false;
-  if (done) return true;
+  if (done) {
+    own_faults();
+    return is_first();
+  }
   served.store(&arena);
   started = started || start_thread();
-  done = started && install();
-  if (done)
-    for (const auto& slot : find_slots("libtorch_python.so", "sigaction"))
-      write_slot(slot, reinterpret_cast<void*>(hooked_sigaction));
+  done = started && (come_first(on_fault) || is_first());
   return done;
 }
 
-bool own_faults() { return served.load() != nullptr && install(); }
+bool own_faults() { return served.load() != nullptr && come_first(on_fault); }
+
+void leave_faults() {
+  if (served.load() != nullptr && served.load()->is_at_rest()) step_back();
+}
 
 void set_fault_timeout(double seconds) { timeout_ns.store(static_cast<std::int64_t>(seconds * 1e9)); }
 

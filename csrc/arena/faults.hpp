@@ -7,14 +7,17 @@
 
 namespace penstock {
 
-// From now on, for the life of the process: SIGSEGV at an address of the arena is served by a thread of
-// its own, which needs no lock of the program's (the one that waits may hold any). Others go to the
-// handler before, or that torch sets later. False if the system refuses a thread or the handler. The arena is
-// never destroyed.
+// From now on SIGSEGV at an address of the arena is served by a thread of its own, which needs no lock of the
+// program's (the one that waits may hold any). Others go to the handler that the program has set, before or later:
+// see handlers.hpp. False if the system refuses a thread or the handler. The arena is never destroyed.
 bool serve_faults(Arena& arena);
 
 // Puts the handler in front again if another took its place; that one is asked next then. True if so.
 bool own_faults();
+
+// Gives the program its handler back, if all blocks of the arena are in memory and writable. To be called only while
+// none leaves; serve_faults begins again.
+void leave_faults();
 
 // How long an access waits before the handler gives up: 120 s unless told.
 void set_fault_timeout(double seconds);

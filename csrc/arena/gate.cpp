@@ -24,7 +24,7 @@ constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
 bool Arena::fits(std::size_t requested_bytes, std::size_t memory_bytes) const {
   const auto used = held_bytes() - free_bytes();
-  return in_memory_bytes_ + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= stats_.limit_bytes;
+  return in_memory_bytes_ + requested_bytes <= stats_.budget_bytes && used + memory_bytes <= limit_bytes();
 }
 
 // What the block may displace that the thread needs now.
@@ -54,7 +54,7 @@ Block* Arena::victim(Need need, bool memory_wanted, std::int64_t now,
   int lowest = 0;
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     const bool pinned = block->pinned_tick == tick_;
-    if (block->writing || block->holds > 0 || (memory_wanted && !block->large())) continue;
+    if (block->writing || block->foreign || block->holds > 0 || (memory_wanted && !block->large())) continue;
     if (pinned && (memory_wanted || !is_fault(need))) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
@@ -83,7 +83,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
     if (over && !possible && reads_ == 0) {  // let nothing leave for a block that cannot fit
       std::uint64_t may_leave = 0;
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
-        if (block->pinned_tick != tick_ && block->holds == 0) may_leave += block->requested_bytes;
+        if (block->pinned_tick != tick_ && block->holds == 0 && !block->foreign) may_leave += block->requested_bytes;
       for (const auto& [serial, block] : blocks_)
         if (!block->in_memory && block->copy && block->copy->in_memory())
           may_leave += round_up(block->copy->packing.packed_bytes, kPageBytes);

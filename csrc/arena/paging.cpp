@@ -58,7 +58,7 @@ void describe(const Block& block, const char* address, const Segment& segment, i
     std::snprintf(text, text_bytes, "%zu bytes at %p cannot be read back from offset %llu of a namespace: %s",
                   block.requested_bytes, static_cast<const void*>(address),
                   static_cast<unsigned long long>(segment.file_offset),
-                  !found        ? "it is not open in this process; touch tensors in the parent before it forks"
+                  error == ESTALE ? "the process that opened it has ended; touch tensors in the parent before it forks"
                   : why.empty() ? std::strerror(error)
                                 : why.c_str());
     return;
@@ -103,6 +103,9 @@ Arena::Answer Arena::guard(void* address) {
     return Answer::kError;
   block->guarded = block->in_memory;
   block->written = false;
+  // Whoever guards it is about to write a copy, often to the place of the last one: that one counts for nothing while
+  // it is written over. Should the block leave meanwhile, what is written may be anything.
+  if (block->in_memory) block->copy.reset();
   return Answer::kYes;
 }
 
@@ -427,7 +430,7 @@ Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
   auto* block = start(address);
   *staging = nullptr;
   if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory || block->dropped) return Answer::kNo;
+  if (block->in_memory || block->dropped || block->copy->in_swap_file) return Answer::kNo;
   if (packed && (block->copy->in_memory() || block->copy->packing.packed_bytes == 0)) return Answer::kNo;
   if (block->staging.address == nullptr) {
     const auto packed_bytes = round_up(block->copy->packing.packed_bytes, kPageBytes);

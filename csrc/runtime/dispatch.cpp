@@ -405,6 +405,7 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, bool 
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto meet = [&](PyObject* storage) {
+    storages_.bury();  // garbage collection may have freed one whose place this one has taken
     auto* managed = storages_.find(storage);
     if (managed == nullptr) {
       managed = storages_.meet(storage, made);

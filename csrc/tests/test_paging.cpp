@@ -306,6 +306,55 @@ TEST(a_copy_that_cannot_be_read_is_named) {
   close(file);
 }
 
+TEST(a_copy_that_is_written_over_is_none) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file(), swap = unnamed_file();
+  auto* block = allocate(arena, 6 * kMiB);
+  fill(block, 6 * kMiB, 1);
+  CHECK(leave(arena, block, 6 * kMiB, file, 0));
+  int error = 0;
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  // It is copied to the same place again, and leaves while that is under way: what is written there may be of whoever
+  // has its memory by then.
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 10 * kMiB);
+  CHECK(arena.guard(block) == Arena::Answer::kYes);
+  auto* other = allocate(arena, 6 * kMiB);
+  fill(other, 6 * kMiB, 2);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  CHECK_EQUAL(write_fully(-1, file, other, 6 * kMiB, 0), 0);
+  CHECK(arena.release(other));
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  CHECK(holds(block, 6 * kMiB, 1));
+  CHECK(arena.release(block));
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(file);
+  close(swap);
+}
+
+TEST(what_the_arena_has_written_is_not_read_from_an_older_copy) {
+  Arena arena(kReserveBytes);
+  const int file = unnamed_file(), swap = unnamed_file();
+  auto* block = allocate(arena, 6 * kMiB);
+  fill(block, 6 * kMiB, 1);
+  CHECK(leave(arena, block, 6 * kMiB, file, 0));
+  int error = 0;
+  CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);  // as a write to it does
+  fill(block, 6 * kMiB, 2);
+  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, 10 * kMiB);
+  auto* other = allocate(arena, 6 * kMiB);
+  CHECK(state(arena, block) == Arena::State::kOut);
+  arena.set_limits(kUnlimited, 20 * kMiB);
+  CHECK(!come_back(arena, block, 6 * kMiB, file, 0));
+  CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
+  CHECK(holds(block, 6 * kMiB, 2));
+  CHECK(arena.release(block) && arena.release(other));
+  CHECK(arena.set_swap_file(-1, -1, 0));
+  close(file);
+  close(swap);
+}
+
 TEST(threads_allocate_within_a_budget) {
   Arena arena(kReserveBytes);
   const int swap = unnamed_file();

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,44 @@ def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
     ):
         iterate(model, optimizer, 0)
     assert refusal.value.minimum_bytes > 40 << 10
+
+
+def test_small_tensors_that_a_kernel_needs_at_once_are_refused_by_name_of_the_minimum(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    """Nothing is allocated that could be refused: accesses bring them in, which are served in any case."""
+    with penstock.offload(device_budget="40KiB", spill_dir=tmp_path, hardware=hardware) as run:
+        first, second = torch.ones(7680), torch.ones(7680)
+        with pytest.raises(penstock.BudgetTooSmall, match="needs 60") as refusal, run.step():
+            first.add_(second)
+        assert refusal.value.minimum_bytes == 2 * 7680 * 4
+
+
+def test_a_plan_for_more_memory_than_there_is_is_refused_with_its_minimum(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model, optimizer = small_gpt()
+    trace = penstock.trace(lambda: iterate(model, optimizer, 0))
+    plan = penstock.plan(trace, replace(hardware, device_bytes=1 << 30))
+    with pytest.raises(penstock.BudgetTooSmall, match="raise the budget to") as refusal:
+        penstock.offload(
+            device_budget=plan.minimum_bytes - 1, spill_dir=tmp_path, hardware=hardware, plan=plan
+        )
+    assert refusal.value.minimum_bytes == plan.minimum_bytes
+
+
+def test_tensors_from_before_do_not_lend_their_place_to_the_budget(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    with penstock.offload(device_budget="64MiB", spill_dir=tmp_path, hardware=hardware):
+        before = torch.ones(1 << 20)
+    with penstock.offload(
+        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+    ) as run:
+        del before
+        with run.step(), pytest.raises(penstock.BudgetTooSmall) as refusal:
+            torch.ones(1 << 19)
+        assert refusal.value.minimum_bytes == 4 << 19
 
 
 def test_a_budget_below_what_a_kernel_reads_is_refused_with_what_it_needs(

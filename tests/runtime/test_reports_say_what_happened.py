@@ -142,7 +142,7 @@ def test_a_report_is_of_one_kind_of_step(tmp_path: Path, hardware: penstock.Hard
         with pytest.raises(penstock.PenstockError, match="'test'"):
             run.report("test")
     assert run.closed and closing == [False]
-    assert training.ideal_s > evaluation.ideal_s
+    assert training.operators > evaluation.operators
     assert training.operators > evaluation.operators
     assert training.steps == evaluation.steps == 10
     assert training.evicted_bytes > 0 and training.predicted_peak_bytes > evaluation.predicted_peak_bytes

@@ -325,24 +325,103 @@ def test_a_forked_child_reads_what_is_out_and_moves_nothing() -> None:
     assert result.stdout.splitlines() == ["0 ['out', 'out']", "True"], result.stderr
 
 
+# What the system has: {handler, flags, restorer, mask}, by its own call, which nobody can see.
+SYSTEM = """
+        import platform, signal
+        libc = ctypes.CDLL(None)
+        number = {"x86_64": 13, "aarch64": 134}[platform.machine()]
+        def system(action=None):
+            before = (ctypes.c_ulong * 4)()
+            assert libc.syscall(number, int(signal.SIGSEGV), action, before, 8) == 0
+            return before
+"""
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "faulthandler.enable()",
+        "signal.signal(signal.SIGSEGV, signal.SIG_DFL)",
+        "signal.signal(signal.SIGSEGV, lambda *_: None)",
+        "libc.signal(signal.SIGSEGV, None)",
+        "libc.sigaction(signal.SIGSEGV, (ctypes.c_char * 256)(), None)",
+        "libc.__sysv_signal(signal.SIGSEGV, None)",
+    ],
+)
+def test_whoever_sets_a_handler_of_sigsegv_comes_behind_the_arena(sets: str) -> None:
+    result = python(
+        SYSTEM
+        + f"""
+        lease = arena.Lease(1 << 40)
+        served = system()[0]
+        tensor = tensor_of(random_bytes(3 * MIB))
+        assert away.leave(tensor)
+        {sets}
+        assert system()[0] == served
+        assert np.array_equal(tensor.numpy(), random_bytes(3 * MIB))
+        tensor.numpy()[0] ^= 1
+        asked = (ctypes.c_ulong * 32)()
+        libc.sigaction(signal.SIGSEGV, None, asked)
+        lease.close()
+        print(system()[0] == asked[0] != served)
+        with arena.Lease(1 << 40):
+            assert system()[0] == served and not _native.arena_own_faults()
+            assert away.leave(tensor)
+            assert system((ctypes.c_ulong * 4)())[0] == served  # nobody has seen this
+            assert _native.arena_own_faults() and system()[0] == served
+            tensor.numpy()[0] ^= 1
+        print(np.array_equal(tensor.numpy(), random_bytes(3 * MIB)), system()[0])
+    """
+    )
+    assert result.stdout.split() == ["True", "True", "0"], result.stderr
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_faulthandler_and_the_arena_get_along(when: str) -> None:
     result = python(f"""
         if {when == "before"}:
             faulthandler.enable()
         lease = Limits(1 << 40)
-        if {when == "after"}:
-            faulthandler.enable()
-            assert _native.arena_own_faults()
-        assert not _native.arena_own_faults()
         tensor = tensor_of(random_bytes(3 * MIB))
         assert away.leave(tensor)
+        if {when == "after"}:
+            faulthandler.enable()
         print(np.array_equal(tensor.numpy(), random_bytes(3 * MIB)), flush=True)
         ctypes.string_at(0)
     """)
     assert result.stdout.split() == ["True"]
     assert result.returncode == -11
     assert "Segmentation fault" in result.stderr and "string_at" in result.stderr
+
+
+@pytest.mark.parametrize("mask", ["kept", "lost"])
+def test_handlers_that_are_not_python_s_are_called_as_the_system_would(mask: str) -> None:
+    """With what they block, once where they say so, and as often as they jump away."""
+    result = python(
+        SYSTEM
+        + f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        lease = Limits(1 << 40)
+        seen = []
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+            lambda number: seen.append(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        )
+        action = (ctypes.c_ulong * 32)()
+        action[0] = ctypes.cast(handler, ctypes.c_void_p).value
+        action[1] = 1 << (signal.SIGUSR1 - 1)
+        ctypes.cast(action, ctypes.POINTER(ctypes.c_int))[34] = {-(1 << 31) if mask == "lost" else 0}
+        libc.sigaction(signal.SIGSEGV, action, None)
+        signal.raise_signal(signal.SIGSEGV)
+        after = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        print([int(number) for number in seen[0]], len(after), flush=True)
+        signal.raise_signal(signal.SIGSEGV)
+        print(len(seen), flush=True)
+    """
+    )
+    lines = result.stdout.splitlines()
+    assert lines[0] == "[10, 11] 0", result.stderr
+    assert (lines[1:], result.returncode) == (([], -11) if mask == "lost" else (["2"], 0))
 
 
 def test_a_wild_access_still_ends_the_process() -> None:

@@ -90,9 +90,7 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
             f"the device budget of {format_bytes(budget)} exceeds the device, which has "
             f"{format_bytes(hardware.device_bytes)}: lower the budget"
         )
-    needed = minimum_bytes(trace)
-    if budget < needed:
-        raise BudgetTooSmall(_too_small(trace, budget, needed), needed)
+    needed = refuse_below_minimum(trace, budget)
     if problem.compress and not len(trace.tensor_density):
         raise InvalidArgument(
             "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
@@ -125,6 +123,14 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
     return replace(
         draft, predicted_s=predicted_s, lower_bound_s=bound_s, predicted_peak_bytes=timeline.peak_bytes
     )
+
+
+def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
+    """The minimum. Raises BudgetTooSmall where the budget is smaller."""
+    needed = minimum_bytes(trace)
+    if budget_bytes < needed:
+        raise BudgetTooSmall(_too_small(trace, budget_bytes, needed), needed)
+    return needed
 
 
 def require_policy(policy: str) -> None:

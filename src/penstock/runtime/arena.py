@@ -47,7 +47,8 @@ _reason: str | None = None
 class Lease:
     """The arena in use with a budget, until `close`. A context manager.
 
-    Leases add up: the arena is kept inside the sum of the budgets of all that are open.
+    Leases add up: the arena is kept inside the sum of the budgets of all that are open. What is in memory
+    when the first of them opens is beside their budgets, and stays there.
 
     swap   (descriptor for direct I/O or -1, descriptor, most bytes, where these begin) of the file for what
            the arena evicts by itself; it belongs to the caller, and is used while the first lease that gave
@@ -60,11 +61,15 @@ class Lease:
             self.gives_swap: bool = swap is not None and not held
             if swap is not None and self.gives_swap:
                 _native.arena_swap_file(*swap)
+            if not _budgets:
+                _native.arena_disown_all()
             _budgets[self] = budget_bytes
             try:
                 _apply()
             except BaseException:
                 del _budgets[self]
+                if not _budgets:
+                    _native.arena_own_all()
                 if self.gives_swap:
                     _native.arena_swap_file(-1, -1, 0)
                 raise
@@ -90,9 +95,13 @@ class Lease:
         with _lock:
             if _budgets.pop(self, None) is None and _lingering.pop(self, None) is None:
                 return
+            if not _budgets:
+                _native.arena_own_all()
             _apply()
             if self.gives_swap:
                 _native.arena_swap_file(-1, -1, 0)
+            if not _budgets and not _lingering:
+                _native.arena_leave_faults()
 
     def __enter__(self) -> Lease:
         return self

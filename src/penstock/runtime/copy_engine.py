@@ -392,9 +392,8 @@ class CopyEngine:
         dropped = False
         for managed in self.victims():
             if managed.state == RESIDENT and managed.slot is not None:
-                if managed.clean:
-                    managed.clean = False
-                    self._device.will_write(managed)
+                managed.clean = False
+                self._device.will_write(managed)
                 self._device.forget(managed, managed.slot)
                 managed.slot = None
                 dropped = True

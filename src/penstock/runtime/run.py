@@ -35,7 +35,7 @@ from penstock.errors import (
     PenstockError,
     SpillError,
 )
-from penstock.planners import require_policy
+from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
@@ -187,7 +187,8 @@ def offload(
     variants        the first steps measure other algorithms of PyTorch for convolutions, attention and
                     products, and plans may choose them: the report names them. They give other bits
 
-    Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError.
+    Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError, and BudgetTooSmall where
+    the model exists already and its largest tensor does not fit, or ``plan`` is for more memory.
     """
     with failures.told():
         try:
@@ -429,8 +430,9 @@ class Offload:
         kind   a name for this kind of step, such as "evaluation", where there are several: each has a
                plan of its own. None: it is told by the operators that run
 
-        Raises BudgetTooSmall where a kernel's own tensors do not fit, what the storage raises, and RankFailed
-        where a collective fails since another rank has. After an error the next step can be tried.
+        Raises BudgetTooSmall where a kernel's own tensors do not fit (at the end of the first step, where
+        they are small ones that cannot leave and were needed at once), what the storage raises, and
+        RankFailed where a collective fails since another rank has. After an error the next step can be tried.
         """
         if self._closed:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
@@ -588,6 +590,10 @@ class Offload:
             self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
         if self._kinds.record(kind, entry, recording, trace):
             self._spill.save_tables()  # others can use what the first steps taught
+        if (
+            self._device.peak_bytes() > self._budget_bytes
+        ):  # by what cannot leave, and kernels ask for at once
+            refuse_below_minimum(trace, self._budget_bytes)
 
     def _swapped_bytes(self) -> tuple[int, int]:
         """What the arena has moved by itself so far: out of memory, and back. None of it was planned."""

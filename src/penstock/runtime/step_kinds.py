@@ -23,6 +23,7 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
 from penstock.planners import plan as make_plan
+from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
 from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.copy_engine import Moved
@@ -155,12 +156,13 @@ class StepKinds:
         return made
 
     def take(self, plan: Plan) -> None:
-        """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan."""
+        """Follow a plan that the user gave. Raises InvalidArgument, InvalidPlan, BudgetTooSmall."""
         if plan.trace is None:
             raise InvalidArgument(
                 "this plan does not say which step it is for: make it with `penstock plan`, or give "
                 "penstock.plan's own result"
             )
+        refuse_below_minimum(plan.trace, self.hardware.device_bytes)
         if violations := check(plan.trace, plan, self.hardware):
             raise InvalidPlan(violations)
         scheduled = self._scheduled(plan.trace, plan)

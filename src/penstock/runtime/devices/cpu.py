@@ -75,14 +75,11 @@ class CpuDevice:
         self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
         gc.collect()  # what is garbage already is nobody's
         before = arena.stats()
-        self._foreign_bytes = before.in_memory_bytes  # of tensors that this run has not met
-        self._foreign_in_use_bytes = before.in_use_bytes
         self.first_serial = before.serial + 1
         self.memory = _native.DeviceMemory()
         self.memory.in_arena = True
-        self.memory.beside_bytes = -self._foreign_bytes
         self._faults_before = before.faults
-        self._lease = arena.activate(budget_bytes + self._foreign_bytes, spill.swap_file())
+        self._lease = arena.activate(budget_bytes, spill.swap_file())
         self._staging: dict[
             int, tuple[int, bool]
         ] = {}  # by key: where it is read to, and whether it stays packed
@@ -105,8 +102,9 @@ class CpuDevice:
                 managed.gone = True
                 managed.state = AWAY
             else:
-                self._foreign_bytes -= managed.size_bytes
-                self._set_budget()
+                if self.engine is not None:
+                    self.engine.make_room(managed.size_bytes)
+                _native.arena_own(storage.data_ptr())
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
@@ -135,8 +133,8 @@ class CpuDevice:
         return block[2] if block is not None and block[0] == address else 0
 
     def _set_budget(self) -> None:
-        self.memory.beside_bytes = self._fixed_bytes - self._foreign_bytes
-        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0) + self._foreign_bytes)
+        self.memory.beside_bytes = self._fixed_bytes
+        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
 
     def bury(self, managed: ManagedStorage) -> None:
         if managed.fixed:
@@ -305,7 +303,9 @@ class CpuDevice:
         staging = _native.arena_stage(managed.address, packed)
         if staging:
             self._staging[managed.key] = staging, packed
-        return bool(staging)
+            return True
+        self.notice()  # somebody may have touched it, and the arena may have a copy of its own
+        return managed.gone and managed.state == AWAY
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
@@ -491,7 +491,7 @@ class CpuDevice:
                     f"{self.place_text} is full, and nothing can leave memory: a kernel asked for "
                     f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
                 ) from error
-            needed_bytes = max(needed_bytes, stats.refused_at_bytes - self._foreign_bytes + self._fixed_bytes)
+            needed_bytes = max(needed_bytes, stats.refused_at_bytes + self._fixed_bytes)
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
@@ -534,14 +534,15 @@ class CpuDevice:
         return self._peak_bytes
 
     def _note_peak(self) -> None:
-        peak_bytes = arena.stats().peak_in_memory_bytes - self._foreign_bytes + self._fixed_bytes
+        peak_bytes = arena.stats().peak_in_memory_bytes + self._fixed_bytes
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
     def settle(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
         stats = arena.stats()
-        if stats.budget_bytes is not None and stats.in_use_bytes > stats.budget_bytes:
+        own_bytes = stats.in_use_bytes - stats.foreign_bytes
+        if stats.budget_bytes is not None and own_bytes > stats.budget_bytes:
             self._lease.linger()
             return False
         _native.arena_kernel_over()
