@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import penstock
+from penstock.runtime.resident import peak_resident_bytes, reset_peak, resident_bytes
 from tests.support.runs import Bits, bits, state_bits
 from tests.support.trainers import LENGTH, WIDTH, WORDS, check_moved, options, tight
 
@@ -152,6 +154,39 @@ def test_resuming_and_testing(budget: int, tmp_path: Path) -> None:
     callback = Penstock(**options(budget, tmp_path))
     assert resume() == resume(callback)
     assert callback.run is not None and callback.run.report().steps == 9  # of the test
+
+
+def test_checkpoints_are_written_inside_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than the budget, without a copy in memory, and as the Trainer itself reads them."""
+    monkeypatch.setattr("penstock.integrations.lightning.PIECE_BYTES", 1 << 20)
+
+    class Large(Model):
+        def configure_model(self) -> None:
+            if self.network is None:
+                torch.manual_seed(3)
+                self.network = torch.nn.Sequential(
+                    torch.nn.Embedding(WORDS, 1024),
+                    *(torch.nn.Linear(1024, 1024) for _ in range(12)),
+                    torch.nn.Linear(1024, WORDS),
+                )
+
+    class Saved(lightning.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            gc.collect()
+            reset_peak()
+            before = resident_bytes()
+            trainer.save_checkpoint(tmp_path / "large.ckpt")
+            grown.append(peak_resident_bytes() - before)
+
+    grown: list[int] = []
+    module = Large()
+    training = trainer(tmp_path, Saved(), Penstock(**options("48MiB", tmp_path)), max_steps=1)
+    training.fit(module, words())
+    saved = torch.load(tmp_path / "large.ckpt", weights_only=False)
+    assert bits(saved["state_dict"].values()) == bits(module.state_dict().values())
+    size = (tmp_path / "large.ckpt").stat().st_size
+    assert size > 140 << 20 and grown[0] < size // 2
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_training_that_failed_leaves_no_run_open(budget: int, tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import penstock
-from penstock.cli.choices import CACHES, CHUNK_BYTES, DATA_SHEETS, FORMATS, LOSSY, POLICIES
+from penstock.cli.choices import (
+    CACHES,
+    CHUNK_BYTES,
+    DATA_SHEETS,
+    DTYPES,
+    FORMATS,
+    LOSSY,
+    POLICIES,
+    SCHEDULES,
+)
 from penstock.errors import InvalidSize
 from penstock.units import parse_bytes, parse_endurance
 
@@ -45,6 +54,17 @@ than 5 % of the step.
     --disk-rate 3.2GB/s
 """
 
+
+FINETUNE_HELP = """\
+MODEL_DIR has config.json, weights as safetensors files, and a tokenizer, as save_pretrained writes them and a
+hub has them; nothing is downloaded. The text is cut into sequences of --block-size tokens.
+
+  penstock finetune llama/ book.txt --device-budget 2GiB
+  penstock finetune llama/ book.txt --device-budget 1GiB --lora -o adapters
+
+Interrupted or killed, the same command goes on from the latest checkpoint, with the same losses. At the end
+the model is in FOLDER/model, for from_pretrained.
+"""
 
 UPLOAD_HELP = """\
 URL names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All of it
@@ -198,11 +218,64 @@ def parser() -> argparse.ArgumentParser:
     )
     _written(run, "penstock-run", "FOLDER")
 
+    _finetune(names)
     _report(names)
     _whatif(names)
     _checkpoint(names)
     _samples(names)
     return root
+
+
+def _finetune(names: argparse._SubParsersAction[_Parser]) -> None:
+    tune = _command(
+        names,
+        "finetune",
+        "finetune.finetune",
+        "fine-tune a language model on a text inside a budget",
+        FINETUNE_HELP,
+    )
+    tune.add_argument("model", type=Path, metavar="MODEL_DIR", help="see below")
+    tune.add_argument("text", type=Path, metavar="TEXT", help="file with the text, in UTF-8")
+    _budget(tune)
+    _spill_dir(tune, "use")
+    _endurance(tune)
+    _policy(tune)
+    tune.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; default: measure now"
+    )
+    tune.add_argument("--tokenizer", metavar="DIR", help="with a tokenizer, or bytes; default: MODEL_DIR")
+    for name, kind, default, text in (
+        ("--per-device-train-batch-size", count, 1, "sequences that go through the model at once"),
+        ("--gradient-accumulation-steps", count, 8, "batches in a step"),
+        ("--num-train-epochs", count, 1, "times that the text is read"),
+        ("--warmup-steps", number, 0, "over which the learning rate grows"),
+        ("--weight-decay", fraction, 0.0, "of matrices"),
+        ("--max-grad-norm", fraction, 1.0, "gradients are clipped to; 0: not"),
+        ("--seed", number, 42, "of the order of sequences, dropout and adapters"),
+        ("--save-steps", count, 100, "between checkpoints"),
+    ):
+        tune.add_argument(name, type=kind, default=default, metavar="N", help=f"{text}; default: {default}")
+    tune.add_argument(
+        "--block-size",
+        type=count,
+        metavar="N",
+        help="tokens in a sequence; default: 512, or the positions that the model has",
+    )
+    tune.add_argument("--max-steps", type=count, metavar="N", help="in the place of --num-train-epochs")
+    tune.add_argument(
+        "--learning-rate", type=fraction, metavar="RATE", help="default: 5e-5, and 2e-4 with --lora"
+    )
+    tune.add_argument("--lr-scheduler-type", choices=SCHEDULES, default="linear", help="default: linear")
+    tune.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights; default: float32")
+    tune.add_argument("--lora", action="store_true", help="train adapters of PEFT, not all weights")
+    tune.add_argument("--lora-r", type=count, default=16, metavar="N", help="default: 16")
+    tune.add_argument("--lora-alpha", type=count, default=32, metavar="N", help="default: 32")
+    tune.add_argument("--lora-dropout", type=fraction, default=0.0, metavar="P", help="default: 0")
+    tune.add_argument(
+        "--lora-target-modules", default="all-linear", metavar="NAME,...", help="default: all-linear"
+    )
+    tune.add_argument("--resume", action="store_true", help="fail where FOLDER holds nothing to go on with")
+    _written(tune, "penstock-finetune", "FOLDER")
 
 
 def _report(names: argparse._SubParsersAction[_Parser]) -> None:
@@ -568,6 +641,22 @@ def count(text: str, what: str = "steps") -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: give 1 or more")
     return int(text)
+
+
+def number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: give 0 or more")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: give 0 or more")
+    return found
 
 
 def micro_batch(text: str) -> int | str:

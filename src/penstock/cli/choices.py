@@ -29,3 +29,6 @@ LOSSY = ("fp16", "bf16")
 # penstock.samples.maintenance.inspection.CACHES, and penstock.samples.format.layout.CHUNK_BYTES.
 CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
 CHUNK_BYTES = 256 << 10
+# Keys of penstock.integrations.finetune.DTYPES, and names that transformers.get_scheduler knows.
+DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")

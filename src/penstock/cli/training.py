@@ -38,7 +38,7 @@ def run(options: Namespace) -> Answer:
     build = script.load(options.script)
     losses: list[float] = []
     interrupted = False
-    with _folder(options.output), contextlib.ExitStack() as stack:
+    with new_folder(options.output), contextlib.ExitStack() as stack:
         offload = stack.enter_context(
             penstock.offload(
                 device=options.device,
@@ -62,7 +62,7 @@ def run(options: Namespace) -> Answer:
         )
         training = build()  # inside: it may be larger than the budget
         _check_device(training.model, options.device)
-        progress = stack.enter_context(_progress())
+        progress = stack.enter_context(step_progress())
         try:
             for loss in _train(offload, training, options.steps, progress):
                 losses.append(loss)
@@ -104,7 +104,7 @@ def _train(
     bar = progress.add_task("recording", total=total, loss="")
     state = progress.add_task("", total=None, visible=False, loss="")
     divided = partial(offload.accumulate, blocks=training.model)
-    with _interrupts_noted() as interrupted:
+    with interrupts_noted() as interrupted:
         for batch in _batches(training.batches, steps):
             begun_s = time.perf_counter()
             with offload.step():
@@ -113,7 +113,7 @@ def _train(
             step_s = time.perf_counter() - begun_s
             yield value
             progress.update(bar, advance=1, description="training", loss=f"loss {value:.4f}")
-            progress.update(state, description=_state(offload, step_s))
+            progress.update(state, description=state_line(offload, step_s))
             if interrupted():
                 raise KeyboardInterrupt
 
@@ -134,7 +134,7 @@ def _batches(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt immediately.
 
     An exception amid a step could strike in a destructor, where Python drops it. Where SIGINT is ignored, as
@@ -157,7 +157,7 @@ def _interrupts_noted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _state(offload: Offload, step_s: float) -> str:
+def state_line(offload: Offload, step_s: float) -> str:
     report = offload.report()
     resident = f", {format_bytes(report.peak_resident_bytes)} resident" if report.peak_resident_bytes else ""
     return (
@@ -167,7 +167,7 @@ def _state(offload: Offload, step_s: float) -> str:
     )
 
 
-def _progress() -> Progress:
+def step_progress() -> Progress:
     """A bar, and below it one line that says how the run goes: the description of the hidden task."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.text import Text
@@ -188,7 +188,7 @@ def _progress() -> Progress:
 
 
 @contextlib.contextmanager
-def _folder(path: Path) -> Iterator[None]:
+def new_folder(path: Path) -> Iterator[None]:
     """Make the folder now, so that a run does not fail at its end; undo it where the run fails."""
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
     with own_files():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from penstock.errors import InvalidArgument
-from penstock.integrations.safetensors import readable_while_away
 from penstock.integrations.steps import Steps, require_options
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
@@ -67,7 +66,6 @@ def offload(accelerator: Accelerator, *, run: Offload | None = None, **options: 
             torch.nn.ModuleList(models) if models else None, optimizers[0] if optimizers else None, **options
         )
     _bracket(accelerator, steps)
-    run.at_close(readable_while_away())
     for model in models:
         run.at_close(steps.evaluate(model))
     return run

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from penstock.checkpoint import load as load_checkpoint
+from penstock.checkpoint.file.header import Header
+from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.state.tree import DTYPES
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
@@ -21,7 +24,9 @@ try:
 except ImportError as error:
     raise missing("transformers") from error
 
+CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+PIECE_BYTES = 8 << 20  # of a file that is converted as it is read
 SHOWN = 5  # names in an error
 
 
@@ -36,33 +41,59 @@ def load(
 
     It is built inside the run, without values, and each tensor is read into its place by `penstock.load`:
     there is no second copy, and weights that do not fit in the budget leave while the next ones are read.
-    (`from_pretrained` maps the files: such weights cannot leave memory.)
+    (`from_pretrained` maps the files: such weights cannot leave memory.) A file whose floating-point dtypes
+    are not the model's is converted piece by piece as it is read.
 
     config   None: that of the directory
     run      an open one; None: that of the thread, whichever it is, or ordinary memory
-    dtype    of the weights, which is that of the files; None: the config's
+    dtype    of the weights; None: the config's
 
     Gives the model in evaluation mode, as `from_pretrained` does. Raises InvalidFile where a file is missing
-    or damaged, and InvalidArgument where names, shapes or dtypes in the files are not the model's:
-    transformers converts some models as it reads them, and these need `from_pretrained`.
+    or damaged, and InvalidArgument where names or shapes in the files are not the model's: transformers
+    converts some models as it reads them, and these need `from_pretrained`.
     """
     warn_if_unknown("transformers")
     if run is not None and run.closed:
         raise InvalidArgument("this run is closed: load the model inside of an open one")
     folder = Path(path)
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    kind = _class_of(config)
+        config = config_of(folder)
     files = _files(folder)
-    with no_init_weights():
-        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
-    model.tie_weights()
+    model = without_values(config, dtype)
     wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
     tied = {
         name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name not in wanted
     }
     _fill(files, wanted, tied)
     return model.eval()
+
+
+def config_of(folder: Path) -> transformers.PretrainedConfig:
+    """What config.json says. Raises InvalidFile."""
+    if not (folder / CONFIG).is_file():
+        raise InvalidFile(
+            f"{folder} is not a model directory: {CONFIG} is missing. Give one that save_pretrained has "
+            "written, or that was downloaded from a hub"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidFile(f"{folder / CONFIG} cannot be used: {_first_line(error)}") from error
+
+
+def without_values(
+    config: transformers.PretrainedConfig, dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
+    """The model of a config; what its weights hold is not defined."""
+    kind = _class_of(config)
+    with no_init_weights():
+        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    model.tie_weights()
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _class_of(config: transformers.PretrainedConfig) -> Any:
@@ -104,11 +135,11 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
 
     tied   further names of wanted tensors, which files may have and need not
     """
-    names = {file: _names(file) for file in files}
-    found = {name for of_file in names.values() for name in of_file}
+    shapes = {file: _shapes(file) for file in files}
+    found = {name for of_file in shapes.values() for name in of_file}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not in the model" for name in sorted(found - wanted.keys() - tied.keys())]
-    for of_file in names.values():
+    for of_file in shapes.values():
         for name in of_file & wanted.keys():
             shape, expected = of_file[name], list(wanted[name].shape)
             if shape != expected:
@@ -120,15 +151,41 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
             f"{more}. Where transformers converts them as it reads, save them once by from_pretrained and "
             "save_pretrained"
         )
-    for file, of_file in names.items():
+    for file, of_file in shapes.items():
+        with Source(file) as source:
+            dtypes = {entry.name: DTYPES[entry.dtype] for entry in source.header.entries}
+            if any(_converted(dtypes[name], wanted[name]) for name in of_file & wanted.keys()):
+                _read_converted(file, source.header, wanted)
+                continue
         into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in of_file}
         load_checkpoint(file, into=into)
 
 
-def _names(file: Path) -> dict[str, list[int]]:
-    """Shapes by name."""
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """By name."""
     try:
         with safe_open(file, framework="np") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise InvalidFile(f"{file} is no safetensors file: {error}") from error
+
+
+def _converted(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return tensor.dtype != dtype and tensor.is_floating_point() and dtype.is_floating_point
+
+
+def _read_converted(file: Path, header: Header, wanted: dict[str, torch.Tensor]) -> None:
+    """Read each tensor that is wanted through one small buffer."""
+    with open(file, "rb") as opened, torch.no_grad():
+        for entry in header.entries:
+            if entry.name not in wanted:
+                continue
+            target, dtype = wanted[entry.name].detach().view(-1), DTYPES[entry.dtype]
+            if dtype != target.dtype and not _converted(dtype, target):
+                raise InvalidArgument(f"{entry.name} in {file} is {dtype}, and the model's {target.dtype}")
+            opened.seek(header.data_offset + entry.begin)
+            for part in target.split(PIECE_BYTES // dtype.itemsize):
+                data = bytearray(part.numel() * dtype.itemsize)
+                if opened.readinto(data) != len(data):
+                    raise InvalidFile(f"{file} became shorter while it was read: get it again")
+                part.copy_(torch.frombuffer(data, dtype=dtype))

@@ -5,23 +5,70 @@ Run with the versions that `penstock.integrations.versions` names; another one i
 
 from __future__ import annotations
 
+import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
 
 from penstock.errors import InvalidArgument
+from penstock.integrations.loggers import metrics
 from penstock.integrations.steps import EVALUATION, Steps, require_options
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
 
 if TYPE_CHECKING:
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 else:
     try:
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
         from lightning.pytorch import Callback
+        from lightning.pytorch.plugins import TorchCheckpointIO
         from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     except ImportError as error:
         raise missing("lightning") from error
+
+
+PIECE_BYTES = 8 << 20
+
+
+class _Streamed(TorchCheckpointIO):
+    """Lightning's checkpoints, of the same format, without the two copies in memory that it writes from."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None or not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(LocalFileSystem._strip_protocol(str(path)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, _Pieces(file))
+        partial.replace(path)
+
+
+class _Pieces:
+    """A file that is given no address of memory which is away: the system would refuse it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            self._file.write(bytes(view[begin : begin + PIECE_BYTES]))
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 class Penstock(Callback):
@@ -60,6 +107,8 @@ class Penstock(Callback):
             )
         device = trainer.strategy.root_device
         on_cpu = device.type == "cpu"
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # nobody has asked for another one
+            trainer.strategy.checkpoint_io = _Streamed()
         self._steps.open(pl_module if on_cpu else None, **{"device": str(device), **self._options})
 
     def _keep_fault_handler(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,6 +133,10 @@ class Penstock(Callback):
     ) -> None:
         if trainer.global_step > self._optimizer_steps:
             self._steps.end()
+            if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
+                numbers = metrics(self.run)
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.end()

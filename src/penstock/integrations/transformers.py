@@ -5,6 +5,8 @@ Run with the versions that `penstock.integrations.versions` names; another one i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,13 +14,15 @@ import torch
 
 from penstock.errors import InvalidArgument
 from penstock.integrations.hub import load
-from penstock.integrations.safetensors import readable_while_away
+from penstock.integrations.loggers import metrics
 from penstock.integrations.steps import Steps, require_options
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise missing("transformers") from error
 
@@ -32,7 +36,8 @@ class Penstock(TrainerCallback):
 
     A step of the run is one of the Trainer's: all micro-batches that it accumulates, clipping, the optimizer
     and its schedule. Each batch of an evaluation is a step, too. The run is open while `train` runs; the
-    report is logged at its end. A model larger than the budget is built inside of it, and what comes before
+    report is logged at its end, and its numbers, such as "penstock/stall_s", go to the Trainer's loggers
+    (`report_to`) with the losses. A model larger than the budget is built inside of it, and what comes before
     and after `train` (`evaluate`, `save_model`) stays in the budget as well, by ::
 
         with Penstock(device_budget="8GiB", spill_dir="/mnt/nvme") as penstock:
@@ -74,7 +79,7 @@ class Penstock(TrainerCallback):
         _require_own_tensors(args)
         self._leave()
         self._steps.open(model, optimizer, **self._options)
-        self._undo.append(readable_while_away())
+        self._undo.append(_log_metrics_of(self))
         if model is not None:
             self._undo.append(self._steps.evaluate(model))
 
@@ -114,7 +119,6 @@ class Penstock(TrainerCallback):
 
     def __enter__(self) -> Penstock:
         self._steps.open(**self._options)
-        self._undo.append(readable_while_away())
         self._is_context = True
         return self
 
@@ -124,6 +128,41 @@ class Penstock(TrainerCallback):
         self._is_context = False
         self._leave()
         self._steps.close(error)
+
+
+def _log_metrics_of(callback: Penstock) -> Callable[[], None]:
+    """From now on each logger of the callback's Trainer that is told of losses is told of the run, too.
+    Gives what undoes it.
+
+    A callback cannot do that by itself: loggers are called before it, and it knows neither them nor the
+    Trainer.
+    """
+    before = CallbackHandler.on_log
+    loggers = tuple(INTEGRATION_TO_CALLBACK.values())
+
+    @functools.wraps(before)
+    def on_log(
+        handler: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        control = before(handler, args, state, control, *given, **named)
+        if callback in handler.callbacks and (numbers := metrics(callback.run)):
+            for logger in handler.callbacks:
+                if isinstance(logger, loggers):
+                    logger.on_log(args, state, control, model=handler.model, logs=dict(numbers))
+        return control
+
+    CallbackHandler.on_log = on_log
+
+    def undo() -> None:
+        if CallbackHandler.on_log is on_log:
+            CallbackHandler.on_log = before
+
+    return undo
 
 
 def _require_own_tensors(args: TrainingArguments) -> None:

@@ -57,6 +57,7 @@ from penstock.runtime.micro_batches import (
 )
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.requirements import require_torch
+from penstock.runtime.safetensors import read_in_pieces
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKinds
 from penstock.runtime.storages import SMALLEST_BYTES
@@ -414,6 +415,8 @@ class Offload:
             self._device.close()
             self._spill.close()
             raise
+        if on_cpu:
+            read_in_pieces()
         self._compiled_as_before = _show_compiled_regions()
         self._warned = False
         self._optimizer_hook = register_optimizer_step_pre_hook(self._warn_outside_a_step)

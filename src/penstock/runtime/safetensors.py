@@ -6,42 +6,45 @@ address"). Here each piece of a tensor is read by this process first, which brin
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
+import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 PIECE_BYTES = 8 << 20
+MODULES = ("safetensors", "safetensors.torch", "safetensors.numpy")  # that have `serialize_file`
 
 
-def readable_while_away() -> Callable[[], None]:
-    """From now on `safetensors.torch.save_file`, and so `save_pretrained`, writes tensors that are away.
-    Gives what undoes this. Where safetensors copies tensors before it writes, as before 0.8, nothing changes.
+def read_in_pieces() -> None:
+    """From now on `save_file` of safetensors, and so `save_pretrained`, writes tensors that are away. What is
+    away may outlive its run, so this lasts as long as the process.
+
+    Where safetensors copies tensors before it writes, as before 0.8, nothing changes.
     """
-    with contextlib.suppress(ImportError):
-        import safetensors.torch as library
+    try:
+        modules = [importlib.import_module(name) for name in MODULES]
+    except ImportError:
+        return
+    before = modules[0].serialize_file
+    if getattr(before, "by_penstock", False):
+        return
 
-        before = library.serialize_file
+    @functools.wraps(before)
+    def serialize_file(
+        tensors: Mapping[str, Any], filename: str | os.PathLike[str], metadata: Any = None
+    ) -> None:
+        if all(hasattr(spec, "data_ptr") for spec in tensors.values()):
+            _write(tensors, filename, metadata)
+        else:
+            before(tensors, filename, metadata=metadata)
 
-        def serialize_file(
-            tensors: Mapping[str, Any], filename: str | os.PathLike[str], metadata: Any = None
-        ) -> None:
-            if all(hasattr(spec, "data_ptr") for spec in tensors.values()):
-                _write(tensors, filename, metadata)
-            else:
-                before(tensors, filename, metadata=metadata)
-
-        library.serialize_file = serialize_file
-
-        def undo() -> None:
-            if library.serialize_file is serialize_file:
-                library.serialize_file = before
-
-        return undo
-    return lambda: None
+    serialize_file.by_penstock = True  # type: ignore[attr-defined]
+    for module in modules:
+        module.serialize_file = serialize_file  # type: ignore[attr-defined]
 
 
 def _write(

@@ -1,0 +1,575 @@
+"""Fine-tune a causal language model of a model directory on a text, inside a budget: `penstock finetune`.
+
+A plain loop, not transformers' Trainer: all that decides the next loss (weights, the optimizer's state, the
+schedule, random state, place in the text) is one checkpoint, which is written straight from the budget and
+replaces the one before at once. A process that is killed at any moment goes on from it with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from penstock.checkpoint import load as load_checkpoint
+from penstock.checkpoint import save as save_checkpoint
+from penstock.core.hardware import Hardware
+from penstock.core.trace import Trace
+from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
+from penstock.integrations.hub import config_of, load, without_values
+from penstock.integrations.versions import missing
+from penstock.report.summary import Summary, summarise
+from penstock.runtime.run import Offload
+from penstock.runtime.storages import SMALLEST_BYTES
+from penstock.units import format_bytes_up
+
+try:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+except ImportError as error:
+    raise missing("transformers") from error
+
+BYTES = "bytes"  # the tokenizer that needs no files: a token for each byte
+TEXT_PIECE_BYTES = 1 << 20  # is handed to a tokenizer at once, up to the end of a line
+
+# Larger weights are updated some rows at a time: AdamW needs four times the memory of what it updates.
+LARGE_BYTES = 32 << 20
+ROWS_BYTES = 8 << 20
+
+SETTINGS, TOKENS, CHECKPOINT, LOSSES, MODEL = (
+    "finetune.json",
+    "tokens.bin",
+    "checkpoint.safetensors",
+    "losses.json",
+    "model",
+)
+NOT_BEGUN = {TOKENS, "tokens.partial", f"{SETTINGS}.partial"}  # files of a training that has not begun
+BLOCK_SIZE = 512
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of PEFT, in the place of all weights."""
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that decides the losses. The names are those of transformers' TrainingArguments and run_clm.py.
+
+    tokenizer       "bytes", or a directory with the files of one; None: the model's
+    block_size      tokens in a sequence: the text is cut into sequences of this length. None: 512, or as many
+                    as the model has positions for where these are fewer
+    learning_rate   None: 5e-5, and 2e-4 with LoRA
+    max_steps       None: as many as `num_train_epochs` have
+    dtype           of weights, gradients and the optimizer's state: "float32" or "bfloat16"
+    lora            None: all weights are trained
+    """
+
+    model: Path
+    text: Path
+    tokenizer: str | None = None
+    block_size: int | None = None
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 8
+    learning_rate: float | None = None
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    num_train_epochs: int = 1
+    max_steps: int | None = None
+    seed: int = 42
+    dtype: str = "float32"
+    lora: Lora | None = None
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Where training is.
+
+    losses   of all steps so far, those of earlier processes too
+    begun    the step that this process began with
+    total    steps of the whole training
+    """
+
+    losses: list[float]
+    begun: int
+    total: int
+
+    @property
+    def finished(self) -> bool:
+        return len(self.losses) >= self.total
+
+
+class Training:
+    """A model with its optimizer and schedule, and one step of them."""
+
+    def __init__(self, settings: Settings, model: torch.nn.Module, total_steps: int) -> None:
+        self.model = model.train()
+        self.settings = settings
+        self.parameters = [each for each in self.model.parameters() if each.requires_grad]
+        self._rows = {each: _rows(each) for each in self.parameters if each.nbytes > LARGE_BYTES}
+        for parameter, rows in self._rows.items():
+            parameter.register_post_accumulate_grad_hook(_divide_gradient(rows))
+        decayed: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        for parameter in self.parameters:
+            (decayed if parameter.dim() > 1 else kept).extend(self._updated(parameter))
+        rate = settings.learning_rate or (2e-4 if settings.lora else 5e-5)
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=True)
+        for parameter in (*decayed, *kept):  # now: all steps are alike then
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        self.scheduler = transformers.get_scheduler(
+            settings.lr_scheduler_type, self.optimizer, settings.warmup_steps, total_steps
+        )
+
+    def step(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Forward, backward, clipping and update. Gives the mean loss, without its graph.
+
+        sequences   [sequences_per_step, block_size]
+        """
+        count = self.settings.gradient_accumulation_steps
+        total = torch.zeros(())
+        for batch in sequences.chunk(count):
+            loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss / count
+            loss.backward()
+            total += loss.detach()
+        self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return total
+
+    def state(self, losses: list[float]) -> dict[str, Any]:
+        """All that decides how training goes on."""
+        trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        return {
+            "weights": trained,
+            "optimizer": self.optimizer,
+            "last_epoch": self.scheduler.last_epoch,
+            "random": torch.get_rng_state(),
+            "losses": losses,
+        }
+
+    def save(self, path: Path, losses: list[float]) -> None:
+        state = self.state(losses)
+        save_checkpoint({**state, "optimizer": self.optimizer.state_dict()}, path)
+
+    def load(self, path: Path) -> list[float]:
+        """Go on from a checkpoint. Gives the losses until then."""
+        state = self.state([])
+        load_checkpoint(path, into=state)
+        torch.set_rng_state(state["random"])
+        self.scheduler.last_epoch = state["last_epoch"]
+        self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        losses: list[float] = state["losses"]
+        return losses
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what a checkpoint holds."""
+        return 3 * sum(each.nbytes for each in self.parameters)
+
+    def _updated(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+        """What the optimizer has in the place of a parameter."""
+        return self._rows.get(parameter, [parameter])
+
+    def _clip(self) -> None:
+        """As `torch.nn.utils.clip_grad_norm_`, whose bits it has, with one large gradient at a time."""
+        if not self.settings.max_grad_norm:
+            return
+        norms = [torch.linalg.vector_norm(self._gradient(each)) for each in self.parameters]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        updated = [part for each in self.parameters for part in self._updated(each)]
+        torch.nn.utils.clip_grads_with_norm_(updated, self.settings.max_grad_norm, norm)
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if parameter not in self._rows:
+            assert parameter.grad is not None
+            return parameter.grad
+        whole, begin = torch.empty(parameter.shape, dtype=parameter.dtype), 0
+        for rows in self._rows[parameter]:
+            whole[begin : begin + len(rows)] = rows.grad
+            begin += len(rows)
+        return whole
+
+
+def _rows(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """Views of a large weight that lie one after the other in it."""
+    count = max(1, ROWS_BYTES // max(1, parameter.nbytes // len(parameter)))
+    return list(parameter.detach().split(count))
+
+
+def _divide_gradient(rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """Moves the gradient of a parameter to its rows, where that of earlier batches is."""
+
+    def divide(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        begin = 0
+        for part in rows:
+            new = gradient[begin : begin + len(part)]
+            if part.grad is None:
+                part.grad = new.clone()
+            else:
+                part.grad += new
+            begin += len(part)
+
+    return divide
+
+
+def _with_adapters(model: transformers.PreTrainedModel, settings: Settings) -> Any:
+    if settings.lora is None:
+        return model
+    try:
+        import peft
+    except ImportError as error:
+        raise missing("peft") from error
+    names = settings.lora.target_modules
+    model.name_or_path = str(settings.model.resolve())
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.lora.r,
+        lora_alpha=settings.lora.alpha,
+        lora_dropout=settings.lora.dropout,
+        target_modules=names if names == "all-linear" else names.split(","),
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise InvalidArgument(f"no adapters for this model: {error}") from error
+
+
+# -- what is trained on ------------------------------------------------------------------------
+
+
+class Text:
+    """The sequences of a text, in an order that the seed and the number of a step decide."""
+
+    def __init__(self, settings: Settings, tokens: np.ndarray) -> None:
+        assert settings.block_size is not None
+        length, self._seed = settings.block_size, settings.seed
+        self._per_step = settings.sequences_per_step
+        self._count = len(tokens) // length
+        if self._count < self._per_step:
+            raise InvalidArgument(
+                f"{settings.text} has {len(tokens)} tokens, and a step takes "
+                f"{self._per_step * length}: {self._per_step} sequences of {length}. Give more text, or "
+                "lower --block-size, --gradient-accumulation-steps or --per-device-train-batch-size"
+            )
+        self._sequences = tokens[: self._count * length].reshape(self._count, length)
+        self.steps_per_epoch = self._count // self._per_step
+
+    def of_step(self, step: int) -> torch.Tensor:
+        """[sequences_per_step, block_size]"""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + epoch))
+        chosen = order[place * self._per_step : (place + 1) * self._per_step]
+        return torch.from_numpy(self._sequences[chosen.numpy()].astype(np.int64))
+
+
+def _tokenizer(settings: Settings) -> Any:
+    """None: a token for each byte."""
+    if settings.tokenizer == BYTES:
+        return None
+    folder = Path(settings.tokenizer or settings.model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidFile(
+            f"{folder} has no tokenizer that can be used: give a directory that has one with --tokenizer "
+            "DIR, or take a token for each byte with --tokenizer bytes"
+        ) from error
+
+
+def _tokens(settings: Settings, vocabulary: int, path: Path) -> tuple[np.ndarray, Any]:
+    """The tokens of the text, mapped from a file that is written here, and the tokenizer."""
+    tokenizer = _tokenizer(settings)
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            for tokens in _tokenized(settings.text, tokenizer):
+                if len(tokens) and int(tokens.max()) >= vocabulary:
+                    raise InvalidArgument(
+                        f"token {int(tokens.max())} of {settings.text} is not in the model's vocabulary of "
+                        f"{vocabulary}: give the model's own tokenizer"
+                    )
+                file.write(tokens.astype(np.int32).tobytes())
+        partial.replace(path)
+    if not path.stat().st_size:
+        raise InvalidArgument(f"{settings.text} is empty: give a file with text")
+    return np.memmap(path, dtype=np.int32, mode="r"), tokenizer
+
+
+def _tokenized(text: Path, tokenizer: Any) -> Iterator[np.ndarray]:
+    with open(text, "rb") as file:
+        while lines := file.readlines(TEXT_PIECE_BYTES):
+            data = b"".join(lines)
+            if tokenizer is None:
+                yield np.frombuffer(data, dtype=np.uint8)
+                continue
+            try:
+                words = data.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidFile(
+                    f"{text} is not UTF-8 text: {error}. Convert it, or take a token for each byte with "
+                    "--tokenizer bytes"
+                ) from error
+            yield np.array(
+                tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64
+            )
+
+
+# -- one training, in its folder ---------------------------------------------------------------
+
+
+class FineTuning:
+    """A training in its folder, new or to go on with.
+
+    folder     has finetune.json, with the settings; checkpoint.safetensors, the latest one; and at the end
+               model/, which `from_pretrained` (with LoRA: PEFT's) opens
+
+    Raises InvalidArgument, InvalidFile and CheckpointError, before anything is trained.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, *, resume: bool = False) -> None:
+        if not settings.text.is_file():
+            raise InvalidFile(f"there is no text {settings.text}: give the path of a text file")
+        if settings.dtype not in DTYPES:
+            raise InvalidArgument(f"the dtype {settings.dtype!r} is not one of {', '.join(DTYPES)}")
+        self.config = config_of(settings.model)
+        _require_causal(self.config, settings.model)
+        longest = getattr(self.config, "max_position_embeddings", None) or sys.maxsize
+        if settings.block_size is None:
+            settings = replace(settings, block_size=min(BLOCK_SIZE, longest))
+        elif settings.block_size > longest:
+            raise InvalidArgument(
+                f"--block-size {settings.block_size} is more than this model's {longest} positions: lower it"
+            )
+        self.settings, self.folder = settings, folder
+        self._claim(resume)
+        with self._nothing_left():
+            tokens, self._tokenizer = _tokens(settings, self.config.vocab_size, folder / TOKENS)
+            self._text = Text(settings, tokens)
+        self.total_steps = settings.max_steps or settings.num_train_epochs * self._text.steps_per_epoch
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / MODEL
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / CHECKPOINT
+
+    @property
+    def is_finished(self) -> bool:
+        return self.model_folder.is_dir()
+
+    def losses(self) -> list[float]:
+        """Of a training that is finished."""
+        found: list[float] = json.loads((self.folder / LOSSES).read_text())
+        return found
+
+    def predict(
+        self,
+        device_budget_bytes: int,
+        hardware: Hardware,
+        policy: str = "optimal",
+        endurance_bytes: int | None = None,
+    ) -> Summary:
+        """What a step takes, traced on fake tensors and planned. Raises BudgetTooSmall and SpillSpaceFull."""
+        with torch.device("meta"):  # fake tensors cannot be cast in place, as PEFT does
+            base = without_values(self.config, DTYPES[self.settings.dtype])
+            model = _with_adapters(base, self.settings)
+        mode = penstock.fake_mode()
+        with mode:
+            model.to_empty(device="cpu")
+            base.tie_weights()
+            training = Training(self.settings, model, self.total_steps)
+        batch = self._text.of_step(0)
+        trace = penstock.trace(lambda: training.step(batch), mode=mode)
+        with self._nothing_left():
+            self._require_room(training.state_bytes, model)
+            return self._planned(trace, device_budget_bytes, hardware, policy, endurance_bytes)
+
+    def _planned(
+        self,
+        trace: Trace,
+        device_budget_bytes: int,
+        hardware: Hardware,
+        policy: str,
+        endurance_bytes: int | None,
+    ) -> Summary:
+        large = trace.tensor_bytes >= SMALLEST_BYTES  # smaller ones stay, see `penstock.offload`
+        trace = replace(trace, tensor_movable=trace.movable & large)
+        try:
+            plan = penstock.plan(
+                trace, hardware, policy, recompute=True, device_budget_bytes=device_budget_bytes
+            )
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(
+                f"{str(error).partition('. No plan')[0]}. No plan can help: raise --device-budget to "
+                f"{format_bytes_up(error.minimum_bytes)}, or lower --block-size or "
+                "--per-device-train-batch-size",
+                error.minimum_bytes,
+            ) from None
+        timeline = penstock.simulate(trace, plan, hardware)
+        return summarise(trace, plan, timeline, endurance_bytes)
+
+    def train(
+        self,
+        run: Offload,
+        *,
+        save_steps: int,
+        on_step: Callable[[int, float], bool] = lambda step, loss: False,
+    ) -> Outcome:
+        """Train to the end, and write the model; or until ``on_step`` says so, and write a checkpoint.
+
+        save_steps   between checkpoints
+        on_step      called after each step with how many there were, and its loss; True ends training
+        """
+        model = load(self.settings.model, self.config, run, dtype=DTYPES[self.settings.dtype])
+        if not (self.folder / SETTINGS).exists():
+            _write_whole(self.folder / SETTINGS, json.dumps(self._described, indent=2))
+        torch.manual_seed(self.settings.seed)
+        training = Training(self.settings, _with_adapters(model, self.settings), self.total_steps)
+        torch.manual_seed(self.settings.seed)
+        losses = training.load(self.checkpoint) if self.checkpoint.exists() else []
+        begun = len(losses)
+        while len(losses) < self.total_steps:
+            sequences = self._text.of_step(len(losses))
+            with run.step():
+                loss = training.step(sequences)
+            losses.append(loss.item())
+            leave = on_step(len(losses), losses[-1])
+            if len(losses) == self.total_steps:
+                break
+            if leave or len(losses) % save_steps == 0:
+                training.save(self.checkpoint, losses)
+            if leave:
+                return Outcome(losses=losses, begun=begun, total=self.total_steps)
+        self._write_model(training, losses)
+        return Outcome(losses=losses, begun=begun, total=self.total_steps)
+
+    def _write_model(self, training: Training, losses: list[float]) -> None:
+        """The model at last, whole or not at all; then what is no more needed goes."""
+        partial = self.folder / "model.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        training.model.save_pretrained(partial)
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(partial)
+        _write_whole(self.folder / LOSSES, json.dumps(losses))
+        partial.replace(self.model_folder)
+        for name in (CHECKPOINT, TOKENS):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _claim(self, resume: bool) -> None:
+        """The folder is this training's: new, or one that was begun with the same settings."""
+        path = self.folder / SETTINGS
+        if not path.exists():
+            if resume:
+                raise InvalidArgument(f"nothing to go on with: {path} is missing. Leave --resume out")
+            if self.folder.is_dir() and {each.name for each in self.folder.iterdir()} - NOT_BEGUN:
+                raise InvalidArgument(f"{self.folder} holds something else: give another folder with -o")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_not_begun()
+            return
+        try:
+            begun = json.loads(path.read_text())
+            differ = [name for name, value in self._described.items() if begun.get(name) != value]
+        except (ValueError, AttributeError) as error:
+            raise InvalidFile(f"{path} is damaged: give another folder with -o") from error
+        if differ:
+            raise InvalidArgument(
+                f"{self.folder} holds a training with other settings ({', '.join(differ)}): give the same, "
+                "or another folder with -o"
+            )
+
+    @contextlib.contextmanager
+    def _nothing_left(self) -> Iterator[None]:
+        """What fails before training has ever begun leaves no files."""
+        try:
+            yield
+        except BaseException:
+            if not (self.folder / SETTINGS).exists():
+                self._remove_not_begun()
+            raise
+
+    def _remove_not_begun(self) -> None:
+        for name in NOT_BEGUN:
+            (self.folder / name).unlink(missing_ok=True)
+
+    @functools.cached_property
+    def _described(self) -> dict[str, Any]:
+        """The settings, with what is in the text."""
+        described = asdict(self.settings)
+        digest = hashlib.sha256()
+        with open(self.settings.text, "rb") as file:
+            while piece := file.read(TEXT_PIECE_BYTES):
+                digest.update(piece)
+        described["text"] = digest.hexdigest()
+        described["model"] = str(self.settings.model.resolve())
+        found: dict[str, Any] = json.loads(json.dumps(described))  # as it will be read
+        return found
+
+    def _require_room(self, checkpoint_bytes: int, model: torch.nn.Module) -> None:
+        """For two checkpoints, of which the second replaces the first, or one and the model."""
+        weights = sum(each.nbytes for each in model.parameters())
+        if self.settings.lora is not None:
+            weights = checkpoint_bytes
+        there = self.checkpoint.stat().st_size if self.checkpoint.exists() else 0
+        needed = checkpoint_bytes + max(checkpoint_bytes, weights) - there
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise SpillSpaceFull(
+                f"checkpoints and the model take {format_bytes_up(needed)} more in {self.folder}, where "
+                f"{format_bytes_up(free)} are free: give a folder on another disk with -o"
+            )
+
+
+def _require_causal(config: transformers.PretrainedConfig, folder: Path) -> None:
+    names = config.architectures or []
+    if not set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise InvalidArgument(
+            f"{folder} holds {' and '.join(names) or 'no architecture'}, which is no causal language model "
+            "of transformers"
+        )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
