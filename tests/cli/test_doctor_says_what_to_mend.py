@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock import cli
+from penstock.machine import container_available_bytes, container_bytes
 from penstock.runtime import arena
-from penstock.runtime.resident import container_bytes
 
 Findings = dict[str, dict[str, str]]
 
@@ -141,6 +141,7 @@ def limits(root: Path, files: dict[str, str]) -> Path:
         ("0::/\n", {"memory.max": "1000"}, 1000),
         ("0::/a/b\n", {"a/memory.max": "700", "a/b/memory.max": "max"}, 700),
         ("0::/a/b\n", {"a/memory.max": "700", "a/b/memory.max": "600"}, 600),
+        ("0::/a/b\n", {"a/memory.max": "700", "a/memory.high": "650", "a/b/memory.max": "max"}, 650),
         ("0::/../other\n", {"memory.max": "500"}, 500),
         ("5:memory:/a\n0::/a\n", {"memory/a/memory.limit_in_bytes": "400"}, 400),
         ("5:cpu,memory:/of/the/host\n", {"memory/memory.limit_in_bytes": "300"}, 300),
@@ -154,3 +155,47 @@ def test_the_containers_limit_is_read(
 ) -> None:
     (tmp_path / "cgroup").write_text(groups)
     assert container_bytes(tmp_path / "cgroup", limits(tmp_path / "root", files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "max", "memory.current": "10"}, None),
+        ("0::/\n", {"memory.max": "1000"}, 1000),
+        ("0::/\n", {"memory.max": "1000", "memory.current": "900"}, 100),
+        ("0::/\n", {"memory.max": "1000", "memory.current": "1100"}, 0),
+        (
+            "0::/\n",
+            {
+                "memory.max": "1000",
+                "memory.current": "900",
+                "memory.stat": "anon 500\nfile 400\ninactive_file 200\nactive_file 100\nshmem 100",
+            },
+            400,
+        ),
+        (
+            "0::/a/b\n",
+            {
+                "a/memory.max": "700",
+                "a/memory.current": "650",
+                "a/b/memory.max": "600",
+                "a/b/memory.current": "10",
+            },
+            50,
+        ),
+        (
+            "5:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": "400",
+                "memory/a/memory.usage_in_bytes": "300",
+                "memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 80\ntotal_active_file 20",
+            },
+            200,
+        ),
+    ],
+)
+def test_what_the_container_has_left_is_read(
+    groups: str, files: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(groups)
+    assert container_available_bytes(tmp_path / "cgroup", limits(tmp_path / "root", files)) == expected

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError
+from penstock.machine import available_bytes, container_available_bytes, container_bytes
 from penstock.runtime import arena, resident
 from penstock.units import format_bytes
 
@@ -198,12 +199,15 @@ def _huge_bytes(address: int) -> int:
 
 def _memory() -> Finding:
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = f"{format_bytes(machine_bytes)}, {format_bytes(resident.available_bytes())} of it available"
-    limit_bytes = resident.container_bytes()
-    if limit_bytes is None or limit_bytes >= machine_bytes:
+    found = f"{format_bytes(machine_bytes)}, {format_bytes(available_bytes())} available"
+    limit_bytes, left_bytes = container_bytes(), container_available_bytes()
+    if limit_bytes is None or left_bytes is None or limit_bytes >= machine_bytes:
         return _fine("memory", f"{found}; no control group limits it")
     # The budget, Python and torch have to fit in it together.
-    return _fine("memory", f"{found}; control groups allow {format_bytes(limit_bytes)}, of the whole process")
+    allowed = (
+        f"control groups allow {format_bytes(limit_bytes)}, of which {format_bytes(left_bytes)} are left"
+    )
+    return _fine("memory", f"{found}; {allowed} for tensors and everything else in the process")
 
 
 def _limits() -> list[Finding]:

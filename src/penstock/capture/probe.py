@@ -18,7 +18,7 @@ from penstock import codecs
 from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
-from penstock.runtime.resident import available_bytes, memory_bytes
+from penstock.machine import available_bytes, memory_bytes
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import Directories, SpillSpace, Transfer

@@ -11,9 +11,9 @@ from importlib.metadata import version
 RUN_WITH = {
     "accelerate": ("1.11", "1.15"),
     "lightning": ("2.5", "2.6"),
-    "peft": ("0.21", "0.21"),
+    "peft": ("0.18", "0.21"),
     "transformers": ("5.0", "5.23"),
-    "trl": ("1.16", "1.16"),
+    "trl": ("1.0", "1.16"),
 }
 
 logger = logging.getLogger("penstock")

@@ -1,5 +1,5 @@
-"""Memory as the operating system counts it: resident bytes of this process (Linux; 0 elsewhere), what the
-machine and the container have, and which directories lie in it."""
+"""Memory as the operating system counts it: resident bytes of this process (Linux; 0 elsewhere), and which
+directories lie in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups has a number just below 2**63 for none
 
 
 def _status_bytes(name: str) -> int:
@@ -60,43 +59,6 @@ def default_spill_dir() -> str:
     if is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
         return "/var/tmp"
     return directory
-
-
-def container_bytes(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """The smallest memory limit of the control groups that this process is in, of version 1 or 2; None where
-    there is none.
-
-    groups, root   where the system names them, and where their limits lie
-    """
-    limits = []
-    for line in _lines(groups):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # A container may have its own group mounted as the root, and know it by the host's path.
-        group = base / path.lstrip("/")
-        for folder in dict.fromkeys((group, *group.parents, base)):
-            if folder.is_relative_to(base):
-                limits += [int(text) for text in _lines(folder / name) if text.isdecimal()]
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
-
-
-def memory_bytes() -> int:
-    """Memory of the machine, or of the container that this process is confined to."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, container_bytes() or total)
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping, on the whole machine."""
-    fields = dict(line.split(":", 1) for line in _lines(Path("/proc/meminfo")))
-    return int(fields["MemAvailable"].split()[0]) << 10 if "MemAvailable" in fields else memory_bytes()
 
 
 def _lines(path: Path) -> list[str]:

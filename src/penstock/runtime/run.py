@@ -35,6 +35,7 @@ from penstock.errors import (
     PenstockError,
     SpillError,
 )
+from penstock.machine import available_bytes
 from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
@@ -346,9 +347,10 @@ class Offload:
         if on_cpu and "auto" in (micro_batch, self._splitter.order):
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
-        self._resident_before_bytes = resident.resident_bytes() - (
-            _bytes_of(model, optimizer) if on_cpu else 0
-        )
+        held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
+        self._resident_before_bytes = resident.resident_bytes() - held_bytes
+        if on_cpu:
+            _warn_if_memory_ends_before(device_budget_bytes, held_bytes)
         # Before the run has the spill space: a namespace is one run's alone.
         machine = hardware or _probe_together(spill_dirs, self._device_name, self._processes)
         self._spill = SpillSpace(
@@ -815,6 +817,18 @@ def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, proc
         if together
         else machine.scaled({link: 1 / processes for link in LINKS if machine.rate_bytes_per_s(link)})
     )
+
+
+def _warn_if_memory_ends_before(budget_bytes: int, held_bytes: int) -> None:
+    """Where the system would end this process. ``held_bytes`` of the budget are in use already."""
+    left_bytes = available_bytes() + held_bytes
+    if budget_bytes > left_bytes:
+        logger.warning(
+            "device_budget is %s, and %s of memory can be had here: the system may end this process before "
+            "the budget is full. Lower it, or raise the limit of the container",
+            format_bytes(budget_bytes),
+            format_bytes(left_bytes),
+        )
 
 
 def _make_device(

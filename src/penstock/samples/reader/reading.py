@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
+from penstock.machine import available_bytes
 from penstock.samples.format.layout import data_file_name
 from penstock.samples.order import ORDERS
 from penstock.samples.reader.directory import Directory
@@ -208,7 +208,7 @@ class Reader:
             return IoPath("direct", "samples lie on another machine, which no page cache stands before")
         can_direct = all(opened.target.direct >= 0 for number in local for opened in self._files[number])
         size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)
-        return choose_io(self._options.io, size_bytes, _available_bytes(), can_direct)
+        return choose_io(self._options.io, size_bytes, available_bytes(), can_direct)
 
     def _partition(self, number: int) -> _native.SamplePartition:
         directory = self._directories[number]
@@ -232,13 +232,3 @@ def _copy_threads(wanted: int | None) -> int:
 def _open_data(directory: Directory, data_file: int) -> StoreFile:
     wanted_bytes = directory.manifest.data_files[data_file].chunks * directory.manifest.chunk_bytes
     return directory.place.open(data_file_name(data_file), wanted_bytes, ": samples are in it")
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

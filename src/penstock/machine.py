@@ -1,0 +1,102 @@
+"""Memory of the machine, or of the container that this process is confined to. Everything that asks how much
+memory there is asks here.
+
+A container is a control group of Linux, of version 1 or 2, with a limit: its own, or one above it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups has a number just below 2**63 for none
+
+
+class _Names(NamedTuple):
+    """Of the files of a control group.
+
+    limits   above `memory.high` the kernel only slows a group down, until it has given memory back
+    caches   fields of `memory.stat`, of the group and of those in it
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    caches: tuple[str, ...]
+
+
+_VERSION_1 = _Names(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
+_VERSION_2 = _Names(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or of the container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, container_bytes() or total)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, and without leaving the container."""
+    fields = dict(line.split(":", 1) for line in _lines(Path("/proc/meminfo")))
+    if "MemAvailable" in fields:
+        machine_bytes = int(fields["MemAvailable"].split()[0]) << 10
+    else:
+        machine_bytes = memory_bytes()
+    left_bytes = container_available_bytes()
+    return machine_bytes if left_bytes is None else min(machine_bytes, left_bytes)
+
+
+def container_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int | None:
+    """The smallest memory limit of the control groups that this process is in; None where there is none.
+
+    groups, root   where the system names them, and where their limits lie
+    """
+    return min((limit_bytes for limit_bytes, _ in _limited(groups, root)), default=None)
+
+
+def container_available_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int | None:
+    """What the control groups still allow; the page cache in them gives way. None where nothing limits."""
+    return min(
+        (max(0, limit_bytes - used_bytes) for limit_bytes, used_bytes in _limited(groups, root)), default=None
+    )
+
+
+def _limited(groups: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """Limit, and bytes in use that cannot be given back, of each group of this process that has a limit."""
+    for line in _lines(groups):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, _VERSION_2
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", _VERSION_1
+        else:
+            continue
+        # A container may have its own group mounted as the root, and know it by the host's path.
+        group = base / path.lstrip("/")
+        for folder in dict.fromkeys((group, *group.parents, base)):
+            if not folder.is_relative_to(base):
+                continue
+            limits = [
+                int(text) for name in names.limits for text in _lines(folder / name) if text.isdecimal()
+            ]
+            limit_bytes = min(limits, default=_NO_LIMIT_BYTES)
+            if limit_bytes < _NO_LIMIT_BYTES:
+                yield limit_bytes, _used_bytes(folder, names)
+
+
+def _used_bytes(folder: Path, names: _Names) -> int:
+    used_bytes = sum(int(text) for text in _lines(folder / names.used) if text.isdecimal())
+    fields = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+    return used_bytes - sum(int(fields.get(name, 0)) for name in names.caches)
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file of the system's; empty where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
