@@ -24,3 +24,51 @@ def test_a_reader_gets_what_the_page_shows(
         pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     Reader(TUTORIALS / f"{page}.md").read()
+
+
+SOUND = """
+```python title="greet.py"
+print("hello", 3)
+```
+```python
+number = 2
+```
+```python
+print(f"took {number} ms")
+```
+<!-- figures vary -->
+```text
+took 1.5 s
+```
+<!-- exit code 2 -->
+```console
+$ python greet.py
+hello ...
+$ python greet.py && exit 2
+hello 3
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("", ""),
+        ("number = 2", "numbr = 2"),
+        ("took 1.5 s", "takes 1.5 s"),
+        ("hello 3", "hello 4"),
+        ("exit 2", "exit 3"),
+        ("```console", "```consol"),
+    ],
+)
+def test_a_page_that_is_wrong_fails(
+    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(SOUND.replace(right, wrong) if right else SOUND)
+    if not right:
+        Reader(page).read()
+        return
+    with pytest.raises((AssertionError, NameError)):
+        Reader(page).read()

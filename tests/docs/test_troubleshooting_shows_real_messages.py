@@ -29,6 +29,9 @@ OF_OTHERS = {
     "OSError: … requested and 0 written",
     "SafetensorError: … Bad address (os error 14)",
     "<file>: No such file or directory",
+    "No matching distribution found for torch",
+    "Could not find a version that satisfies the requirement torch",
+    "Running HiGHS 1.16.0 (git hash: …): Copyright (c) … under MIT licence terms",
 }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from penstock.checkpoint.failures import shown
 from penstock.checkpoint.file import reading, torchfile
@@ -110,7 +109,7 @@ def _fill_from(source: Source, saved: Any, into: Any) -> Any:
     match = _matched(source, saved, into)
     with torch.no_grad():
         for pair in match.pairs:
-            copy_mapped(pair.target, pair.saved)
+            pair.target.copy_(pair.saved)
         return match.take_over(saved, into)
 
 
@@ -155,7 +154,7 @@ class _Filling:
 
     def copy_rest(self) -> None:
         for pair in self._rest:
-            copy_mapped(pair.target, pair.saved)
+            pair.target.copy_(pair.saved)
 
     def with_overwritten(self, error: CheckpointError | InvalidFile) -> CheckpointError | InvalidFile:
         """``error``, with the names of the tensors that were overwritten before it."""
@@ -165,15 +164,6 @@ class _Filling:
         if isinstance(error, CheckpointError) and isinstance(said, CheckpointError):
             said.errno = error.errno
         return said
-
-
-def copy_mapped(target: torch.Tensor, mapped: torch.Tensor) -> None:
-    """Copy out of a mapped file. No operator of an open run sees the mapped tensor: the run would count it,
-    and could not move it."""
-    if _get_current_dispatch_mode() is not None:
-        with _disable_current_modes():
-            mapped = mapped.clone()
-    target.copy_(mapped)
 
 
 def bytes_as_saved(target: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
