@@ -6,7 +6,6 @@ Run with the versions that `penstock.integrations.versions` names; another one i
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -110,14 +109,6 @@ class Penstock(Callback):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # nobody has asked for another one
             trainer.strategy.checkpoint_io = _Streamed()
         self._steps.open(pl_module if on_cpu else None, **{"device": str(device), **self._options})
-
-    def _keep_fault_handler(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """When it ends, the Trainer puts the handlers of all signals back that Python knew when it began, and
-        so would undo the arena's of SIGSEGV, by which memory that is away comes back when it is touched."""
-        trainer._signal_connector._original_handlers.pop(signal.SIGSEGV, None)
-
-    on_sanity_check_start = on_train_start = _keep_fault_handler
-    on_validation_start = on_test_start = on_predict_start = _keep_fault_handler
 
     # -- training ------------------------------------------------------------------------------
 
