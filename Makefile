@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -30,21 +30,24 @@ demo-ddp: setup
 demo-samples: setup
 	$(BIN)/python examples/samples_demo.py
 
+# Files of tests that have a mark: pytest imports the others only to leave their tests out, in each of its processes.
+files_with = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
+
 test: lint
 	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target'
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
-	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark' $(call files_with,slow)
 
 # Do the benchmarks run? On little, for a minute or two.
 test-benchmarks: setup
-	$(BIN)/pytest -n 2 -m benchmark
+	$(BIN)/pytest -n 2 -m benchmark $(call files_with,benchmark)
 
 # The Linux kernel's NVMe/TCP target in an emulated machine. Installs Debian's packages where it is root, and
 # downloads a kernel (once); skips, and says why, where they cannot be had.
 test-nvme: setup
-	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target
+	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target tests/nvme
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13
@@ -142,15 +145,17 @@ docs-serve: .venv-docs/.installed
 # a C++ compiler with its sanitizers, and no Python.
 sanitize: sanitize-asan sanitize-tsan
 
-sanitize-asan: SANITIZERS := address,undefined
-sanitize-tsan: SANITIZERS := thread
-sanitize-asan: WHICH := ON
-sanitize-tsan: WHICH := THREADS
-sanitize-asan sanitize-tsan: sanitize-%:
+sanitize-asan sanitize-tsan: sanitize-%: build-%
+	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2
+
+build-asan: SANITIZERS := address,undefined
+build-tsan: SANITIZERS := thread
+build-asan: WHICH := ON
+build-tsan: WHICH := THREADS
+build-asan build-tsan: build-%:
 	$(CMAKE) -S . -B build/$* -D PENSTOCK_TESTS=$(WHICH) -D CMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
-	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2
 
 # Pythons that wheels are built and tried with: those that this machine can start. With pyenv:
 # PYENV_VERSION=3.10.13:3.12.1 make wheels
