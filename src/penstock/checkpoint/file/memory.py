@@ -12,6 +12,7 @@ import torch
 
 from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at
 
+_MADV_DONTNEED = 4
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -61,6 +62,12 @@ class MappedFile:
         # EINVAL is of a kernel that does not know the advice.
         if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def forget(self, begin: int, end: int) -> None:
+        """Give the pages that lie in [begin, end) back to the page cache: they can be read again."""
+        low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
+        if low < high:
+            _library.madvise(ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low), _MADV_DONTNEED)
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:

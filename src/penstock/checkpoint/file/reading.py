@@ -147,7 +147,13 @@ def fill(
                 yield piece
 
     if mapped:
-        _use_mapped(source, _map(source), copy, in_parallel if on_host else in_order, pieces())
+        memory = _map(source)
+
+        def copy_out(piece: Piece, address: int) -> None:
+            copy(piece, address)
+            memory.forget(piece.offset, piece.end)
+
+        _use_mapped(source, memory, copy_out, in_parallel if on_host else in_order, pieces())
     else:
         pool = BufferPool(pinned=not on_host)
 
