@@ -41,7 +41,7 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int:
     """Memory that can be had without swapping, and without leaving the container."""
-    fields = dict(line.split(":", 1) for line in _lines(Path("/proc/meminfo")))
+    fields = dict(line.split(":", 1) for line in lines(Path("/proc/meminfo")))
     if "MemAvailable" in fields:
         machine_bytes = int(fields["MemAvailable"].split()[0]) << 10
     else:
@@ -67,7 +67,7 @@ def container_available_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int
 
 def _limited(groups: Path, root: Path) -> Iterator[tuple[int, int]]:
     """Limit, and bytes in use that cannot be given back, of each group of this process that has a limit."""
-    for line in _lines(groups):
+    for line in lines(groups):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, names = root, _VERSION_2
@@ -80,21 +80,19 @@ def _limited(groups: Path, root: Path) -> Iterator[tuple[int, int]]:
         for folder in dict.fromkeys((group, *group.parents, base)):
             if not folder.is_relative_to(base):
                 continue
-            limits = [
-                int(text) for name in names.limits for text in _lines(folder / name) if text.isdecimal()
-            ]
+            limits = [int(text) for name in names.limits for text in lines(folder / name) if text.isdecimal()]
             limit_bytes = min(limits, default=_NO_LIMIT_BYTES)
             if limit_bytes < _NO_LIMIT_BYTES:
                 yield limit_bytes, _used_bytes(folder, names)
 
 
 def _used_bytes(folder: Path, names: _Names) -> int:
-    used_bytes = sum(int(text) for text in _lines(folder / names.used) if text.isdecimal())
-    fields = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+    used_bytes = sum(int(text) for text in lines(folder / names.used) if text.isdecimal())
+    fields = dict(line.split(" ", 1) for line in lines(folder / "memory.stat"))
     return used_bytes - sum(int(fields.get(name, 0)) for name in names.caches)
 
 
-def _lines(path: Path) -> list[str]:
+def lines(path: Path) -> list[str]:
     """Of a file of the system's; empty where it cannot be read."""
     try:
         return path.read_text().splitlines()

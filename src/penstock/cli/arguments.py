@@ -628,13 +628,7 @@ def rate(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: give 0 or more")
-    return found
+    return fraction(text, "number of seconds")
 
 
 def count(text: str, what: str = "steps") -> int:
@@ -649,13 +643,13 @@ def number(text: str) -> int:
     return int(text)
 
 
-def fraction(text: str) -> float:
+def fraction(text: str, what: str = "number") -> float:
     try:
         found = float(text)
     except ValueError:
         found = -1.0
     if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number: give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: give 0 or more")
     return found
 
 

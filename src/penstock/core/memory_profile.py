@@ -159,17 +159,13 @@ def leaves_for_good(trace: Trace, plan: Plan) -> list[tuple[int, int]]:
     """
     if trace.peak_bytes <= plan.device_budget_bytes:
         return []
-    count, uses = trace.kernels, trace.uses
-    last = np.full(trace.tensors, -1, dtype=np.int64)
-    used = np.flatnonzero(np.diff(uses.starts) > 0)
-    last[used] = uses.values[uses.starts[used + 1] - 1]
-    kept = (trace.tensor_death > last + 1) & ~trace.tensor_persistent & trace.movable
+    useless = released_after_last_use(trace).tensor_death  # from this kernel on
+    kept = (useless < np.minimum(trace.tensor_death, trace.kernels)) & ~trace.tensor_persistent
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
     found = []
-    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(last[tensor])):
-        begin = max(int(last[tensor]) + 1, int(trace.tensor_birth[tensor]))
-        end = int(trace.tensor_death[tensor])
-        if begin < min(end, count) and int(needed[begin:end].max()) > plan.device_budget_bytes:
+    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(useless[tensor])):
+        begin, end = int(useless[tensor]), int(trace.tensor_death[tensor])
+        if int(needed[begin:end].max()) > plan.device_budget_bytes:
             needed[begin:end] -= int(trace.tensor_bytes[tensor])
             found.append((tensor, begin))
     return found

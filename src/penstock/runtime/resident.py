@@ -8,11 +8,13 @@ import os
 import tempfile
 from pathlib import Path
 
+from penstock.machine import lines
+
 _STATUS = Path("/proc/self/status")
 
 
 def _status_bytes(name: str) -> int:
-    line = next((line for line in _lines(_STATUS) if line.startswith(name + ":")), None)
+    line = next((line for line in lines(_STATUS) if line.startswith(name + ":")), None)
     return int(line.split()[1]) * 1024 if line else 0
 
 
@@ -46,7 +48,7 @@ def is_in_memory(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory lies in RAM (tmpfs, ramfs), where spilling saves nothing."""
     best, kind = "", ""
     path = os.path.realpath(directory)
-    for mount in _lines(Path("/proc/mounts")):
+    for mount in lines(Path("/proc/mounts")):
         _, point, filesystem, *_ = mount.split()
         if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, filesystem
@@ -59,11 +61,3 @@ def default_spill_dir() -> str:
     if is_in_memory(directory) and os.access("/var/tmp", os.W_OK):
         return "/var/tmp"
     return directory
-
-
-def _lines(path: Path) -> list[str]:
-    """Of a file of the system's; empty where it cannot be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
