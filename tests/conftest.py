@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 import penstock
-from penstock.runtime import run
+from penstock.runtime import run, step_kinds
 
 # Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones.
 settings.register_profile("ci", derandomize=True)
@@ -91,6 +91,13 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def steps_are_planned_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps of milliseconds compute does not depend on how good their plans are."""
+    least_s, most_s = step_kinds.PLANNING_LIMITS_S
+    monkeypatch.setattr(step_kinds, "PLANNING_LIMITS_S", (least_s / 10, most_s))
 
 
 @pytest.fixture(autouse=True)
