@@ -27,7 +27,11 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
@@ -53,28 +57,27 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def main(action: str, directory: str) -> None:
+def main(action: str, directory: Path) -> None:
     dist.init_process_group("gloo")
-    model, optimizer = make(0 if action.startswith("save") else 1)
-    model(torch.randn(8, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    digests = []
     if action == "save":
-        dcp.save(state_of(model, optimizer, 7), storage_writer=Writer(directory))
-    elif action == "save_async":
-        state = state_of(model, optimizer, 7)
-        pending = dcp.async_save(state, storage_writer=Writer(directory))
-        pending.result(60)
+        state = state_of(*make(0), 7)
+        dcp.save(state, storage_writer=Writer(directory / "now"))
+        dcp.async_save(state, storage_writer=Writer(directory / "later")).result(60)
+        digests.append(digest(state))
     else:
-        state = state_of(model, optimizer, 0)
-        dcp.load(state, storage_reader=Reader(directory))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        assert state["step"] == 7, state["step"]
-    found = digest(state_of(model, optimizer, 7))
+        for how in ("now", "later"):
+            model, optimizer = make(1)
+            state = state_of(model, optimizer, 0)
+            dcp.load(state, storage_reader=Reader(directory / how))
+            weights, of_optimizer = state["model"], state["optimizer"]
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=of_optimizer)
+            assert state["step"] == 7, state["step"]
+            digests.append(digest(state_of(model, optimizer, 7)))
     if dist.get_rank() == 0:
-        print("digest", found, flush=True)
+        print("digest", *digests, flush=True)
     leave()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], str(Path(sys.argv[2])))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -23,7 +23,7 @@ import penstock
 from penstock import _native
 from tests.support.families import FAMILIES, iterate
 
-STEPS = int(os.environ.get("PENSTOCK_STEPS", "300"))
+STEPS = int(os.environ.get("PENSTOCK_STEPS", "160"))
 # Looked at after these. The heap of the C library has taken by the first of them what it takes.
 LOOKS = tuple(STEPS // 2 + part * STEPS // 8 for part in range(5))
 
