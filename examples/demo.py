@@ -65,6 +65,7 @@ def main() -> int:
         f"optimizer state are {format_bytes(trace.persistent_bytes)}. A plan for {SHOWN_PERCENT} % of that:"
     )
     planned = ["--hardware", str(hardware_file), "--device-budget", str(budgets[SHOWN_PERCENT])]
+    planned += ["--time-limit", "1"] if options.quick else []
     command("plan", str(trace_file), *planned, "-o", str(folder / "plan.json"))
 
     console.rule(f"{len(PERCENT) + 2} times {options.steps} steps", align="left")
