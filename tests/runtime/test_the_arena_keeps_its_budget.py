@@ -337,43 +337,49 @@ SYSTEM = """
 """
 
 
-@pytest.mark.parametrize(
-    "sets",
-    [
-        "faulthandler.enable()",
-        "signal.signal(signal.SIGSEGV, signal.SIG_DFL)",
-        "signal.signal(signal.SIGSEGV, lambda *_: None)",
-        "libc.signal(signal.SIGSEGV, None)",
-        "libc.sigaction(signal.SIGSEGV, (ctypes.c_char * 256)(), None)",
-        "libc.__sysv_signal(signal.SIGSEGV, None)",
-    ],
-)
-def test_whoever_sets_a_handler_of_sigsegv_comes_behind_the_arena(sets: str) -> None:
+SETS = """
+        faulthandler.enable()
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        signal.signal(signal.SIGSEGV, lambda *_: None)
+        libc.signal(signal.SIGSEGV, None)
+        libc.sigaction(signal.SIGSEGV, (ctypes.c_char * 256)(), None)
+        libc.__sysv_signal(signal.SIGSEGV, None)
+"""
+
+
+def test_whoever_sets_a_handler_of_sigsegv_comes_behind_the_arena() -> None:
     result = python(
         SYSTEM
         + f"""
-        lease = arena.Lease(1 << 40)
-        served = system()[0]
-        tensor = tensor_of(random_bytes(3 * MIB))
-        assert away.leave(tensor)
-        {sets}
-        assert system()[0] == served
-        assert np.array_equal(tensor.numpy(), random_bytes(3 * MIB))
-        tensor.numpy()[0] ^= 1
-        asked = (ctypes.c_ulong * 32)()
-        libc.sigaction(signal.SIGSEGV, None, asked)
-        lease.close()
-        print(system()[0] == asked[0] != served)
-        with arena.Lease(1 << 40):
-            assert system()[0] == served and not _native.arena_own_faults()
+        def behind(sets):
+            lease = arena.Lease(1 << 40)
+            served = system()[0]
+            tensor = tensor_of(random_bytes(3 * MIB))
             assert away.leave(tensor)
-            assert system((ctypes.c_ulong * 4)())[0] == served  # nobody has seen this
-            assert _native.arena_own_faults() and system()[0] == served
+            exec(sets)
+            assert system()[0] == served
+            assert np.array_equal(tensor.numpy(), random_bytes(3 * MIB))
             tensor.numpy()[0] ^= 1
-        print(np.array_equal(tensor.numpy(), random_bytes(3 * MIB)), system()[0])
+            asked = (ctypes.c_ulong * 32)()
+            libc.sigaction(signal.SIGSEGV, None, asked)
+            lease.close()
+            assert system()[0] == asked[0] != served
+            with arena.Lease(1 << 40):
+                assert system()[0] == served and not _native.arena_own_faults()
+                assert away.leave(tensor)
+                assert system((ctypes.c_ulong * 4)())[0] == served  # nobody has seen this
+                assert _native.arena_own_faults() and system()[0] == served
+                tensor.numpy()[0] ^= 1
+            assert np.array_equal(tensor.numpy(), random_bytes(3 * MIB)) and system()[0] == 0
+
+        for sets in {SETS.strip().splitlines()}:
+            behind(sets.strip())
+            faulthandler.disable()
+            libc.signal(signal.SIGSEGV, None)
+            print("right")
     """
     )
-    assert result.stdout.split() == ["True", "True", "0"], result.stderr
+    assert result.stdout.split() == ["right"] * len(SETS.strip().splitlines()), result.stderr
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
