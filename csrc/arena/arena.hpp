@@ -222,6 +222,8 @@ class Arena {
   bool given_up(std::uint64_t serial) const;
   std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
   void drop_memory(const Copy& copy);
+  void empty_memory(const Copy& copy);
+  void drop_emptied(const Copy& copy);
   bool evict_packed(Lock& lock);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);

@@ -35,6 +35,7 @@ struct Copy {
   std::vector<Segment> segments;
   Packing packing{};
   mutable Landing memory{};
+  mutable Landing emptied{};  // what was its memory: addresses that somebody may still read
   mutable std::shared_ptr<const Copy> below;  // of one in memory: the same bytes in files, if they are there
   bool in_swap_file = false;  // its one segment is the arena's own
   std::uint64_t serial = 0;   // of the block

@@ -267,9 +267,18 @@ void Frames::withdraw_block(std::size_t offset, std::size_t size_bytes, std::opt
 }
 
 void Frames::discard_block(std::size_t offset, std::size_t size_bytes) {
-  const auto body = body_bytes(size_bytes);
-  if (body < size_bytes) tails_.drop(base_ + offset + body);
   map_nothing(base_ + offset, size_bytes);
+  lose_block(offset, size_bytes);
+}
+
+void Frames::empty_block(std::size_t offset, std::size_t size_bytes) {
+  give_pages(base_ + offset, size_bytes);
+  lose_block(offset, size_bytes);
+}
+
+void Frames::lose_block(std::size_t offset, std::size_t size_bytes) {
+  const auto body = body_bytes(size_bytes);
+  if (body < size_bytes) tails_.lose(base_ + offset + body);
   for (auto i = first_chunk(offset); i < first_chunk(offset + body); ++i)
     if (chunks_[i].framed) lose(i);
 }

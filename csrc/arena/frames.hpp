@@ -64,6 +64,8 @@ class Frames {
   void withdraw_block(std::size_t offset, std::size_t size_bytes, std::optional<std::size_t> to);
   // Gives the block's memory back to the system; its chunks stay live.
   void discard_block(std::size_t offset, std::size_t size_bytes);
+  // The same, but the block's addresses can still be read, as zeros.
+  void empty_block(std::size_t offset, std::size_t size_bytes);
   // The memory of the block at `from` goes behind that at `to`, which has none. False if the system
   // refuses: then neither has any.
   bool transfer_block(std::size_t from, std::size_t to, std::size_t size_bytes);
@@ -99,6 +101,7 @@ class Frames {
   void take_free(std::size_t first, std::size_t last);
   void set_framed(std::size_t first, std::size_t last, bool framed);
   void lose(std::size_t chunk);
+  void lose_block(std::size_t offset, std::size_t size_bytes);
   bool give_tail(char* tail, std::size_t size_bytes, bool roomy);
   bool cut_free_frame();
   bool cut_frame(std::size_t chunk);

@@ -118,6 +118,8 @@ std::shared_ptr<const Copy> Arena::hold(Copy copy) {
   return {new Copy(std::move(copy)), [this](const Copy* held) {
             if (held->in_memory())  // a child has a copy of its own
               drop_memory(*held);
+            else if (held->emptied.address != nullptr)
+              drop_emptied(*held);
             else if (held->forks < forks_ && !in_child_) {
               const auto i = held->serial % kGivenUpCounts;
               ++given_up_here_[i];
@@ -180,6 +182,31 @@ void Arena::drop_memory(const Copy& copy) {
   changed_.notify();
 }
 
+// Who writes the copy elsewhere may still be reading it: it reads zeros, and the addresses stay as long as the copy.
+void Arena::empty_memory(const Copy& copy) {
+  copy.emptied = std::exchange(copy.memory, {});
+  const auto [address, size_bytes, in_arena] = copy.emptied;
+  if (in_arena) {
+    frames_.empty_block(static_cast<std::size_t>(address - frames_.base()), size_bytes);
+  } else {
+    give_pages(address, size_bytes);
+    scratch_bytes_ -= size_bytes;
+  }
+  in_memory_bytes_ -= round_up(copy.packing.packed_bytes, kPageBytes);
+  changed_.notify();
+}
+
+void Arena::drop_emptied(const Copy& copy) {
+  const auto [address, size_bytes, in_arena] = std::exchange(copy.emptied, {});
+  if (in_arena) {
+    const auto offset = static_cast<std::size_t>(address - frames_.base());
+    frames_.vacate_absent_block(offset, size_bytes);
+    region(offset).give(offset, round_up(size_bytes, kChunkBytes));
+  } else {
+    munmap(address, size_bytes);
+  }
+}
+
 // A block that is out and has its packed bytes in memory gives them up; they are written to the swap file first where
 // no file has them. What is written elsewhere meanwhile may be anything. May release the lock. False if none can.
 bool Arena::evict_packed(Lock& lock) {
@@ -216,7 +243,7 @@ bool Arena::evict_packed(Lock& lock) {
     if (error != 0) return false;
     stats_.swapped_out_bytes += size_bytes;
     found->copy = std::move(copy);
-    if (packed->in_memory()) drop_memory(*packed);
+    if (packed->in_memory()) empty_memory(*packed);
     return true;
   }
   return false;

@@ -20,6 +20,8 @@ bool map_nothing(char* address, std::size_t size_bytes) {
          MAP_FAILED;
 }
 
+void give_pages(char* address, std::size_t size_bytes) { madvise(address, size_bytes, MADV_DONTNEED); }
+
 bool map_fresh(char* address, std::size_t size_bytes) {
   if (mprotect(address, size_bytes, PROT_READ | PROT_WRITE) != 0) return false;
   madvise(address, size_bytes, MADV_HUGEPAGE);  // where huge pages are off, small ones serve

@@ -19,6 +19,8 @@ void make_huge(char* address, std::size_t size_bytes);
 // Addresses without memory: neither readable nor writable. What was there is gone. Neighbours of this
 // kind become one mapping, so that what is away costs the system nothing.
 bool map_nothing(char* address, std::size_t size_bytes);
+// Gives the memory back; the addresses stay as they are, and hold zeros.
+void give_pages(char* address, std::size_t size_bytes);
 // Makes addresses from map_nothing writable; memory comes at the first touch, as huge pages where it can.
 bool map_fresh(char* address, std::size_t size_bytes);
 bool protect(char* address, std::size_t size_bytes, int protection);

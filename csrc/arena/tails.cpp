@@ -204,8 +204,12 @@ bool Tails::move(char* tail, char* to) {
 }
 
 void Tails::drop(char* tail) {
+  if (const auto size_bytes = lose(tail)) map_nothing(tail, size_bytes);
+}
+
+std::size_t Tails::lose(char* tail) {
   const auto found = loans_.find(tail);
-  if (found == loans_.end()) return;
+  if (found == loans_.end()) return 0;
   std::size_t size = 0;
   for (const auto loan : found->second) {
     size += loan.count * kGrainBytes;
@@ -217,8 +221,8 @@ void Tails::drop(char* tail) {
     value.lent &= ~bits(loan.first, loan.count);
     set(loan.home, value);
   }
-  map_nothing(tail, size);
   loans_.erase(found);
+  return size;
 }
 
 std::size_t Tails::purge(std::size_t wanted_bytes, bool keep_frames) {

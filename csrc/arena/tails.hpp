@@ -53,6 +53,8 @@ class Tails {
   bool move(char* tail, char* to);
   // The memory of a tail goes back to the system.
   void drop(char* tail);
+  // Whoever calls gives it back. Its size.
+  std::size_t lose(char* tail);
   bool has(char* tail) const { return loans_.contains(tail); }
 
   // Gives free grains back to the system, until `wanted_bytes` are; with `keep_frames`, none of whole

@@ -49,18 +49,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def _offload(spill_dir: Path, budget_bytes: int = 16 * SIZE) -> penstock.Offload:
+def _offload(spill_dir: Path, budget_bytes: int = 16 * SIZE, io: str = "posix direct") -> penstock.Offload:
     return penstock.offload(
         device_budget=budget_bytes,
         spill_dir=spill_dir,
         hardware=HARDWARE,
         smallest_bytes=EVERYTHING,
-        io_paths="posix direct",
+        io_paths=io,
     )
 
 
-def _sparse(seed: int) -> torch.Tensor:
-    return torch.relu(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)) - 1)
+def _sparse(seed: int, elements: int = ELEMENTS) -> torch.Tensor:
+    return torch.relu(torch.randn(elements, generator=torch.Generator().manual_seed(seed)) - 1)
 
 
 def _pack(run: penstock.Offload, tensor: torch.Tensor) -> None:
@@ -69,8 +69,8 @@ def _pack(run: penstock.Offload, tensor: torch.Tensor) -> None:
         before = run._device.in_memory_bytes()
         run._engine.evict(managed, release=True, packs=4)
         assert managed.state == AWAY and managed.writing
-        assert run._device.in_memory_bytes() == before - SIZE + managed.packed_bytes
-        assert 0 < managed.packed_bytes < SIZE // 2
+        assert run._device.in_memory_bytes() == before - tensor.nbytes + managed.packed_bytes
+        assert 0 < managed.packed_bytes < tensor.nbytes // 2
 
 
 def test_memory_is_free_before_the_copy_is_written(gate: Gate, tmp_path: Path) -> None:
@@ -136,15 +136,20 @@ def test_a_failed_write_leaves_the_packed_bytes(error: int, gate: Gate, tmp_path
     assert np.array_equal(view, expected[2].numpy())  # it came back when the run was closed
 
 
-def test_packed_bytes_leave_for_what_needs_the_memory(gate: Gate, tmp_path: Path) -> None:
-    """The arena writes them to its own file where nobody in Python can help."""
-    with _offload(tmp_path, 4 * SIZE) as run:
-        tensors = [_sparse(number) for number in range(3)]
+@pytest.mark.parametrize("times", [1, 9], ids=["small", "large"])
+@pytest.mark.parametrize("io", ["posix direct", "posix staged"])
+def test_packed_bytes_leave_for_what_needs_the_memory(
+    io: str, times: int, gate: Gate, tmp_path: Path
+) -> None:
+    """The arena writes them to its own file where nobody in Python can help, also while they are written."""
+    elements = times * ELEMENTS
+    with _offload(tmp_path, 4 * times * SIZE, io) as run:
+        tensors = [_sparse(number, elements) for number in range(3)]
         values = [float(tensor.sum()) for tensor in tensors]
         for tensor in tensors:
             _pack(run, tensor)
-        full = torch.ones(4 * ELEMENTS - 4096)
-        assert float(full.sum()) == 4 * ELEMENTS - 4096
+        full = torch.ones(4 * elements - 4096)
+        assert float(full.sum()) == 4 * elements - 4096
         del full
         gate.opened.set()
         run._engine.drain()
