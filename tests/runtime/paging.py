@@ -58,10 +58,13 @@ class Away:
 
 
 class Limits:
-    """The arena in use with these limits: what `runtime.arena.Lease` does with limits of its own choice."""
+    """The arena in use with these limits: what `runtime.arena.Lease` does with limits of its own choice. What
+    other tests left in it stays where it is."""
 
     def __init__(self, limit_bytes: int, budget_bytes: int | None = None) -> None:
         self.limit_bytes, self.budget_bytes = limit_bytes, budget_bytes
+        _native.arena_disown_all()
+        _native.arena_reset_peak()
         _native.arena_activate(limit_bytes, budget_bytes)
 
     def set_limit(self, limit_bytes: int) -> None:
@@ -76,4 +79,5 @@ class Limits:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _native.arena_own_all()
         _native.arena_deactivate()

@@ -32,14 +32,9 @@ LARGE = 1 << 40
 def swap(tmp_path: Path) -> Iterator[int]:
     file = unnamed_file(tmp_path)
     _native.arena_swap_file(-1, file, 1 << 30)
-    _native.arena_reset_peak()
     yield file
     _native.arena_swap_file(-1, -1, 0)
     os.close(file)
-
-
-def budget_above_what_is_there(size_bytes: int) -> int:
-    return _native.arena_stats().in_memory_bytes + size_bytes
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +61,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap: int) -> None:
-    with Limits(LARGE, budget_above_what_is_there(24 * MIB)) as lease:
+    with Limits(LARGE, 24 * MIB) as lease:
         tensors = []
         for i in range(6):
             _native.arena_touch([])
@@ -96,7 +91,7 @@ def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap
 
 
 def test_tensors_with_a_copy_are_dropped_before_any_is_written(swap: int, tmp_path: Path) -> None:
-    with Limits(LARGE, budget_above_what_is_there(12 * MIB)):
+    with Limits(LARGE, 12 * MIB):
         away = Away(unnamed_file(tmp_path))
         old, copied = torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(4 * MIB, dtype=torch.uint8)
         assert away.leave(copied)
@@ -114,7 +109,7 @@ def test_tensors_with_a_copy_are_dropped_before_any_is_written(swap: int, tmp_pa
 
 
 def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
-    with Limits(LARGE, budget_above_what_is_there(8 * MIB)):
+    with Limits(LARGE, 8 * MIB):
         held = torch.ones(5 * MIB, dtype=torch.uint8)
         with pytest.raises(RuntimeError, match="allocate"):
             torch.ones(5 * MIB, dtype=torch.uint8)  # the other one is pinned
@@ -141,8 +136,7 @@ def test_what_cannot_fit_is_refused_with_its_size(swap: int) -> None:
 def test_a_full_swap_file_refuses_and_loses_nothing(tmp_path: Path) -> None:
     file = unnamed_file(tmp_path)
     _native.arena_swap_file(-1, file, 3 * MIB)
-    _native.arena_reset_peak()
-    with Limits(LARGE, budget_above_what_is_there(8 * MIB)):
+    with Limits(LARGE, 8 * MIB):
         tensors = [torch.full((2 * MIB,), i, dtype=torch.uint8) for i in range(4)]
         _native.arena_touch([])
         tensors.append(torch.full((2 * MIB,), 4, dtype=torch.uint8))
@@ -159,7 +153,7 @@ def test_a_full_swap_file_refuses_and_loses_nothing(tmp_path: Path) -> None:
 def test_physical_memory_is_kept_below_the_limit_too(swap: int) -> None:
     _native.arena_trim()
     resident = _native.arena_stats().resident_bytes
-    with Limits(resident + 32 * MIB, budget_above_what_is_there(64 * MIB)):
+    with Limits(resident + 32 * MIB, 64 * MIB):
         tensors = []
         for i in range(20):
             _native.arena_touch([])
@@ -183,11 +177,9 @@ def test_random_programs_keep_the_budget_and_every_byte(
     away = Away(unnamed_file(tmp_path))
     held: list[tuple[torch.Tensor, np.ndarray]] = []
     segments: dict[int, tuple[int, int, int, int]] = {}
-    budget = budget_above_what_is_there(budget_bytes)
     _native.arena_trim()
     limit = _native.arena_stats().resident_bytes + 2 * budget_bytes if limited else LARGE
-    with Limits(limit, budget) as lease:
-        _native.arena_reset_peak()
+    with Limits(limit, budget_bytes) as lease:
         for step in range(steps):
             action = draw.randrange(6)
             if action < 2 or not held:
@@ -219,7 +211,7 @@ def test_random_programs_keep_the_budget_and_every_byte(
             else:
                 assert np.array_equal(tensor.numpy(), content)
             stats = _native.arena_stats()
-            assert stats.peak_in_memory_bytes <= budget
+            assert stats.peak_in_memory_bytes <= budget_bytes
             assert stats.over_budget_bytes == 0
         lease.set_budget(None)
         for tensor, content in held:
@@ -230,7 +222,7 @@ def test_random_programs_keep_the_budget_and_every_byte(
 
 
 def test_a_fault_takes_what_is_pinned_only_where_nothing_else_can_leave(swap: int) -> None:
-    with Limits(LARGE, budget_above_what_is_there(12 * MIB)):
+    with Limits(LARGE, 12 * MIB):
         tensors = []
         for i in range(6):
             _native.arena_touch([])
@@ -256,7 +248,7 @@ def test_a_fault_takes_what_is_pinned_only_where_nothing_else_can_leave(swap: in
 
 @pytest.mark.parametrize("size_bytes", [70_000, 2 * MIB])
 def test_blocks_read_by_numpy_in_quick_succession_keep_the_budget(swap: int, size_bytes: int) -> None:
-    with Limits(LARGE, budget_above_what_is_there(2 * size_bytes)) as lease:
+    with Limits(LARGE, 2 * size_bytes) as lease:
         tensors = []
         for i in range(12):
             _native.arena_touch([])
@@ -273,7 +265,7 @@ def test_blocks_read_by_numpy_in_quick_succession_keep_the_budget(swap: int, siz
 
 def test_a_copy_between_blocks_that_do_not_fit_together_ends_and_is_counted(swap: int) -> None:
     source_bytes = random_bytes(3 * MIB)
-    with Limits(LARGE, budget_above_what_is_there(4 * MIB)):
+    with Limits(LARGE, 4 * MIB):
         source = tensor_of(source_bytes)
         _native.arena_touch([])
         target = torch.zeros(3 * MIB, dtype=torch.uint8)
