@@ -14,12 +14,14 @@ MIB = 1 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a peak that can be set back")
-@pytest.mark.parametrize("writer", ["penstock", "safetensors"])
+@pytest.mark.parametrize("writer", ["penstock", "torch", "safetensors"])
 def test_it_grows_by_less_than_half_of_the_file(tmp_path: Path, writer: str) -> None:
     path = tmp_path / "state.safetensors"
     state = {str(index): torch.randn(12 * MIB // 4) for index in range(8)}
     if writer == "penstock":
         penstock.save(state, path)
+    elif writer == "torch":
+        torch.save(state, path)
     else:
         pytest.importorskip("safetensors.torch").save_file(state, path)
     wanted = {name: torch.ones_like(tensor) for name, tensor in state.items()}

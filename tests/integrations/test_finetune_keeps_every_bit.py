@@ -41,6 +41,7 @@ SETTINGS: dict[str, Any] = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     finetuning.make(folder / "model")
+    finetuning.make(folder / "tied", {**finetuning.SMALL, "tie_word_embeddings": True})
     (folder / "text").write_text(Path(finetuning.__file__).read_text())
     HARDWARE.save(folder / "hardware.json")
     return folder
@@ -48,19 +49,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embeddings of the small model count as large, and AdamW goes through the others in slices."""
-    monkeypatch.setattr("penstock.capture.slices.SLICE_BYTES", 1 << 20)
-    monkeypatch.setattr(finetune, "LARGE_BYTES", 1_000_000)
+    """The larger weights of the small model count as large."""
     monkeypatch.setattr(finetune, "ROWS_BYTES", 300_000)
 
 
-def command(files: Path, output: Path, budget: str, *more: str, **changes: Any) -> list[str]:
+def command(
+    files: Path, output: Path, budget: str, *more: str, model: str = "model", **changes: Any
+) -> list[str]:
     settings = {**SETTINGS, **changes}
     options = [
         text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     return [
-        *("finetune", str(files / "model"), str(files / "text"), "--device-budget", budget, "--json"),
+        *("finetune", str(files / model), str(files / "text"), "--device-budget", budget, "--json"),
         *("--tokenizer", "bytes", "-o", str(output), "--hardware", str(files / "hardware.json")),
         *("--policy", "g10", "--spill-dir", str(output.parent), *options, *more),
     ]
@@ -92,18 +93,27 @@ def test_as_in_memory(
     assert again["finished"] and again["losses"] == expected
 
 
-def test_what_stops_goes_on(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped amid it by its caller, and gone on with in another budget, by the command."""
-    expected, _ = finetuning.train(files / "model", files / "text", **SETTINGS)
-    settings = finetune.Settings(model=files / "model", text=files / "text", tokenizer="bytes", **SETTINGS)
+@pytest.mark.parametrize("model, dtype", [("model", "float32"), ("tied", "bfloat16")])
+def test_what_stops_goes_on(
+    model: str, dtype: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped amid it by its caller, and gone on with in another budget, by the command; in a folder in which
+    a process was killed before it began."""
+    given = {**SETTINGS, "dtype": dtype}
+    expected, _ = finetuning.train(files / model, files / "text", **given)
+    settings = finetune.Settings(model=files / model, text=files / "text", tokenizer="bytes", **given)
+    (tmp_path / "out").mkdir()
+    for name in ("tokens.bin", "tokens.partial", ".finetune.json.123.0"):
+        (tmp_path / "out" / name).write_text("cut")
     tuning = finetune.FineTuning(settings, tmp_path / "out")
     with penstock.offload(device_budget="9MiB", spill_dir=tmp_path, hardware=HARDWARE, policy="g10") as run:
         outcome = tuning.train(run, save_steps=100, on_step=lambda steps, loss: steps == 3)
     assert outcome.losses == expected[:3] and not outcome.finished
     with pytest.raises(penstock.InvalidArgument, match=r"other settings \(seed\)"):
         finetune.FineTuning(finetune.Settings(**{**vars_of(settings), "seed": 1}), tmp_path / "out")
-    answer = ran(command(files, tmp_path / "out", "7MiB", "--resume"), capsys)
+    answer = ran(command(files, tmp_path / "out", "7MiB", "--resume", model=model, dtype=dtype), capsys)
     assert answer["begun"] == 3 and answer["losses"] == expected
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def vars_of(settings: finetune.Settings) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,11 +60,13 @@ def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
     iterate(model, optimizer, 8)  # and they train on, without a budget
 
 
-def test_an_optimizer_without_state_is_loaded_inside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", [penstock.save, torch.save])
+def test_an_optimizer_without_state_is_loaded_inside(writer: Any, tmp_path: Path) -> None:
     """What is read from a file, which the run cannot move, takes no room of the budget."""
     model, optimizer = build()
     iterate(model, optimizer, 0)
-    penstock.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    writer({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_size >= 4 * BUDGET_BYTES
     iterate(model, optimizer, 1)
     expected = bits(model.parameters())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,50 @@ def test_prefetches_do_not_take_the_room_that_a_kernel_waits_for() -> None:
 
     assert [managed.state for managed in wanted] == [AWAY, AWAY]
     assert bench.device.in_memory_bytes() <= 4 * PIECE
+
+
+def test_what_a_prefetch_began_while_a_kernel_waited_for_room_is_not_brought_twice() -> None:
+    bench = Bench(anywhere=True, timeout_s=5.0)
+    wanted = [bench.away() for _ in range(2)]
+    bench.engine.evict(bench.make(), release=True)
+    bench.device.engine = bench.engine
+    bench.device.trouble = 1.0  # there is no memory as long as that is under way
+    bench.engine.prefetch(wanted[1])
+
+    def answer() -> None:
+        with bench.engine.lock:
+            bench.device.trouble, bench.device.at_once = 0.0, 1.0
+            bench.device.finish(bench.device.pending[0])
+
+    thread = threading.Thread(target=answer)
+    with bench.engine.lock:
+        thread.start()
+        bench.engine.demand(wanted)
+    thread.join()
+    assert [managed.state for managed in wanted] == [RESIDENT, RESIDENT]
+    assert bench.engine.in_flight_bytes == (0, 0)
+
+
+def test_what_the_device_takes_while_it_is_copied_again_is_away_when_that_copy_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    managed, taken = bench.make(), False
+
+    def copy_out(*arguments: Any) -> None:
+        nonlocal taken
+        begin(*arguments)
+        taken = managed.void = True
+
+    begin = bench.device.copy_out
+    bench.engine.evict(managed, release=True)
+    monkeypatch.setattr(bench.device, "release", lambda *_: False)  # it was written, so it is copied again
+    monkeypatch.setattr(bench.device, "copy_out", copy_out)
+    monkeypatch.setattr(bench.device, "is_gone", lambda _: taken)
+    bench.device.finish(bench.device.pending[0])
+    assert managed.state == LEAVING and len(bench.device.pending) == 1
+    bench.device.finish(bench.device.pending[0])
+    assert managed.state == AWAY and not bench.device.pending
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ import torch
 
 from penstock.capture.operators import LIST_PREFIXES
 
-SLICE_BYTES = 32 * 2**20  # of all tensors of a slice together
+# A slice takes as much as the largest element alone has to, so that no budget needs more for the others;
+# within these bounds, of all tensors of a slice together, those that it makes too.
+LEAST_BYTES = 1 << 20  # a kernel of fewer is too short
+SLICE_BYTES = 32 << 20
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,8 +48,9 @@ def slices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The calls that do the same in parts, in order; None where the operator is called as it is.
 
     That is so where it is no operator on lists, or all its tensors fit in one slice. A slice is a run of
-    elements of all lists that takes `SLICE_BYTES` at most, or one element. Single tensors and scalars are
-    the same for each. The bits are the same.
+    elements of all lists that takes no more than the largest element, or `LEAST_BYTES`, and `SLICE_BYTES` at
+    most; or it is one element. No budget enters: a trace can be planned for any. Single tensors and scalars
+    are the same for each slice. The bits are the same.
     """
     values = {
         argument: value
@@ -56,7 +60,8 @@ def slices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     lists = [value for argument, value in values.items() if argument.is_tensors]
     if not lists or any(len(value) != len(lists[0]) for value in values.values()):
         return None
-    bounds = list(_bounds(lists))
+    # What it returns is new, and as large as the first list, or smaller.
+    bounds = list(_bounds(lists + [lists[0]] * len(operator._schema.returns)))
     if len(bounds) == 1 or not _alike(lists):
         return None
     calls: list[Call] = []
@@ -87,14 +92,18 @@ def _value(argument: _Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _bounds(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, int]]:
     """Runs of elements, as large as a slice may be."""
+    sizes = [
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for tensors in zip(*lists, strict=True)
+    ]
+    most = min(max(*sizes, LEAST_BYTES), SLICE_BYTES)
     begin, total = 0, 0
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if index > begin and total + size > SLICE_BYTES:
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > most:
             yield begin, index
             begin, total = index, 0
         total += size
-    yield begin, len(lists[0])
+    yield begin, len(sizes)
 
 
 def _alike(lists: Sequence[Sequence[torch.Tensor]]) -> bool:

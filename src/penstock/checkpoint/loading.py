@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.checkpoint.failures import shown
 from penstock.checkpoint.file import reading, torchfile
 from penstock.checkpoint.file.devices import MapLocation, devices_of, place_by_function
-from penstock.checkpoint.file.memory import is_on_host
+from penstock.checkpoint.file.memory import Mappings, is_on_host
 from penstock.checkpoint.file.source import PathLike, Source
 from penstock.checkpoint.state.matching import Match, Pair
 from penstock.errors import CheckpointError, InvalidArgument, InvalidFile
@@ -79,7 +81,9 @@ def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, in
         torchfile.verify(source)
     if into is None:
         return torchfile.load(source, map_location, mmap)
-    return _fill_from(source, torchfile.load(source, "cpu", mmap=True), into)
+    with _disable_current_modes():  # an open run would count what is mapped, which cannot leave
+        saved = torchfile.load(source, "cpu", mmap=True)
+    return _fill_from(source, saved, into)
 
 
 def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
@@ -107,10 +111,22 @@ def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
 def _fill_from(source: Source, saved: Any, into: Any) -> Any:
     """The same, from a state whose tensors are mapped already."""
     match = _matched(source, saved, into)
+    mapped = Mappings(source.file.buffered)
+    addresses = [pair.saved.untyped_storage().data_ptr() for pair in match.pairs]
+    last = {address: index for index, address in enumerate(addresses)}
     with torch.no_grad():
-        for pair in match.pairs:
-            pair.target.copy_(pair.saved)
+        for index, pair in enumerate(match.pairs):
+            _copy(pair)
+            if last[addresses[index]] == index:
+                mapped.forget(addresses[index], pair.saved.untyped_storage().nbytes())
         return match.take_over(saved, into)
+
+
+def _copy(pair: Pair) -> None:
+    """Out of a mapped file. Where memory stays in place (on the CPU) no operator sees it: an open run would
+    count what is mapped, which cannot leave."""
+    with _disable_current_modes() if is_on_host(pair.target) else contextlib.nullcontext():
+        pair.target.copy_(pair.saved)
 
 
 def _matched(source: Source, saved: Any, into: Any) -> Match:
@@ -154,7 +170,7 @@ class _Filling:
 
     def copy_rest(self) -> None:
         for pair in self._rest:
-            pair.target.copy_(pair.saved)
+            _copy(pair)
 
     def with_overwritten(self, error: CheckpointError | InvalidFile) -> CheckpointError | InvalidFile:
         """``error``, with the names of the tensors that were overwritten before it."""

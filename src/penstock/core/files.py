@@ -121,11 +121,20 @@ def write(data: bytes, path: str | Path) -> None:
         raise
 
 
+def drafts(path: Path) -> list[Path]:
+    """What processes that were killed while they wrote ``path`` left beside it."""
+    return [each for each in path.parent.iterdir() if each.name.startswith(_draft_name(path))]
+
+
+def _draft_name(path: Path) -> str:
+    return f".{path.name[:50]}."
+
+
 def _new_file_beside(path: Path) -> io.BufferedWriter:
     """Never a file, or a link to one, that somebody else put there."""
     for number in range(_MOST_DRAFTS):
         with contextlib.suppress(FileExistsError):
-            return path.with_name(f".{path.name[:50]}.{os.getpid()}.{number}").open("xb")
+            return path.with_name(f"{_draft_name(path)}{os.getpid()}.{number}").open("xb")
     raise FileExistsError(errno.EEXIST, "There are too many drafts of this file, remove them")
 
 

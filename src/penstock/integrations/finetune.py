@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import torch
 import penstock
 from penstock.checkpoint import load as load_checkpoint
 from penstock.checkpoint import save as save_checkpoint
+from penstock.core import files
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
@@ -44,8 +44,8 @@ except ImportError as error:
 BYTES = "bytes"  # the tokenizer that needs no files: a token for each byte
 TEXT_PIECE_BYTES = 1 << 20  # is handed to a tokenizer at once, up to the end of a line
 
-# Larger weights are updated some rows at a time: AdamW needs four times the memory of what it updates.
-LARGE_BYTES = 32 << 20
+# AdamW needs four times the memory of what it updates. So weights above this, and above a quarter of the
+# largest, whose gradient needs as much, are updated so many rows at a time.
 ROWS_BYTES = 8 << 20
 
 SETTINGS, TOKENS, CHECKPOINT, LOSSES, MODEL = (
@@ -55,7 +55,6 @@ SETTINGS, TOKENS, CHECKPOINT, LOSSES, MODEL = (
     "losses.json",
     "model",
 )
-NOT_BEGUN = {TOKENS, "tokens.partial", f"{SETTINGS}.partial"}  # files of a training that has not begun
 BLOCK_SIZE = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -130,7 +129,8 @@ class Training:
         self.model = model.train()
         self.settings = settings
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
-        self._rows = {each: _rows(each) for each in self.parameters if each.nbytes > LARGE_BYTES}
+        large = max(ROWS_BYTES, *(each.nbytes // 4 for each in self.parameters))
+        self._rows = {each: _rows(each) for each in self.parameters if each.nbytes > large}
         for parameter, rows in self._rows.items():
             parameter.register_post_accumulate_grad_hook(_divide_gradient(rows))
         decayed: list[torch.Tensor] = []
@@ -225,9 +225,9 @@ class Training:
 
 
 def _rows(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Views of a large weight that lie one after the other in it."""
-    count = max(1, ROWS_BYTES // max(1, parameter.nbytes // len(parameter)))
-    return list(parameter.detach().split(count))
+    """Views of a large weight that lie one after the other in it, nearly alike."""
+    count = -(-parameter.nbytes // ROWS_BYTES)
+    return list(parameter.detach().split(-(-len(parameter) // count)))
 
 
 def _divide_gradient(rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
@@ -460,7 +460,7 @@ class FineTuning:
         """
         model = load(self.settings.model, self.config, run, dtype=DTYPES[self.settings.dtype])
         if not (self.folder / SETTINGS).exists():
-            _write_whole(self.folder / SETTINGS, json.dumps(self._described, indent=2))
+            files.write(json.dumps(self._described, indent=2).encode(), self.folder / SETTINGS)
         torch.manual_seed(self.settings.seed)
         training = Training(self.settings, _with_adapters(model, self.settings), self.total_steps)
         torch.manual_seed(self.settings.seed)
@@ -488,10 +488,10 @@ class FineTuning:
         training.model.save_pretrained(partial)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(partial)
-        _write_whole(self.folder / LOSSES, json.dumps(losses))
+        files.write(json.dumps(losses).encode(), self.folder / LOSSES)
         partial.replace(self.model_folder)
-        for name in (CHECKPOINT, TOKENS):
-            (self.folder / name).unlink(missing_ok=True)
+        for path in (self.checkpoint, self.folder / TOKENS, *files.drafts(self.folder / LOSSES)):
+            path.unlink(missing_ok=True)
 
     def _claim(self, resume: bool) -> None:
         """The folder is this training's: new, or one that was begun with the same settings."""
@@ -499,7 +499,7 @@ class FineTuning:
         if not path.exists():
             if resume:
                 raise InvalidArgument(f"nothing to go on with: {path} is missing. Leave --resume out")
-            if self.folder.is_dir() and {each.name for each in self.folder.iterdir()} - NOT_BEGUN:
+            if self.folder.is_dir() and set(self.folder.iterdir()) - self._not_begun():
                 raise InvalidArgument(f"{self.folder} holds something else: give another folder with -o")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_not_begun()
@@ -525,9 +525,14 @@ class FineTuning:
                 self._remove_not_begun()
             raise
 
+    def _not_begun(self) -> set[Path]:
+        """Files of a training that has not begun."""
+        tokens = self.folder / TOKENS
+        return {tokens, tokens.with_suffix(".partial"), *files.drafts(self.folder / SETTINGS)}
+
     def _remove_not_begun(self) -> None:
-        for name in NOT_BEGUN:
-            (self.folder / name).unlink(missing_ok=True)
+        for path in self._not_begun():
+            path.unlink(missing_ok=True)
 
     @functools.cached_property
     def _described(self) -> dict[str, Any]:
@@ -564,12 +569,3 @@ def _require_causal(config: transformers.PretrainedConfig, folder: Path) -> None
             f"{folder} holds {' and '.join(names) or 'no architecture'}, which is no causal language model "
             "of transformers"
         )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -465,9 +465,9 @@ class CopyEngine:
                         self._release(managed)
                     except Exception as refused:
                         self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
-            if self._device.is_gone(managed):
-                managed.state, managed.clean = AWAY, False
-            if managed.state != LEAVING:
+            if managed.state != LEAVING:  # else another copy has begun, which says so when it is over
+                if self._device.is_gone(managed):
+                    managed.state, managed.clean = AWAY, False
                 managed.hold = None
             self._finish(moved)
 
@@ -504,7 +504,8 @@ class CopyEngine:
             if away:  # of those that were coming, one failed: the device says why, or it is asked again
                 self.raise_error()
                 for managed in away:
-                    if not self._bring(managed, DEMAND):
+                    # In a wait for room, a prefetch of another of these may have begun.
+                    if managed.state == AWAY and not self._bring(managed, DEMAND):
                         self.make_some_room(managed.size_bytes)
             elif any(managed.state == COMING for managed in wanted):
                 self._wait()

@@ -23,6 +23,7 @@ from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import device_name, probe
 from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
+from penstock.checkpoint.file.transfers import use_few_buffers
 from penstock.core.columns import LOSSY
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
@@ -417,8 +418,10 @@ class Offload:
             self._device.close()
             self._spill.close()
             raise
+        self._as_many_buffers: Callable[[], None] = lambda: None
         if on_cpu:
             read_in_pieces()
+            self._as_many_buffers = use_few_buffers()
         self._compiled_as_before = _show_compiled_regions()
         self._warned = False
         self._optimizer_hook = register_optimizer_step_pre_hook(self._warn_outside_a_step)
@@ -758,6 +761,7 @@ class Offload:
                 self._closed = True
                 self._clock.stop()
                 self._compiled_as_before()
+                self._as_many_buffers()
                 self._optimizer_hook.remove()
                 _open.remove(self)
                 recomputed = self._recompute_all()

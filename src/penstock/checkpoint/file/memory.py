@@ -7,9 +7,11 @@ import errno
 import mmap
 import os
 import weakref
+from pathlib import Path
 
 import torch
 
+from penstock.machine import lines
 from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at
 
 _MADV_DONTNEED = 4
@@ -65,9 +67,30 @@ class MappedFile:
 
     def forget(self, begin: int, end: int) -> None:
         """Give the pages that lie in [begin, end) back to the page cache: they can be read again."""
-        low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
-        if low < high:
-            _library.madvise(ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low), _MADV_DONTNEED)
+        _forget(self.address + begin, self.address + end)
+
+
+class Mappings:
+    """Where an open file lies in memory that somebody else has mapped, and nobody writes to."""
+
+    def __init__(self, descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        fields = (line.split(maxsplit=5) for line in lines(Path("/proc/self/maps")))
+        self._ranges = [
+            [int(address, 16) for address in found[0].split("-")] for found in fields if found[5:] == [name]
+        ]
+
+    def forget(self, address: int, size_bytes: int) -> None:
+        """Give these bytes back to the page cache, if they are the file's: they can be read again."""
+        end = address + size_bytes
+        if any(first <= address and end <= last for first, last in self._ranges):
+            _forget(address, end)
+
+
+def _forget(begin: int, end: int) -> None:
+    low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
+    if low < high:
+        _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_DONTNEED)
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:

@@ -209,7 +209,7 @@ def _use_read(
     take: Callable[[Piece], tuple[int, Any]],
     use: Use,
     give: Callable[[Any], None] = lambda memory: None,
-    depth: int = DEPTH,
+    depth: int | None = None,
 ) -> None:
     """Read every piece past the page cache, and call ``use`` with it while others are read.
 

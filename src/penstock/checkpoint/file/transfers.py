@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from penstock.storage.transports.contract import Completion, Request
 
 PIECE_BYTES = 4 << 20
 DEPTH = 8
+FEW = 4  # requests in flight, and buffers, while memory is short
 TIMEOUT_S = 120.0  # the longest wait for the next completion: then the disk hangs
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
 
@@ -22,10 +24,11 @@ def transfer(
     opened: OpenFile,
     requests: Iterable[Request],
     on_done: Callable[[Completion], None],
-    depth: int = DEPTH,
+    depth: int | None = None,
 ) -> None:
     """Carry out ``requests`` on ``opened``, with at most ``depth`` in flight.
 
+    depth      None: DEPTH, or FEW while memory is short
     requests   taken one by one, each while the previous ones are in flight
     on_done    called on this thread with each completion, in the order in which they come. Where none
                comes for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
@@ -34,6 +37,8 @@ def transfer(
     happened. Only what a disk that hangs does not give back stays in use until the process ends: its
     request keeps the memory, and the file stays open.
     """
+    if depth is None:
+        depth = FEW if _short else DEPTH
     transport = shared_transport()
     completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
     incomplete: dict[int, Request] = {}
@@ -85,8 +90,17 @@ def transfer(
             raise interrupted
 
 
+def use_few_buffers() -> Callable[[], None]:
+    """For who keeps a budget of memory, until the call that this gives: few buffers, which do not stay."""
+    owner = object()
+    _short.add(owner)
+    _spare.clear()
+    return functools.partial(_short.discard, owner)
+
+
 class BufferPool:
-    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH stay for the next pool.
+    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH stay for the next pool, unless
+    memory is short.
 
     most_bytes   of one piece, where that is less: then the buffers are smaller, and are not kept
     pinned       for tensors of a device: page-locked where CUDA is available, so that copies run at the
@@ -96,7 +110,7 @@ class BufferPool:
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
         self._make = PinnedBuffer if pinned and _has_cuda() else AlignedBuffer
-        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES
+        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _short
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
     def take(self) -> AlignedBuffer | PinnedBuffer:
@@ -110,6 +124,7 @@ class BufferPool:
 
 
 _spare: deque[AlignedBuffer | PinnedBuffer] = deque(maxlen=DEPTH)
+_short: set[object] = set()
 
 
 class PinnedBuffer:
