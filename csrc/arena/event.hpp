@@ -14,14 +14,17 @@
 
 namespace penstock {
 
-// Returns when `word` is no longer `value`, somebody wakes it, a signal comes or `timeout_ns` are over.
-inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t timeout_ns) {
+// Returns when `word` is no longer `value`, somebody wakes it, a signal comes or `timeout_ns` are over. `shared`: other
+// processes have the word, too.
+inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value, std::int64_t timeout_ns,
+                       bool shared = false) {
   timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, timeout_ns < 0 ? nullptr : &timeout, nullptr, 0);
+  syscall(SYS_futex, &word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, value, timeout_ns < 0 ? nullptr : &timeout,
+          nullptr, 0);
 }
 
-inline void futex_wake(std::atomic<std::uint32_t>& word) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+inline void futex_wake(std::atomic<std::uint32_t>& word, bool shared = false) {
+  syscall(SYS_futex, &word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
 inline std::int64_t now_ns() {

@@ -7,11 +7,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "arena/faults.hpp"
@@ -25,9 +29,13 @@ namespace {
 std::atomic<Arena*> installed{nullptr};
 std::atomic<bool> active{false};
 
-int hooked_posix_memalign(void** address, std::size_t alignment, std::size_t size_bytes) {
-  if (!active.load(std::memory_order_acquire) || size_bytes < kPageBytes || alignment > kPageBytes)
-    return posix_memalign(address, alignment, size_bytes);
+constexpr std::string_view kAllocCpu = "_ZN3c109alloc_cpuEm", kFreeCpu = "_ZN3c108free_cpuEPv";
+void* (*alloc_cpu)(std::size_t) = nullptr;
+void (*free_cpu)(void*) = nullptr;
+
+// As posix_memalign. Nothing: it is not for the arena.
+std::optional<int> allocate(void** address, std::size_t size_bytes) {
+  if (!active.load(std::memory_order_acquire) || size_bytes < kPageBytes) return std::nullopt;
   try {
     switch (installed.load(std::memory_order_acquire)->allocate(size_bytes, address)) {
       case Arena::Outcome::kDone: return 0;
@@ -37,17 +45,53 @@ int hooked_posix_memalign(void** address, std::size_t alignment, std::size_t siz
   } catch (const std::bad_alloc&) {
     return ENOMEM;
   }
-  return posix_memalign(address, alignment, size_bytes);
+  return std::nullopt;
+}
+
+// False: it is not the arena's.
+bool release(void* address) {
+  auto* arena = installed.load(std::memory_order_acquire);
+  if (!arena->contains(address)) return false;
+  if (arena->release(address)) return true;
+  std::fprintf(stderr, "penstock: free() of %p, where no block starts\n", address);
+  std::abort();
+}
+
+int hooked_posix_memalign(void** address, std::size_t alignment, std::size_t size_bytes) {
+  const auto error = alignment > kPageBytes ? std::nullopt : allocate(address, size_bytes);
+  return error ? *error : posix_memalign(address, alignment, size_bytes);
 }
 
 void hooked_free(void* address) {
-  auto* arena = installed.load(std::memory_order_acquire);
-  if (!arena->contains(address)) {
-    free(address);
-  } else if (!arena->release(address)) {
-    std::fprintf(stderr, "penstock: free() of %p, where no block starts\n", address);
-    std::abort();
+  if (!release(address)) free(address);
+}
+
+void* hooked_alloc_cpu(std::size_t size_bytes) {
+  void* address = nullptr;
+  const auto error = size_bytes > PTRDIFF_MAX ? std::nullopt : allocate(&address, size_bytes);
+  if (!error) return alloc_cpu(size_bytes);
+  if (*error == 0) return address;
+  throw std::runtime_error("DefaultCPUAllocator: can't allocate memory: you tried to allocate " +
+                           std::to_string(size_bytes) + " bytes");
+}
+
+void hooked_free_cpu(void* address) {
+  if (!release(address)) free_cpu(address);
+}
+
+// What is called through `slots` from now on.
+struct Hook {
+  std::vector<Slot> slots;
+  void* function;
+  bool install() const {
+    return std::ranges::all_of(slots, [this](const Slot& slot) { return write_slot(slot, function); });
   }
+};
+
+// Where torch's own functions are called from; nothing if the library has none.
+std::vector<Slot> calls_of(std::string_view library_suffix, std::string_view name, void** function) {
+  for (const auto& slot : find_slots(library_suffix, name)) *function = slot.own;
+  return *function == nullptr ? std::vector<Slot>{} : find_slots("", name);
 }
 
 // Addresses cost nothing, and blocks that are out keep theirs; but leave the program its own where they
@@ -63,14 +107,20 @@ std::size_t reserve_bytes() {
 
 }  // namespace
 
-bool install_hooks(std::string_view library_suffix) {
+bool install_hooks(std::string_view library_suffix, bool through_torch) {
   static std::mutex once;
   static bool done = false;
   const std::lock_guard guard(once);
   if (done) return true;
-  const auto allocating = find_slots(library_suffix, "posix_memalign");
-  const auto freeing = find_slots(library_suffix, "free");
-  if (allocating.empty() || freeing.empty()) return false;
+  Hook allocating{find_slots(library_suffix, "posix_memalign"), reinterpret_cast<void*>(hooked_posix_memalign)};
+  Hook freeing{find_slots(library_suffix, "free"), reinterpret_cast<void*>(hooked_free)};
+  if (through_torch || allocating.slots.empty()) {
+    allocating = {calls_of(library_suffix, kAllocCpu, reinterpret_cast<void**>(&alloc_cpu)),
+                  reinterpret_cast<void*>(hooked_alloc_cpu)};
+    freeing = {calls_of(library_suffix, kFreeCpu, reinterpret_cast<void**>(&free_cpu)),
+               reinterpret_cast<void*>(hooked_free_cpu)};
+  }
+  if (allocating.slots.empty() || freeing.slots.empty()) return false;
   if (installed_arena() == nullptr) {
     auto arena = std::make_unique<Arena>(reserve_bytes());
     if (!arena->usable()) return false;
@@ -81,12 +131,8 @@ bool install_hooks(std::string_view library_suffix) {
                      installed_arena()->unlock_in_child();
                    });
   }
-  // All of free before any of posix_memalign: the first block must find its way back.
-  const auto point = [](const std::vector<Slot>& slots, void* hook) {
-    return std::ranges::all_of(slots, [hook](const Slot& slot) { return write_slot(slot, hook); });
-  };
-  done = point(freeing, reinterpret_cast<void*>(hooked_free)) &&
-         point(allocating, reinterpret_cast<void*>(hooked_posix_memalign));
+  // All that frees before anything that allocates: the first block must find its way back.
+  done = freeing.install() && allocating.install();
   return done;
 }
 

@@ -87,7 +87,8 @@ int visit(dl_phdr_info* library, std::size_t, void* argument) {
       const auto& symbol = linkage.symbols[ELF64_R_SYM(relocation.r_info)];
       if (request.symbol != linkage.names + symbol.st_name) continue;
       const std::uintptr_t slot = library->dlpi_addr + relocation.r_offset;
-      request.slots.push_back({slot, linkage.protected_begin <= slot && slot < linkage.protected_end});
+      void* const own = symbol.st_shndx == SHN_UNDEF ? nullptr : reinterpret_cast<void*>(library->dlpi_addr + symbol.st_value);
+      request.slots.push_back({slot, linkage.protected_begin <= slot && slot < linkage.protected_end, own});
     }
   }
   return is_last;

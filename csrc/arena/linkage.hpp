@@ -10,6 +10,7 @@ namespace penstock {
 struct Slot {
   std::uintptr_t address = 0;
   bool read_only = false;  // the loader protected it after linking
+  void* own = nullptr;     // the function, where the library defines it itself
 };
 
 // Every slot through which the loaded library whose path ends in `library_suffix` reaches `symbol`;

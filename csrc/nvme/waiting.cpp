@@ -1,6 +1,5 @@
 #include "nvme/waiting.hpp"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -10,7 +9,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -18,6 +16,7 @@
 #include <system_error>
 #include <thread>
 
+#include "arena/event.hpp"
 #include "io/transfers.hpp"
 #include "nvme/namespaces.hpp"
 #include "nvme/nvme_io.hpp"
@@ -61,14 +60,6 @@ struct Loans {
   }
 };
 
-// Unlike those of Event, between processes.
-void wait_for(std::atomic<std::uint32_t>& word, std::uint32_t value, int milliseconds) {
-  const timespec timeout{milliseconds / 1000, milliseconds % 1000 * 1'000'000L};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, milliseconds < 0 ? nullptr : &timeout, nullptr, 0);
-}
-
-void wake(std::atomic<std::uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
-
 // Its threads last as long as the process.
 struct Mover {
   explicit Mover(const Mover* parent)
@@ -98,10 +89,6 @@ void tell(Transfers& transfers) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 // The parent's thread.
 void lend(Loans& loans) {
   for (;;) {
@@ -113,9 +100,9 @@ void lend(Loans& loans) {
                        ? EINVAL
                        : move_and_wait(false, loan.handle, loan.bytes, loan.size_bytes, loan.offset);
       loan.state.store(Loans::kAnswered);
-      wake(loan.state);
+      futex_wake(loan.state, true);
     }
-    wait_for(loans.rung, seen, -1);
+    futex_wait(loans.rung, seen, -1, true);
   }
 }
 
@@ -153,12 +140,12 @@ int borrow(const Mover& made, Handle handle, std::byte* address, std::size_t siz
     loan->size_bytes = wanted;
     loan->state.store(Loans::kAsked);
     made.loans->rung.fetch_add(1);
-    wake(made.loans->rung);
+    futex_wake(made.loans->rung, true);
     int looks = 0;
     for (auto state = loan->state.load(); state != Loans::kAnswered; state = loan->state.load()) {
       // What is not answered stays taken: somebody may write to it yet.
       if (++looks > kMostLooks || has_ended(made.process)) return ESTALE;
-      wait_for(loan->state, state, kPatienceMs);
+      futex_wait(loan->state, state, kPatienceMs * 1'000'000L, true);
     }
     error = loan->error;
     if (error == 0) std::memcpy(address, loan->bytes, wanted);

@@ -1,14 +1,11 @@
 #include "runtime/rank_progress.hpp"
 
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
+
+#include "arena/event.hpp"
 
 namespace penstock {
 
@@ -21,11 +18,6 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std
 
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// Not private to the process: the word lies in shared memory.
-void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
-  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
 bool is_gone(int pidfd) {
@@ -46,7 +38,7 @@ RankProgress::RankProgress(std::uintptr_t address, std::size_t ranks, std::size_
 
 void RankProgress::ring() {
   bell_.rung.fetch_add(1);
-  if (bell_.waiting.load() != 0) futex(bell_.rung, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr);
+  if (bell_.waiting.load() != 0) futex_wake(bell_.rung, true);
 }
 
 void RankProgress::mark(Stage stage, std::uint64_t pieces, std::uint64_t what) {
@@ -84,10 +76,8 @@ RankProgress::Missing RankProgress::wait(Stage stage, std::uint64_t pieces, doub
       if (is_gone(watched_[rank])) return {static_cast<std::int64_t>(rank), "gone"};
     const double left_s = deadline_s - now_s();
     if (left_s <= 0) return {late, "late"};
-    const double slice_s = std::min(left_s, kLookS);
-    const timespec slice{static_cast<time_t>(slice_s), static_cast<long>(slice_s * 1e9) % 1'000'000'000};
     bell_.waiting.fetch_add(1);
-    futex(bell_.rung, FUTEX_WAIT, rung, &slice);
+    futex_wait(bell_.rung, rung, static_cast<std::int64_t>(std::min(left_s, kLookS) * 1e9), true);
     bell_.waiting.fetch_sub(1);
   }
 }

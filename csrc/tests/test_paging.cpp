@@ -23,11 +23,26 @@ namespace {
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kReserveBytes = std::size_t{2} << 30;
 
-int unnamed_file() {
-  char path[] = "/tmp/penstock_paging_XXXXXX";
-  const int file = mkstemp(path);
-  unlink(path);
-  return file;
+class UnnamedFile {
+ public:
+  UnnamedFile() {
+    char path[] = "/tmp/penstock_paging_XXXXXX";
+    number_ = mkstemp(path);
+    unlink(path);
+  }
+  UnnamedFile(const UnnamedFile&) = delete;
+  UnnamedFile& operator=(const UnnamedFile&) = delete;
+  ~UnnamedFile() { close(number_); }
+  operator int() const { return number_; }
+
+ private:
+  int number_;
+};
+
+// From here on what exceeds the budget goes to the file.
+void swap_to(Arena& arena, int file, std::size_t budget_bytes) {
+  CHECK(arena.set_swap_file(-1, file, std::size_t{1} << 30));
+  arena.set_limits(kUnlimited, budget_bytes);
 }
 
 char* allocate(Arena& arena, std::size_t size_bytes) {
@@ -79,7 +94,7 @@ Arena& served_arena() {
 
 TEST(bytes_leave_and_come_back_at_their_address) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file();
+  const UnnamedFile file;
   for (const std::size_t size : {std::size_t{4096}, std::size_t{5000}, 700'001 * std::size_t{1}, kMiB, 3 * kMiB + 5,
                                  16 * kMiB, 64 * kMiB}) {
     auto* block = allocate(arena, size);
@@ -100,7 +115,6 @@ TEST(bytes_leave_and_come_back_at_their_address) {
     CHECK(arena.release(block) && arena.release(other));
     CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
   }
-  close(file);
 }
 
 TEST(what_was_written_since_guard_does_not_leave) {
@@ -121,7 +135,7 @@ TEST(what_was_written_since_guard_does_not_leave) {
 
 TEST(what_was_staged_for_an_older_copy_is_dropped) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file();
+  const UnnamedFile file;
   auto* block = allocate(arena, 4 * kMiB);
   fill(block, 4 * kMiB, 1);
   CHECK(leave(arena, block, 4 * kMiB, file, 0));
@@ -137,14 +151,13 @@ TEST(what_was_staged_for_an_older_copy_is_dropped) {
   CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
   CHECK(holds(block, 4 * kMiB, 2));
   CHECK_EQUAL(arena.stats().in_memory_bytes, 4 * kMiB);
-  close(file);
 }
 
 TEST(the_budget_holds_over_random_use_and_every_byte_is_kept) {
   for (unsigned seed = 0; seed < 6; ++seed) {
     Random random(seed);
     Arena arena(kReserveBytes);
-    const int swap = unnamed_file(), file = unnamed_file();
+    const UnnamedFile file, swap;
     CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
     const auto budget = random(20, 40) * kMiB;
     arena.set_limits(seed % 2 == 0 ? kUnlimited : 2 * budget, budget);
@@ -200,16 +213,13 @@ TEST(the_budget_holds_over_random_use_and_every_byte_is_kept) {
     CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
     CHECK_EQUAL(arena.stats().out_bytes, 0u);
     CHECK_EQUAL(arena.stats().over_budget_bytes, 0u);
-    close(swap);
-    close(file);
   }
 }
 
 TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   Arena arena(kReserveBytes);
-  const int swap = unnamed_file();
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, 10 * kMiB);
+  const UnnamedFile swap;
+  swap_to(arena, swap, 10 * kMiB);
   std::size_t out = 0;
   arena.touch({}, &out);
   auto* block = allocate(arena, 6 * kMiB);
@@ -230,14 +240,12 @@ TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   CHECK(!arena.set_swap_file(-1, -1, 0));
   CHECK(arena.release(block) && arena.release(second));
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(swap);
 }
 
 TEST(what_is_held_stays_when_its_kernel_is_over) {
   Arena arena(kReserveBytes);
-  const int swap = unnamed_file();
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, 10 * kMiB);
+  const UnnamedFile swap;
+  swap_to(arena, swap, 10 * kMiB);
   std::size_t out = 0;
   auto* block = allocate(arena, 4 * kMiB);
   arena.touch({}, &out);
@@ -258,12 +266,12 @@ TEST(what_is_held_stays_when_its_kernel_is_over) {
   CHECK(state(arena, made) == Arena::State::kOut || state(arena, other) == Arena::State::kOut);
   for (auto* each : {block, made, other, last}) CHECK(arena.release(each));
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(swap);
 }
 
 TEST(a_full_disk_refuses_and_loses_nothing) {
   Arena arena(kReserveBytes);
-  const int full = open("/dev/full", O_RDWR), swap = unnamed_file();
+  const int full = open("/dev/full", O_RDWR);
+  const UnnamedFile swap;
   CHECK(full >= 0);
   CHECK(arena.set_swap_file(-1, full, std::size_t{1} << 30));
   arena.set_limits(kUnlimited, 10 * kMiB);
@@ -283,12 +291,11 @@ TEST(a_full_disk_refuses_and_loses_nothing) {
   CHECK(holds(block, 6 * kMiB, 2));
   CHECK(arena.release(block));
   close(full);
-  close(swap);
 }
 
 TEST(a_copy_that_cannot_be_read_is_named) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file();
+  const UnnamedFile file;
   auto* block = allocate(arena, 3 * kMiB);
   fill(block, 3 * kMiB, 1);
   CHECK(leave(arena, block, 3 * kMiB, file, 0));
@@ -303,12 +310,11 @@ TEST(a_copy_that_cannot_be_read_is_named) {
   CHECK(state(arena, block) == Arena::State::kOut);
   CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
   CHECK(arena.release(block));
-  close(file);
 }
 
 TEST(a_copy_that_is_written_over_is_none) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file(), swap = unnamed_file();
+  const UnnamedFile file, swap;
   auto* block = allocate(arena, 6 * kMiB);
   fill(block, 6 * kMiB, 1);
   CHECK(leave(arena, block, 6 * kMiB, file, 0));
@@ -316,8 +322,7 @@ TEST(a_copy_that_is_written_over_is_none) {
   CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
   // It is copied to the same place again, and leaves while that is under way: what is written there may be of whoever
   // has its memory by then.
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, 10 * kMiB);
+  swap_to(arena, swap, 10 * kMiB);
   CHECK(arena.guard(block) == Arena::Answer::kYes);
   auto* other = allocate(arena, 6 * kMiB);
   fill(other, 6 * kMiB, 2);
@@ -328,21 +333,18 @@ TEST(a_copy_that_is_written_over_is_none) {
   CHECK(holds(block, 6 * kMiB, 1));
   CHECK(arena.release(block));
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(file);
-  close(swap);
 }
 
 TEST(what_the_arena_has_written_is_not_read_from_an_older_copy) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file(), swap = unnamed_file();
+  const UnnamedFile file, swap;
   auto* block = allocate(arena, 6 * kMiB);
   fill(block, 6 * kMiB, 1);
   CHECK(leave(arena, block, 6 * kMiB, file, 0));
   int error = 0;
   CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);  // as a write to it does
   fill(block, 6 * kMiB, 2);
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, 10 * kMiB);
+  swap_to(arena, swap, 10 * kMiB);
   auto* other = allocate(arena, 6 * kMiB);
   CHECK(state(arena, block) == Arena::State::kOut);
   arena.set_limits(kUnlimited, 20 * kMiB);
@@ -351,15 +353,12 @@ TEST(what_the_arena_has_written_is_not_read_from_an_older_copy) {
   CHECK(holds(block, 6 * kMiB, 2));
   CHECK(arena.release(block) && arena.release(other));
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(file);
-  close(swap);
 }
 
 TEST(threads_allocate_within_a_budget) {
   Arena arena(kReserveBytes);
-  const int swap = unnamed_file();
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, 16 * kMiB);
+  const UnnamedFile swap;
+  swap_to(arena, swap, 16 * kMiB);
   std::vector<std::thread> threads;
   std::vector<std::string> failures(3);
   for (unsigned i = 0; i < 3; ++i) {
@@ -395,12 +394,11 @@ TEST(threads_allocate_within_a_budget) {
   CHECK_EQUAL(arena.stats().in_memory_bytes, 0u);
   CHECK_EQUAL(arena.stats().swap_used_bytes, 0u);
   CHECK(arena.stats().peak_in_memory_bytes <= 16 * kMiB);
-  close(swap);
 }
 
 TEST(a_compressed_copy_comes_back_whole_or_not_at_all) {
   auto& arena = served_arena();
-  const int file = unnamed_file();
+  const UnnamedFile file;
   for (const std::size_t size : {std::size_t{8192}, std::size_t{20'000}, 5 * kMiB}) {
     const auto elements = size / 4;
     auto* block = allocate(arena, size);
@@ -433,12 +431,11 @@ TEST(a_compressed_copy_comes_back_whole_or_not_at_all) {
     CHECK_EQUAL(right.load(), 4);
     CHECK(arena.release(block));
   }
-  close(file);
 }
 
 TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {
   auto& arena = served_arena();
-  const int file = unnamed_file();
+  const UnnamedFile file;
   for (const std::size_t size : {std::size_t{5000}, 5 * kMiB}) {
     auto* block = allocate(arena, size);
     fill(block, size, 9);
@@ -459,12 +456,11 @@ TEST(an_access_that_nobody_planned_waits_and_finds_its_bytes) {
     CHECK_EQUAL(block[64], 'w');
     CHECK(arena.release(block));
   }
-  close(file);
 }
 
 TEST(faults_in_quick_succession_keep_the_budget) {
   auto& arena = served_arena();
-  const int swap = unnamed_file();
+  const UnnamedFile swap;
   CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
   for (const std::size_t size : {std::size_t{90'000}, kMiB}) {
     arena.set_limits(kUnlimited, 2 * size);
@@ -494,15 +490,13 @@ TEST(faults_in_quick_succession_keep_the_budget) {
     arena.reset_peak();
   }
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(swap);
 }
 
 #if defined(__x86_64__)
 TEST(an_instruction_that_needs_more_than_fits_exceeds_the_budget) {
   auto& arena = served_arena();
-  const int swap = unnamed_file();
-  CHECK(arena.set_swap_file(-1, swap, std::size_t{1} << 30));
-  arena.set_limits(kUnlimited, kMiB + kMiB / 2);
+  const UnnamedFile swap;
+  swap_to(arena, swap, kMiB + kMiB / 2);
   arena.reset_peak();
   std::size_t out = 0;
   char* pairs[2][2];  // of source and target, for a thread each
@@ -533,13 +527,12 @@ TEST(an_instruction_that_needs_more_than_fits_exceeds_the_budget) {
   arena.set_limits(kUnlimited, kUnlimited);
   arena.reset_peak();
   CHECK(arena.set_swap_file(-1, -1, 0));
-  close(swap);
 }
 #endif
 
 TEST(a_child_refuses_what_its_parent_has_overwritten) {
   Arena arena(kReserveBytes);
-  const int file = unnamed_file();
+  const UnnamedFile file;
   auto* kept = allocate(arena, 3 * kMiB);
   auto* changed = allocate(arena, 3 * kMiB);
   fill(kept, 3 * kMiB, 4);
@@ -573,12 +566,12 @@ TEST(a_child_refuses_what_its_parent_has_overwritten) {
   CHECK_EQUAL(waitpid(child, &status, 0), child);
   CHECK_EQUAL(status, 0);
   CHECK(arena.release(kept) && arena.release(other));
-  for (const int end : {go[0], go[1], file}) close(end);
+  for (const int end : go) close(end);
 }
 
 TEST(a_child_reads_what_is_out) {
   auto& arena = served_arena();
-  const int file = unnamed_file();
+  const UnnamedFile file;
   auto* block = allocate(arena, 5 * kMiB);
   auto* small = allocate(arena, 9000);
   fill(block, 5 * kMiB, 2);
@@ -598,7 +591,6 @@ TEST(a_child_reads_what_is_out) {
   CHECK_EQUAL(status, 0);
   CHECK(state(arena, block) == Arena::State::kOut);
   CHECK(arena.release(block) && arena.release(small));
-  close(file);
 }
 
 TEST(a_dropped_block_gets_the_memory_of_another) {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
-from penstock.core.columns import IntArray, Lists
+from penstock.core.columns import IntArray, Lists, sum_over
 from penstock.core.repeat import harmless_producers
 from penstock.core.trace import Trace, Variant
 
@@ -139,11 +139,9 @@ def _unknown_bytes(
     """[K] bytes in use after each kernel that belong to no tensor: what the program carries along from
     earlier iterations and never touches."""
     count = len(kernels)
-    change = np.zeros(count + 1, dtype=np.int64)
-    np.add.at(change, np.minimum(birth, count), sizes)
-    np.subtract.at(change, np.minimum(death, count), sizes)
+    known = sum_over(count, np.minimum(birth, count), np.minimum(death, count), sizes)
     in_use = _integers(kernel.in_use_bytes for kernel in kernels)
-    unknown: IntArray = np.maximum(in_use - np.cumsum(change)[:count], 0)
+    unknown: IntArray = np.maximum(in_use - known, 0)
     return unknown
 
 

@@ -16,6 +16,15 @@ LOSSY = ("fp16", "bf16")  # codecs of float32 in 2 bytes an element
 KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
 
 
+def sum_over(count: int, begin: IntArray, end: IntArray, value: IntArray) -> IntArray:
+    """[count] at each place, the sum of the values in whose ranges ``[begin, end)`` it is."""
+    change = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(change, begin, value)
+    np.subtract.at(change, end, value)
+    total: IntArray = np.cumsum(change)[:count]
+    return total
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lists:
     """Lists of integers, one after the other: list i is ``values[starts[i]:starts[i + 1]]``."""

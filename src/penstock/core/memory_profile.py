@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import BoolArray, FloatArray, IntArray
+from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 
@@ -244,13 +244,9 @@ def written(trace: Trace, tensor: IntArray, after: IntArray, before: IntArray) -
 def spread(count: int, begin: IntArray, end: IntArray, value: IntArray) -> IntArray:
     """[count] sum of the values over kernels ``[begin, end)``, around the end of the iteration if need
     be, each at most once a kernel."""
-    change = np.zeros(2 * count + 1, dtype=np.int64)
-    if count:
-        start = begin % count
-        np.add.at(change, start, value)
-        np.subtract.at(change, start + np.clip(end - begin, 0, count), value)
-    total = np.cumsum(change)
-    return total[:count] + total[count : 2 * count]
+    start = begin % max(count, 1)
+    total = sum_over(2 * count, start, start + np.clip(end - begin, 0, count), value)
+    return total[:count] + total[count:]
 
 
 def _starts(rows: Rows, order: IntArray) -> BoolArray:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core import files
-from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists
+from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists, sum_over
 from penstock.core.tables import html_table
 from penstock.core.validate import validate
 from penstock.errors import InvalidArgument, InvalidFile
@@ -182,10 +182,8 @@ class Trace:
     @cached_property
     def live_bytes(self) -> IntArray:
         """[K] device bytes during each kernel, workspace included, with every tensor resident."""
-        change = np.zeros(self.kernels + 1, dtype=np.int64)
-        np.add.at(change, np.minimum(self.tensor_birth, self.kernels), self.tensor_bytes)
-        np.subtract.at(change, np.minimum(self.tensor_death, self.kernels), self.tensor_bytes)
-        live: IntArray = np.cumsum(change)[: self.kernels] + self.kernel_workspace_bytes
+        born, dead = (np.minimum(each, self.kernels) for each in (self.tensor_birth, self.tensor_death))
+        live: IntArray = sum_over(self.kernels, born, dead, self.tensor_bytes) + self.kernel_workspace_bytes
         return live
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.columns import IntArray
+from penstock.core.columns import IntArray, sum_over
 from penstock.core.memory_profile import kernels_as_run
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -41,11 +41,7 @@ class Occupancy:
     @property
     def in_use(self) -> IntArray:
         """[moments] bytes in use."""
-        change = np.zeros(self.moments + 1, dtype=np.int64)
-        np.add.at(change, self.start, self.size_bytes[self.block])
-        np.subtract.at(change, self.end, self.size_bytes[self.block])
-        used: IntArray = np.cumsum(change)[:-1]
-        return used
+        return sum_over(self.moments, self.start, self.end, self.size_bytes[self.block])
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ its swap file, the least recently used first; and an access to what is away wait
 whichever thread, with or without the GIL. The runtime plans so that neither happens.
 
 The arena takes the place of ``posix_memalign`` and ``free`` in torch's libc10 alone, for the life of the
-process.
+process; where torch has an allocator of its own, that of ``c10::alloc_cpu`` and ``c10::free_cpu``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -140,35 +140,18 @@ class Namespace:
             raise ValueError(f"bytes {offset} to {offset + view.nbytes} are not all among {self.size_bytes}")
         if not view.nbytes:
             return
-        waiting = _Waiting()
+        over: Future[Completion] = Future()
         address = int(np.frombuffer(view, np.uint8).ctypes.data)
         request = Request(kind, self.file, offset, address, view.nbytes, "direct", False, view)
-        _transport().submit([request], waiting.complete)
-        completion = waiting.wait(self._timeout_s * _PATIENCE)
+        _transport().submit([request], over.set_result)
         done = "read" if kind == "read" else "written"
-        if completion is None:
+        if not wait([over], self._timeout_s * _PATIENCE).done:
             raise TargetError(
                 f"waited {format_seconds(self._timeout_s * _PATIENCE)} for {self.url}: {view.nbytes} bytes "
                 f"at {offset} were not {done}. {_REMEDIES['timeout']}"
             )
-        if completion.error_number:
-            raise self.failure(done, offset, view.nbytes, completion.error_number)
-
-
-class _Waiting:
-    """For the end of one request."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._completion: Completion | None = None
-
-    def complete(self, completion: Completion) -> None:
-        self._completion = completion
-        self._ended.set()
-
-    def wait(self, timeout_s: float) -> Completion | None:
-        self._ended.wait(timeout_s)
-        return self._completion
+        if error_number := over.result().error_number:
+            raise self.failure(done, offset, view.nbytes, error_number)
 
 
 class Subsystem(NamedTuple):
@@ -252,34 +235,17 @@ def _needs_linux() -> None:
         raise TargetError("drives of other machines are read with means that only Linux has: use them there")
 
 
-class _Transport:
-    """The transport of this process; a forked child makes its own."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.transport: NvmeTransport | None = None
-
-
-_own = _Transport()
-_inherited: list[object] = []  # a parent's: not to be touched, nor ended
+_transports: dict[int, NvmeTransport] = {}  # by process: a parent's is not to be touched, nor ended
 
 
 def _transport() -> NvmeTransport:
-    own = _own
-    with own.lock:
-        if own.transport is None:
-            own.transport = NvmeTransport()
-        return own.transport
-
-
-def _after_fork() -> None:
-    global _own
-    _inherited.append(_own)
-    _own = _Transport()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    """The transport of this process; a forked child makes its own."""
+    process = os.getpid()
+    if process not in _transports:
+        made = NvmeTransport()
+        if _transports.setdefault(process, made) is not made:  # another thread was faster
+            made.close()
+    return _transports[process]
 
 
 @contextlib.contextmanager

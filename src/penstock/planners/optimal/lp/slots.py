@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.columns import BoolArray, FloatArray, IntArray
+from penstock.core.columns import FloatArray, IntArray, sum_over
 from penstock.core.trace import Trace
 from penstock.planners.optimal.lp.candidates import EvictionCandidates
 
@@ -81,19 +81,10 @@ def _tallest(trace: Trace, candidates: EvictionCandidates, kernel_time_s: FloatA
     # What can only be away within a group would be seen at its one checkpoint: look where most else is.
     begin, end = candidates.begin, candidates.end
     inside = (end <= kernels) & (group[np.minimum(begin, kernels - 1)] == group[end % kernels])
-    lasting = trace.live_bytes - _covered(begin, end, candidates.size_bytes, inside, kernels)
+    lasting = trace.live_bytes - sum_over(kernels, begin[inside], end[inside], candidates.size_bytes[inside])
     order = np.lexsort((-lasting, group))
     first = np.diff(group[order], prepend=-1) != 0
     result: IntArray = order[first]
-    return result
-
-
-def _covered(begin: IntArray, end: IntArray, size: IntArray, which: BoolArray, kernels: int) -> IntArray:
-    """[K] bytes of the chosen ranges ``[begin, end)`` that cover each kernel."""
-    change = np.zeros(kernels + 1, dtype=np.int64)
-    np.add.at(change, begin[which], size[which])
-    np.subtract.at(change, end[which], size[which])
-    result: IntArray = np.cumsum(change)[:-1]
     return result
 
 
