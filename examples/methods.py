@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.report.record import Record
+from penstock.report import Record
 from penstock.runtime import resident
 from penstock.runtime.report import Report
 from penstock.runtime.run import Offload

@@ -17,6 +17,7 @@ from penstock.errors import (
     DeviceUnavailable,
     DistributedError,
     InvalidArgument,
+    InvalidCheckpoint,
     InvalidFile,
     InvalidPlan,
     InvalidSize,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.core.trace import Trace
     from penstock.planners import plan
     from penstock.runtime.report import Report
-    from penstock.runtime.run import Offload, offload
+    from penstock.runtime.run import Offload, close, offload
     from penstock.simulator import simulate
 else:
     _PACKAGES = ("checkpoint", "codecs", "core", "distributed", "planners", "samples", "simulator", "units")
@@ -63,6 +64,7 @@ else:
         "Timeline": "penstock.core.timeline",
         "Trace": "penstock.core.trace",
         "check": "penstock.core.check",
+        "close": "penstock.runtime.run",
         "fake_mode": "penstock.capture.tracer",
         "load": "penstock.checkpoint",
         "offload": "penstock.runtime.run",
@@ -94,6 +96,7 @@ __all__ = [
     "Evict",
     "Hardware",
     "InvalidArgument",
+    "InvalidCheckpoint",
     "InvalidFile",
     "InvalidPlan",
     "InvalidSize",
@@ -110,6 +113,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "check",
+    "close",
     "fake_mode",
     "load",
     "offload",

@@ -13,6 +13,7 @@
     ├── SpillError            the spill space cannot be used         (also an OSError)
     │   └── SpillSpaceFull    the disk, or the disk budget, is full
     ├── CheckpointError       a checkpoint cannot be written or read (also an OSError)
+    │   └── InvalidCheckpoint  it is damaged, or something else      (also an InvalidFile)
     ├── SampleError           a sample store cannot be written or read (also an OSError)
     └── DistributedError      ranks cannot work together, or one was waited for in vain
                               (also a RuntimeError)
@@ -97,6 +98,10 @@ class SpillSpaceFull(SpillError):
 
 class CheckpointError(PenstockError, OSError):
     """A checkpoint cannot be written or read."""
+
+
+class InvalidCheckpoint(InvalidFile, CheckpointError):
+    """A checkpoint that is damaged, is none, or holds what cannot be loaded."""
 
 
 class SampleError(PenstockError, OSError):

@@ -6,6 +6,7 @@ GB is 10**9 bytes, GiB is 2**30.
 from __future__ import annotations
 
 import math
+import operator
 import re
 
 from penstock.errors import InvalidSize
@@ -31,6 +32,8 @@ def parse_bytes(size: int | str) -> int:
 
     Raises InvalidSize where the text is no size, or the size is negative.
     """
+    if not isinstance(size, str | bool) and hasattr(size, "__index__"):
+        size = operator.index(size)  # NumPy's integers, too
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise InvalidSize(f"{size!r} is not a size: give bytes as an integer, or text such as '600MiB'")
     if isinstance(size, int):
@@ -97,6 +100,11 @@ def format_decimal_bytes(size_bytes: float, largest: str = "PB") -> str:
     return f"{size_bytes:.0f} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """``"1 step"``, ``"1,200 steps"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_lifetime(time_s: float) -> str:
     """How long a thing lasts: ``"3.2 years"``, ``"41 days"``, ``"5 hours"``."""
     hours = time_s / 3600
@@ -107,8 +115,8 @@ def format_lifetime(time_s: float) -> str:
 
 def format_seconds(time_s: float) -> str:
     """A duration: ``"1.24 s"``, ``"310 ms"``, ``"42 us"``."""
-    if abs(time_s) >= 1:
+    if abs(time_s) >= 0.9995:  # what would round to 1000 ms
         return f"{time_s:.2f} s"
-    if abs(time_s) >= 1e-3:
+    if abs(time_s) >= 0.9995e-3:
         return f"{time_s * 1e3:.3g} ms"
     return f"{time_s * 1e6:.3g} us"

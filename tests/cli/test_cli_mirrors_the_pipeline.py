@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock import cli
-from penstock.report.record import Record
+from penstock.report import Record
 
 SCRIPT = """
 import torch

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,29 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
     (folder / "plan.json").mkdir()
     assert cli.main(["plan", "trace.json.gz", *PLAN]) == 1
     assert capsys.readouterr().err == "penstock: error: plan.json: Is a directory\n"
+
+
+WITHOUT_RIGHTS = """
+import os, sys
+from penstock import cli
+if os.getuid() == 0:
+    os.setresuid(65534, 0, 0)  # root may write everywhere; imports go on as root
+arguments = "plan none.json --hardware none.json --device-budget 1GiB -o p/plan.json"
+sys.exit(cli.main(arguments.split()))
+"""
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_the_work() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # others may look into it, but not into pytest's
+        os.chmod(folder, 0o555)
+        ended = subprocess.run(
+            [sys.executable, "-c", WITHOUT_RIGHTS], cwd=folder, capture_output=True, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"penstock: error: p/plan.json cannot be written: {folder} is read-only for you. Give another path "
+        "by -o\n"
+    )
 
 
 def test_names_are_shown_in_a_locale_without_their_letters(folder: Path) -> None:

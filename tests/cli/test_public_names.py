@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock
 from penstock import errors
@@ -25,6 +27,7 @@ PUBLIC = [
     "Evict",
     "Hardware",
     "InvalidArgument",
+    "InvalidCheckpoint",
     "InvalidFile",
     "InvalidPlan",
     "InvalidSize",
@@ -41,6 +44,7 @@ PUBLIC = [
     "Timeline",
     "Trace",
     "check",
+    "close",
     "fake_mode",
     "load",
     "offload",
@@ -115,6 +119,39 @@ def test_signatures(name: str) -> None:
     assert all(extra.endswith("=") for extra in by_name[len(expected_by_name) :])
 
 
+HARDWARE = penstock.Hardware(device_bytes=1, name="given")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: penstock.offload(torch.optim.SGD, device_budget=1),
+            "model is the class SGD: give a torch.nn",
+        ),
+        (
+            lambda: penstock.offload(None, torch.optim.SGD, device_budget=1),
+            "optimizer is the class SGD: give",
+        ),
+        (lambda: penstock.offload(device_budget=1, hardware="h.json"), "hardware is of type str: give what"),
+        (lambda: penstock.offload(device_budget=1, plan="p.json"), "plan is of type str: give what"),
+        (lambda: penstock.offload(device_budget=1, spill_dir=3), "spill_dir is 3: give a directory"),
+        (lambda: penstock.offload(device_budget=1, device="tpu"), "'tpu' is no device: give"),
+        (lambda: penstock.plan("t.json", HARDWARE), "trace is of type str: give what"),
+        (lambda: penstock.check(HARDWARE, HARDWARE, HARDWARE), "trace is of type Hardware: give what"),
+        (lambda: penstock.simulate(HARDWARE, HARDWARE, HARDWARE), "trace is of type Hardware: give what"),
+        (lambda: penstock.trace(torch.ones(1)), "step is of type Tensor: give a function"),
+        (
+            lambda: penstock.samples.Loader("store", 4),
+            "store is a path: give the store, penstock.samples.mount",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(penstock.PenstockError, match=re.escape(said)):
+        call()
+
+
 def test_defaults() -> None:
     offload = inspect.signature(penstock.offload).parameters
     assert {
@@ -148,6 +185,8 @@ def test_errors_are_also_what_python_would_raise() -> None:
         assert issubclass(getattr(penstock, name), ValueError)
     assert issubclass(penstock.SpillError, OSError)
     assert issubclass(penstock.CheckpointError, OSError)
+    assert issubclass(penstock.InvalidCheckpoint, penstock.CheckpointError)
+    assert issubclass(penstock.InvalidCheckpoint, penstock.InvalidFile)
     assert issubclass(penstock.SpillSpaceFull, penstock.SpillError)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.core.wear import DiskWear
 from penstock.errors import InvalidSize
 from penstock.units import (
+    counted,
     format_bytes,
     format_bytes_up,
     format_lifetime,
@@ -75,6 +77,9 @@ def test_units_as_people_know_them() -> None:
         "7 B/s",
     ]
     assert [format_seconds(time) for time in (1.239, 0.31, 42e-6)] == ["1.24 s", "310 ms", "42 us"]
+    assert [format_seconds(time) for time in (0.99996, 0.99996e-3)] == ["1.00 s", "1 ms"]
+    assert parse_bytes(np.int64(1 << 40)) == 1 << 40  # type: ignore[arg-type]
+    assert (counted(1, "step"), counted(1200, "step")) == ("1 step", "1,200 steps")
 
 
 @pytest.mark.parametrize(

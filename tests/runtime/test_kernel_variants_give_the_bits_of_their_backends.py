@@ -17,7 +17,7 @@ import penstock
 from penstock import cli
 from penstock.capture.recorder import make_trace
 from penstock.planners import plan as make_plan
-from penstock.report.record import Record
+from penstock.report import Record
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Schedule, schedule
 from penstock.storage.spill import SpillOptions, SpillSpace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,8 +81,10 @@ def test_stored_order_and_a_full_shuffle_are_the_ends_of_the_scale():
     order = list(range(20_000))
     random.Random(1).shuffle(order)
     shuffled = mixing_of(order, firsts, 50)
-    assert shuffled.ratio == pytest.approx(1, abs=0.01)
-    assert shuffled.groups_ratio == pytest.approx(1, abs=0.01)
+    assert shuffled.chunks == pytest.approx(shuffled.ideal_chunks, rel=0.01)
+    assert shuffled.groups == pytest.approx(shuffled.ideal_groups, rel=0.01)
+    lucky = replace(shuffled, chunks=shuffled.ideal_chunks * 1.01)
+    assert lucky.ratio == 1 and "(100.0%" in str(lucky)
     assert shuffled.displacement == pytest.approx(1 / 3, abs=0.01)
     assert shuffled.ideal_displacement == pytest.approx(1 / 3, abs=0.001)
     assert abs(shuffled.correlation) < 0.03

@@ -27,6 +27,7 @@ from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
 from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import join, slices
+from penstock.core.arguments import described
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 
@@ -382,6 +383,10 @@ def trace(
 
     Raises InvalidArgument where a fake step needs the value of a tensor, or the device is unknown.
     """
+    if not callable(step):
+        raise InvalidArgument(
+            f"step is {described(step)}: give a function without arguments that runs one iteration"
+        )
     if not fake:
         return _trace_real(step, torch.device(device), warmup)
     if device != "cpu" and device not in DATA_SHEETS:

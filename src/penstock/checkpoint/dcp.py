@@ -53,7 +53,7 @@ from penstock.checkpoint.file.source import PathLike, Source, path_of
 from penstock.checkpoint.loading import bytes_as_saved, count_change, load
 from penstock.checkpoint.saving import save
 from penstock.core.files import sync_folder
-from penstock.errors import CheckpointError, InvalidArgument, InvalidFile
+from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 
 INDEX = "index.penstock"
 FORMAT = "penstock.dcp"
@@ -91,7 +91,7 @@ class Writer(StorageWriter):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if (self.directory / INDEX).exists():
-                with contextlib.suppress(InvalidFile):  # it is replaced
+                with contextlib.suppress(InvalidCheckpoint):  # it is replaced
                     where = Reader(self.directory).read_metadata().storage_data
                     self._remove_all_but({file.partition("/")[0] for file, _ in where.values()})
             (self.directory / folder).mkdir()
@@ -154,8 +154,8 @@ class Reader(StorageReader):
 
     directory   that a `Writer` wrote to, by as many ranks as it was
 
-    Raises CheckpointError where it cannot be read, and InvalidFile where something in it is damaged. What
-    torch.distributed.checkpoint pickles, which is all that is no tensor, is loaded only if it is made of
+    Raises CheckpointError where it cannot be read, and InvalidCheckpoint where something in it is damaged.
+    What torch.distributed.checkpoint pickles, which is all that is no tensor, is loaded only if it is made of
     what torch.load takes with ``weights_only=True``.
     """
 
@@ -217,7 +217,7 @@ def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPl
     for name, item in items:
         tensor = saved.get(name) if isinstance(saved, dict) else None
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidFile(f"{source.path} does not hold {name}, which the index says is there")
+            raise InvalidCheckpoint(f"{source.path} does not hold {name}, which the index says is there")
         entry = entries.get(tensor.untyped_storage().data_ptr(), -1)
         if entry >= 0:
             wanted.add(entry)
@@ -256,7 +256,7 @@ def _pickled(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{item.storage_index.fqn} in {source.path} is a pickle of more than tensors, numbers, texts and "
             f"containers, which could execute code: {error}. Allow its classes with "
             "torch.serialization.add_safe_globals, or keep them out of the state"
@@ -302,7 +302,7 @@ def _index_of(metadata: Metadata, where: dict[MetadataIndex, tuple[str, str]]) -
 
 
 def _metadata_of(index: Any, path: Path) -> Metadata:
-    """Raises InvalidFile where the index is none."""
+    """Raises InvalidCheckpoint where the index is none."""
     try:
         if index["format"] != FORMAT:
             raise ValueError("it is of another format")
@@ -326,7 +326,7 @@ def _metadata_of(index: Any, path: Path) -> Metadata:
         paths = index["paths"]
         mappings = None if paths is None else {fqn: tuple(each) for fqn, each in paths.items()}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is no index of a checkpoint of penstock.checkpoint.dcp: {error}"
         ) from error
     return Metadata(state, planner_data=mappings, storage_data=where)

@@ -56,8 +56,8 @@ class CheckpointInfo:
 def info(path: str | os.PathLike[str]) -> CheckpointInfo:
     """What the checkpoint at ``path`` holds. Its tensors are not read.
 
-    Raises CheckpointError where it cannot be read, InvalidFile where it is not a checkpoint or its header
-    is damaged.
+    Raises CheckpointError where it cannot be read, InvalidCheckpoint where it is not a checkpoint or its
+    header is damaged.
     """
     with Source(path) as source:
         return _info(source)
@@ -67,7 +67,7 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     """Read the checkpoint at ``path`` whole, and compare all checksums.
 
     Gives what `info` does; where `checksummed` is False, only the file's structure was compared. Raises
-    CheckpointError where it cannot be read, InvalidFile, with the tensors' names, where it is damaged.
+    CheckpointError where it cannot be read, InvalidCheckpoint, with the tensors' names, where it is damaged.
     """
     with Source(path) as source:
         found = _info(source)

@@ -16,7 +16,7 @@ from penstock.checkpoint.file.devices import MapLocation, devices_of, place_by_f
 from penstock.checkpoint.file.memory import Mappings, is_on_host
 from penstock.checkpoint.file.source import PathLike, Source
 from penstock.checkpoint.state.matching import Match, Pair
-from penstock.errors import CheckpointError, InvalidArgument, InvalidFile
+from penstock.errors import CheckpointError, InvalidArgument
 
 logger = logging.getLogger("penstock")
 
@@ -45,12 +45,19 @@ def load(
                    torch.save are always verified first
     verify         compare checksums, which reads everything at once; those of torch.save too
 
-    Gives the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidFile,
+    Gives the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidCheckpoint,
     with the tensors' names, where it is damaged or no checkpoint, InvalidArgument where ``into`` does
     not fit, with nothing changed, and DeviceUnavailable.
     """
     if into is not None and map_location is not None:
         raise InvalidArgument("the tensors of into stay on their devices: leave map_location out")
+    try:
+        return _load(path, map_location, mmap, into, verify)
+    except CheckpointError as error:
+        raise error from None  # it names the system's own error
+
+
+def _load(path: PathLike, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
     with Source(path) as source:
         if source.is_torch:
             return _load_torch(source, map_location, mmap, into, verify)
@@ -92,7 +99,7 @@ def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
     mapped   read through the page cache, else past it
 
     Raises InvalidArgument, with nothing changed, where the two do not fit. CheckpointError and
-    InvalidFile say what was overwritten.
+    InvalidCheckpoint say what was overwritten.
     """
     entries = reading.read_mapped(source, verify=False)
     saved = reading.state_of(source, entries, restride=False)
@@ -102,7 +109,7 @@ def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
         try:
             on_host = all(is_on_host(pair.target) for pair in match.pairs)
             reading.fill(source, filling.destination, mapped, verify, on_host=on_host)
-        except (CheckpointError, InvalidFile) as error:
+        except CheckpointError as error:
             raise filling.with_overwritten(error) from error
         filling.copy_rest()
         return match.take_over(saved, into)
@@ -172,13 +179,12 @@ class _Filling:
         for pair in self._rest:
             _copy(pair)
 
-    def with_overwritten(self, error: CheckpointError | InvalidFile) -> CheckpointError | InvalidFile:
+    def with_overwritten(self, error: CheckpointError) -> CheckpointError:
         """``error``, with the names of the tensors that were overwritten before it."""
         names = list(self._overwritten)
         what = f"Overwritten until then: {shown(names)}." if names else "Nothing was overwritten."
         said = type(error)(f"{error} {what}")
-        if isinstance(error, CheckpointError) and isinstance(said, CheckpointError):
-            said.errno = error.errno
+        said.errno = error.errno
         return said
 
 

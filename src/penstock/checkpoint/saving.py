@@ -73,11 +73,14 @@ def save(
     Gives a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
     what cannot be saved, and CheckpointError where the file cannot be written.
     """
-    if group is None:
-        return _save(state, path, wait, metadata)
-    if not wait:
+    if group is not None and not wait:
         raise InvalidArgument("with group=, save waits for the process that writes: leave wait=False out")
-    _by_the_first(group, partial(_save, state, path, True, metadata), path_of(path))
+    try:
+        if group is None:
+            return _save(state, path, wait, metadata)
+        _by_the_first(group, partial(_save, state, path, True, metadata), path_of(path))
+    except CheckpointError as error:
+        raise error from None  # it names the system's own error
     return None
 
 

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot show, as on standard error
     options = parser().parse_args(arguments)
     try:
+        output.require_writable(getattr(options, "output", None))
         answer = options.command(options)
         with output.readers_may_leave():
             output.show(answer, as_json=options.json)

@@ -10,7 +10,7 @@ from typing import Any
 from penstock import checkpoint
 from penstock.checkpoint import CheckpointInfo
 from penstock.cli.output import Answer, Table
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
 
 def info(options: Namespace) -> Answer:
@@ -51,10 +51,10 @@ def _summary(found: CheckpointInfo) -> str:
         "torch": "a file of torch.save",
     }[found.format]
     types = Counter(tensor.dtype for tensor in found.tensors)
-    counted = ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"
+    by_type = ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"
     return (
         f"{found.path}: {writer}, {format_bytes(found.size_bytes)}\n"
-        f"{len(found.tensors)} tensors ({counted}), {format_bytes(found.tensor_bytes)}"
+        f"{counted(len(found.tensors), 'tensor')} ({by_type}), {format_bytes(found.tensor_bytes)}"
     )
 
 

@@ -6,18 +6,21 @@ import os
 import time
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import penstock
 from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files
-from penstock.cli.training import interrupts_noted, new_folder, state_line, step_progress
+from penstock.cli.progress import steps_progress
+from penstock.cli.training import interrupts_noted, new_folder, state_line
 from penstock.core.hardware import Hardware
 from penstock.errors import PenstockError
 from penstock.report.summary import Summary
 from penstock.runtime.resident import default_spill_dir
 from penstock.runtime.run import PROBE_S, Offload
+from penstock.units import counted
 
 if TYPE_CHECKING:
     from penstock.integrations.finetune import FineTuning, Outcome
@@ -92,22 +95,20 @@ def _show(predicted: Summary, tuning: FineTuning) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
-    console.print(f"{tuning.total_steps} steps of {tuning.settings.sequences_per_step} sequences, predicted:")
+    steps = counted(tuning.total_steps, "step")
+    console.print(f"{steps} of {counted(tuning.settings.sequences_per_step, 'sequence')}, predicted:")
     for name, text in predicted.rows():
         console.print(f"  {name:<16} {text}")
 
 
 def _train(tuning: FineTuning, run: Offload, save_steps: int) -> Outcome:
-    with step_progress() as progress, interrupts_noted() as interrupted:
-        bar = progress.add_task("reading", total=tuning.total_steps, loss="")
-        state = progress.add_task("", total=None, visible=False, loss="")
+    with steps_progress("reading", tuning.total_steps) as show, interrupts_noted() as interrupted:
         begun_s = time.perf_counter()
 
         def on_step(steps: int, loss: float) -> bool:
             nonlocal begun_s
             now_s = time.perf_counter()
-            progress.update(bar, completed=steps, description="training", loss=f"loss {loss:.4f}")
-            progress.update(state, description=state_line(run, now_s - begun_s))
+            show(steps, loss, partial(state_line, run, now_s - begun_s))
             begun_s = now_s
             return interrupted()
 
@@ -144,4 +145,6 @@ def _finished(tuning: FineTuning) -> Answer:
 
 def _losses(losses: list[float], begun: int) -> str:
     went_on = f", of which {begun} by earlier commands" if begun else ""
-    return f"  loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps{went_on}" if losses else ""
+    if not losses:
+        return ""
+    return f"  loss {losses[0]:.4f} -> {losses[-1]:.4f} in {counted(len(losses), 'step')}{went_on}"

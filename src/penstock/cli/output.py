@@ -116,6 +116,17 @@ def own_files(path: Path | None = None) -> Iterator[None]:
         raise PenstockError(f"{where}: {error.strerror}") from error
 
 
+def require_writable(path: Path | None) -> None:
+    """Before the work whose result is written there. Raises PenstockError."""
+    if path is None:
+        return
+    there = path if path.is_dir() else next(folder for folder in path.absolute().parents if folder.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PenstockError(
+            f"{path} cannot be written: {there} is read-only for you. Give another path by -o"
+        )
+
+
 def load(kind: type[Value], path: Path) -> Value:
     """The ``kind`` that a file holds. Raises PenstockError where it cannot be read."""
     from penstock.core import files

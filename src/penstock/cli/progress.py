@@ -5,15 +5,76 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.cli.output import progress_console
 from penstock.units import format_bytes, format_rate
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 LINE_S = 10.0  # between lines
 
 Progress = Callable[[int, int], None]
+Steps = Callable[[int, float, Callable[[], str]], None]
+
+
+@contextlib.contextmanager
+def steps_progress(doing: str, total: int | None) -> Iterator[Steps]:
+    """A function to call after each step: with the steps so far, the loss, and what says how the run goes.
+
+    doing   until the first step has ended
+    total   steps there are, None where that is not known
+    """
+    if sys.stderr.isatty():
+        with _steps_bar(doing, total) as show:
+            yield show
+    else:
+        yield _steps_lines(total)
+
+
+@contextlib.contextmanager
+def _steps_bar(doing: str, total: int | None) -> Iterator[Steps]:
+    """A bar, and below it one line that says how the run goes."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    below = Text()
+
+    class TwoLines(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield from super().get_renderables()
+            yield below
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with TwoLines(*columns, console=progress_console()) as shown:
+        task = shown.add_task(doing, total=total, loss="")
+
+        def show(steps: int, loss: float, state: Callable[[], str]) -> None:
+            below.plain = state()
+            shown.update(task, completed=steps, description="training", loss=f"loss {loss:.4f}")
+
+        yield show
+
+
+def _steps_lines(total: int | None) -> Steps:
+    next_s = time.monotonic() + LINE_S
+
+    def show(steps: int, loss: float, state: Callable[[], str]) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LINE_S
+            of = "" if total is None else f" of {total}"
+            print(f"step {steps}{of}, loss {loss:.4f}, {state()}", file=sys.stderr, flush=True)
+
+    return show
 
 
 @contextlib.contextmanager

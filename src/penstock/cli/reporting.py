@@ -28,10 +28,10 @@ from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners import Problem
+from penstock.report import Record
 from penstock.report.html import page
 from penstock.report.plot import plot
 from penstock.report.policies import Candidate, compare_policies, workers_for
-from penstock.report.record import Record
 from penstock.report.summary import summarise
 from penstock.report.sweep import Cell, cases, disk_rates, sweep
 from penstock.report.verdict import verdict

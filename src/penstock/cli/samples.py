@@ -22,7 +22,7 @@ from penstock.samples.remote.discovery import discover as discover_namespaces
 from penstock.samples.remote.upload import upload as upload_store
 from penstock.samples.sources import open_source
 from penstock.samples.writer.pack import pack as pack_source
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import counted, format_bytes, format_rate, format_seconds
 
 LISTED_AT_ONCE = 4096
 MOST_CLASSES = 20
@@ -167,7 +167,7 @@ def _summary(found: StoreInfo) -> str:
     lines = (
         f"{printable(found.path)}: {found.samples:,} samples, {format_bytes(found.size_bytes)}"
         f"{partitions}{source}",
-        f"samples are {what}; {chunks} in {found.data_files} data file{'' if found.data_files == 1 else 's'}",
+        f"samples are {what}; {chunks} in {counted(found.data_files, 'data file')}",
         f"directory, names, sums and padding take {overhead}",
         f"{found.edges:,} samples ({edges:.1%}) cross the end of their chunk; {found.long_edges:,} of them "
         "are read by themselves",
@@ -176,7 +176,7 @@ def _summary(found: StoreInfo) -> str:
 
 
 def _chunks(chunks: int, chunk_bytes: int) -> str:
-    return f"{chunks:,} chunk{'' if chunks == 1 else 's'} of {format_bytes(chunk_bytes)}"
+    return f"{counted(chunks, 'chunk')} of {format_bytes(chunk_bytes)}"
 
 
 def _size_table(found: StoreInfo) -> Table:

@@ -11,24 +11,21 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
 import penstock
 from penstock.cli import script
-from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, progress_console
+from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files
+from penstock.cli.progress import steps_progress
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.errors import InvalidArgument
-from penstock.report.record import Record
+from penstock.report import Record
 from penstock.runtime.run import Offload
 from penstock.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.progress import Progress
 
 
 def run(options: Namespace) -> Answer:
@@ -62,9 +59,8 @@ def run(options: Namespace) -> Answer:
         )
         training = build()  # inside: it may be larger than the budget
         _check_device(training.model, options.device)
-        progress = stack.enter_context(step_progress())
         try:
-            for loss in _train(offload, training, options.steps, progress):
+            for loss in _train(offload, training, options.steps):
                 losses.append(loss)
         except KeyboardInterrupt:
             if not losses:
@@ -96,24 +92,19 @@ def _check_device(model: torch.nn.Module, wanted: str) -> None:
         raise InvalidArgument(f"the model is on {', '.join(sorted(found))}: say so with --device")
 
 
-def _train(
-    offload: Offload, training: script.Training, steps: int | None, progress: Progress
-) -> Iterator[float]:
+def _train(offload: Offload, training: script.Training, steps: int | None) -> Iterator[float]:
     """Train, and yield the loss of each step."""
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
-    bar = progress.add_task("recording", total=total, loss="")
-    state = progress.add_task("", total=None, visible=False, loss="")
     divided = partial(offload.accumulate, blocks=training.model)
-    with interrupts_noted() as interrupted:
-        for batch in _batches(training.batches, steps):
+    with steps_progress("recording", total) as show, interrupts_noted() as interrupted:
+        for done, batch in enumerate(_batches(training.batches, steps), start=1):
             begun_s = time.perf_counter()
             with offload.step():
                 loss = training.step(batch, divided if offload.micro_batch is not None else None)
             value = loss.item()
             step_s = time.perf_counter() - begun_s
             yield value
-            progress.update(bar, advance=1, description="training", loss=f"loss {value:.4f}")
-            progress.update(state, description=state_line(offload, step_s))
+            show(done, value, partial(state_line, offload, step_s))
             if interrupted():
                 raise KeyboardInterrupt
 
@@ -164,26 +155,6 @@ def state_line(offload: Offload, step_s: float) -> str:
         f"{format_seconds(step_s)} a step; peak {format_bytes(report.peak_bytes)} of "
         f"{format_bytes(report.device_budget_bytes)}{resident}; {format_bytes(report.evicted_bytes)} out, "
         f"{format_bytes(report.loaded_bytes)} in"
-    )
-
-
-def step_progress() -> Progress:
-    """A bar, and below it one line that says how the run goes: the description of the hidden task."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class TwoLines(Progress):
-        def get_renderables(self) -> Iterable[RenderableType]:
-            yield from super().get_renderables()
-            yield from (Text(task.description) for task in self.tasks if not task.visible)
-
-    return TwoLines(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        console=progress_console(),
     )
 
 

@@ -32,6 +32,7 @@ from penstock.integrations.hub import config_of, load, without_values
 from penstock.integrations.versions import missing
 from penstock.report.summary import Summary, summarise
 from penstock.runtime.run import Offload
+from penstock.runtime.step_kinds import planning_s
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.units import format_bytes_up
 
@@ -434,7 +435,12 @@ class FineTuning:
         trace = replace(trace, tensor_movable=trace.movable & large)
         try:
             plan = penstock.plan(
-                trace, hardware, policy, recompute=True, device_budget_bytes=device_budget_bytes
+                trace,
+                hardware,
+                policy,
+                recompute=True,
+                time_limit_s=planning_s(trace),  # as the run will
+                device_budget_bytes=device_budget_bytes,
             )
         except BudgetTooSmall as error:
             raise BudgetTooSmall(

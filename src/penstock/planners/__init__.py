@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.core.arguments import require_kinds
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
@@ -71,6 +72,7 @@ def plan(
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget, or the trace does
     not know what compression would save.
     """
+    require_kinds(trace=trace, hardware=hardware)
     if isinstance(device_budget_bytes, str):
         device_budget_bytes = parse_bytes(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from penstock.core.tables import html_table, html_text
 from penstock.core.wear import DiskWear
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import counted, format_bytes, format_rate, format_seconds
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")  # what no logger's names may hold
 
@@ -136,8 +136,9 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"<penstock.Report on {self.device}: {self.steps} steps of {format_seconds(self.step_s)}, peak "
-            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.device_budget_bytes)}>"
+            f"<penstock.Report on {self.device}: {counted(self.steps, 'step')} of "
+            f"{format_seconds(self.step_s)}, peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.device_budget_bytes)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -161,7 +162,7 @@ class Report:
             f"penstock on {self.device}: budget {format_bytes(self.device_budget_bytes)}, "
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
             f"  step time with everything in memory, by the trace: {format_seconds(self.ideal_s)}",
-            f"  {self.steps} steps, {self.profiled_steps} of them recorded; "
+            f"  {counted(self.steps, 'step')}, {self.profiled_steps} of them recorded; "
             f"{self.trace_mismatches} ran other operators than those traced",
             f"  the runtime itself: {format_seconds(self.clock_s)} a step, "
             f"{format_seconds(self.clock_s / max(self.operators, 1))} a kernel; "

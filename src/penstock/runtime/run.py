@@ -24,6 +24,7 @@ from penstock.capture.probe import device_name, probe
 from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
 from penstock.checkpoint.file.transfers import use_few_buffers
+from penstock.core.arguments import described, require_kinds
 from penstock.core.columns import LOSSY
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
@@ -69,7 +70,7 @@ from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.tables import Tables
 from penstock.storage.nvme import Url
 from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
-from penstock.units import format_bytes, parse_bytes, parse_endurance
+from penstock.units import counted, format_bytes, parse_bytes, parse_endurance
 
 PROBE_S = 2.0
 
@@ -225,6 +226,16 @@ def offload(
             raise error from None  # it names the system's own error
 
 
+def close() -> None:
+    """Close the run that is open, where there is one.
+
+    For the first line of a notebook's cell that opens a run and may be executed again, and for a run whose
+    name is lost. Raises what `Offload.close` raises.
+    """
+    for run in tuple(_open):
+        run.close()
+
+
 def _show_compiled_regions() -> Callable[[], None]:
     """What torch.compile makes from now on, the clock sees: each region is one kernel. Gives what undoes it.
 
@@ -296,6 +307,7 @@ class Offload:
         variants: bool,
         lossy: str | None,
     ) -> None:
+        _require_kinds(model, optimizer, plan, hardware)
         require_policy(policy)
         if lossy is not None and lossy not in LOSSY:
             raise InvalidArgument(f"there is no lossy codec {lossy!r}: choose {' or '.join(LOSSY)}")
@@ -323,7 +335,7 @@ class Offload:
         if _open:
             raise InvalidArgument(
                 f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
-                "models too. Close it before you begin another one"
+                "models too. Close it before you begin another one: penstock.close()"
             )
         if device_budget_bytes <= 0:
             raise InvalidArgument(
@@ -806,7 +818,7 @@ class Offload:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._steps} steps"
+        state = "closed" if self._closed else counted(self._steps, "step")
         return (
             f"<penstock.Offload on {self._device_name}, budget {format_bytes(self._budget_bytes)}, {state}>"
         )
@@ -868,10 +880,26 @@ def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | 
     return sum(storages.values())
 
 
+def _require_kinds(model: object, optimizer: object, plan: object, hardware: object) -> None:
+    given = {"plan": plan, "hardware": hardware}
+    require_kinds(**{name: value for name, value in given.items() if value is not None})
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"model is {described(model)}: give a torch.nn.Module; of several, a torch.nn.ModuleList"
+        )
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+        raise InvalidArgument(f"optimizer is {described(optimizer)}: give a torch.optim.Optimizer")
+
+
 def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:
     found = {parameter.device for parameter in model.parameters()} if model is not None else set()
     if device is not None:
-        found = {torch.device(device)}
+        try:
+            found = {torch.device(device)}
+        except (RuntimeError, TypeError) as error:
+            raise DeviceUnavailable(
+                f"{device!r} is no device: give 'cpu', 'cuda' or 'cuda:<index>'"
+            ) from error
     if not found:
         found = {torch.device("cpu")}
     if len(found) != 1:

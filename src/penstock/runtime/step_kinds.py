@@ -283,7 +283,7 @@ class StepKinds:
         still. Called on a thread of its own. Raises PenstockError."""
         assert kind.plan is not None
         fits_all = trace if kind.joint is None else kind.joint.fitting_all(trace)
-        plan = self._made(fits_all, hardware, 0, max(_planning_s(trace), LEAST_IN_BACKGROUND_S)).plan
+        plan = self._made(fits_all, hardware, 0, max(planning_s(trace), LEAST_IN_BACKGROUND_S)).plan
         assert plan is not None
         before = replace(kind.plan, trace=fits_all)
         if not check(fits_all, before, hardware):
@@ -395,7 +395,7 @@ class StepKinds:
         if wait:
             return StepKind(trace, None, unplanned(trace), RECORDINGS, hardware)
         try:
-            kind = self._made_together(trace, hardware, left, _planning_s(trace))
+            kind = self._made_together(trace, hardware, left, planning_s(trace))
             self.refusal = ""
         except PenstockError as error:
             if before is not None and before.plan is not None:
@@ -521,7 +521,7 @@ def _makes_state(recording: Recording) -> bool:
     return any(tensor.kind == OPTIMIZER_STATE and not tensor.before for tensor in recording.tensors)
 
 
-def _planning_s(trace: Trace) -> float:
-    """How long planning this step may take."""
+def planning_s(trace: Trace) -> float:
+    """How long planning this step may take in a run."""
     least_s, most_s = PLANNING_LIMITS_S
     return min(max(PLANNING_STEPS * trace.ideal_s, least_s), most_s)

@@ -49,13 +49,13 @@ class Mixing:
 
     @property
     def ratio(self) -> float:
-        """Chunks against the ideal."""
-        return self.chunks / self.ideal_chunks
+        """Chunks against the ideal: 1 where a batch by chance draws from more."""
+        return min(self.chunks / self.ideal_chunks, 1.0)
 
     @property
     def groups_ratio(self) -> float:
-        """Groups against the ideal."""
-        return self.groups / self.ideal_groups
+        """Groups against the ideal, in the same way."""
+        return min(self.groups / self.ideal_groups, 1.0)
 
     def __str__(self) -> str:
         return (

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.core.arguments import require_kinds
 from penstock.core.hardware import LINKS, TIERS, Hardware
 from penstock.core.memory_profile import as_run
 from penstock.core.plan import Plan
@@ -45,6 +46,7 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     that does not hold everything, what no kernel reads again while the program keeps it leaves for the disk
     where there is no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
+    require_kinds(trace=trace, plan=plan, hardware=hardware)
     if hardware.disk_bytes > 0:
         trace, gone = as_run(trace, plan)
     else:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from penstock.errors import InvalidArgument
@@ -82,7 +82,8 @@ class IoPaths:
             self.unavailable.update((_transport_of(name), reason) for name in on_gpu)
         only_gpu = gpu and bool(on_gpu) and on_gpu == self._wanted
         self.paths = self._open(transports, None if only_gpu else self._wanted)
-        self._check()
+        nothing = self._wanted is not None and not self.paths and not self.gpu_paths
+        self._check(self._open(transports, None) if nothing else ())
 
     def refusal(self, path: IoPath, file: File) -> str | None:
         """Why ``path`` cannot move ``file``; None where nothing speaks against it."""
@@ -131,7 +132,8 @@ class IoPaths:
                 transport.close()
         return found
 
-    def _check(self) -> None:
+    def _check(self, others: Iterable[str] = ()) -> None:
+        """others: names of paths that were not wanted, where none of those that were is there"""
         missing = [
             name for name in self._wanted or () if name not in self.paths and name not in self.gpu_paths
         ]
@@ -141,7 +143,8 @@ class IoPaths:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unavailable.items())
         raise InvalidArgument(
             f"{', '.join(missing) or 'no I/O path'} cannot be used to move tensors: there are "
-            f"{', '.join((*self.paths, *self.gpu_paths)) or 'none'}" + (f" ({reasons})" if reasons else "")
+            f"{', '.join((*self.paths, *self.gpu_paths, *others)) or 'none'}"
+            + (f" ({reasons})" if reasons else "")
         )
 
 

@@ -43,7 +43,10 @@ def as_paths(directories: Directories) -> list[Path | Url]:
 
     Raises InvalidArgument where there is none, or a namespace beside others.
     """
-    several = [directories] if isinstance(directories, str | os.PathLike | Url) else list(directories)
+    try:
+        several = [directories] if isinstance(directories, str | os.PathLike | Url) else list(directories)
+    except TypeError:
+        raise InvalidArgument(f"spill_dir is {directories!r}: give a directory, or a list of them") from None
     paths = [
         place if isinstance(place, Url) else parse_url(os.fspath(place)) if is_url(place) else Path(place)
         for place in several

@@ -10,7 +10,7 @@ import torch
 
 from penstock.checkpoint.file.header import DEVICES
 from penstock.checkpoint.file.source import Source
-from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidFile
+from penstock.errors import DeviceUnavailable, InvalidArgument, InvalidCheckpoint
 
 MapLocation: TypeAlias = (
     str
@@ -27,7 +27,7 @@ def devices_of(source: Source, map_location: MapLocation) -> list[torch.device]:
     """The device of each tensor, in the order of the entries; where ``map_location`` is a function, that
     on which it was saved.
 
-    Raises DeviceUnavailable, InvalidArgument, or InvalidFile.
+    Raises DeviceUnavailable, InvalidArgument, or InvalidCheckpoint.
     """
     saved = saved_devices(source)
     locations = [saved.get(entry.name, "cpu") for entry in source.header.entries]
@@ -40,7 +40,7 @@ def devices_of(source: Source, map_location: MapLocation) -> list[torch.device]:
 
 
 def saved_devices(source: Source) -> dict[str, str]:
-    """By name, the devices of tensors that were not in the memory of the CPU. Raises InvalidFile."""
+    """By name, the devices of tensors that were not in the memory of the CPU. Raises InvalidCheckpoint."""
     text = source.header.metadata.get(DEVICES)
     if text is None:
         return {}
@@ -49,7 +49,7 @@ def saved_devices(source: Source) -> dict[str, str]:
         for device in set(devices.values()):
             torch.device(device)
     except (ValueError, RuntimeError, AttributeError, TypeError, RecursionError) as error:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{source.path} is damaged: the metadata {DEVICES!r} does not name devices ({error}). "
             "Load another copy."
         ) from error

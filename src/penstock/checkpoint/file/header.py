@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument, InvalidCheckpoint
 from penstock.storage.checksum import crc32c
 
 LENGTH_BYTES = 8
@@ -153,20 +153,20 @@ def encode(
 
 
 def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
-    """The size of the header, from the file's first 8 bytes. Raises InvalidFile where it cannot be one."""
+    """The size of the header, from the file's first 8 bytes. Raises InvalidCheckpoint."""
     if file_bytes < LENGTH_BYTES or len(first8) < LENGTH_BYTES:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} has {min(file_bytes, len(first8))} bytes and is not a checkpoint: a header alone takes "
             f"more. The file is empty or was cut short. {_AGAIN}"
         )
     length = int.from_bytes(first8[:LENGTH_BYTES], "little")
     if length > MAX_TEXT_BYTES:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is not a checkpoint: its first 8 bytes would be the length of a header of {length} "
             f"bytes, and the format allows {MAX_TEXT_BYTES}. Give a file of penstock.save or of safetensors."
         )
     if LENGTH_BYTES + length > file_bytes:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} was cut short, or is not a checkpoint: its header would end at byte "
             f"{LENGTH_BYTES + length}, and the file has {file_bytes}. {_AGAIN}"
         )
@@ -180,11 +180,11 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     file_bytes   size of the whole file
     path         of the file, for messages
 
-    Raises InvalidFile where the header is damaged, or says what cannot be.
+    Raises InvalidCheckpoint where the header is damaged, or says what cannot be.
     """
     length = header_bytes(data[:LENGTH_BYTES], file_bytes, path)
     if len(data) != length:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} was cut short: its header has {length} bytes, and {len(data)} are there. {_AGAIN}"
         )
     checked = data.startswith(_BEGINNING, LENGTH_BYTES)
@@ -193,7 +193,7 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     try:
         text = data[LENGTH_BYTES:].decode()
     except UnicodeDecodeError as error:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is not a checkpoint, or its header is damaged: byte "
             f"{LENGTH_BYTES + error.start} is not UTF-8. {_AGAIN}"
         ) from None
@@ -202,14 +202,14 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     if not checked:
         for key in RESERVED_KEYS:
             if key in metadata:
-                raise InvalidFile(
+                raise InvalidCheckpoint(
                     f"{path} is damaged: penstock wrote it, as {key!r} says, and the beginning of its "
                     f"header is not as it was written. {_AGAIN}"
                 )
         return Header(tuple(entries), metadata, None, length, False)
     del metadata[_HEADER_KEY]
     if (version := metadata.pop(_FORMAT_KEY, "")) != _FORMAT:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} has format {_short(version)}, and this penstock reads {_FORMAT!r}: update penstock"
         )
     tree = metadata.pop(_TREE_KEY, None)
@@ -296,7 +296,9 @@ class _Text:
         return match
 
     def _fail(self, problem: str) -> NoReturn:
-        raise InvalidFile(f"{self._path} is not a checkpoint, or its header is damaged: {problem}. {_AGAIN}")
+        raise InvalidCheckpoint(
+            f"{self._path} is not a checkpoint, or its header is damaged: {problem}. {_AGAIN}"
+        )
 
 
 def _checked(entry: Entry, path: str | Path) -> Entry:
@@ -305,7 +307,7 @@ def _checked(entry: Entry, path: str | Path) -> Entry:
     shape = entry.shape
     item_bytes = ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path}: tensor {_short(entry.name)} has dtype {entry.dtype}, which torch cannot hold; it holds "
             f"{', '.join(ITEM_BYTES)}. Open the file with the safetensors library."
         )
@@ -328,7 +330,7 @@ def _checked(entry: Entry, path: str | Path) -> Entry:
             f"{_short(entry.shape)} takes {elements * item_bytes}"
         )
     if problem:
-        raise InvalidFile(f"{path} is damaged: tensor {_short(entry.name)} {problem}. {_AGAIN}")
+        raise InvalidCheckpoint(f"{path} is damaged: tensor {_short(entry.name)} {problem}. {_AGAIN}")
     return entry if shape is entry.shape else entry._replace(shape=shape)
 
 
@@ -338,19 +340,19 @@ def _check_cover(entries: Sequence[Entry], data_bytes: int, path: str | Path) ->
     for entry in entries:
         if entry.begin != end:
             what = "leaves a hole after" if entry.begin > end else "overlaps"
-            raise InvalidFile(
+            raise InvalidCheckpoint(
                 f"{path} is damaged: tensor {_short(entry.name)} begins at byte {entry.begin} of the data "
                 f"and {what} what ends at {end}. {_AGAIN}"
             )
         end = entry.end
     if end > data_bytes:
         cut = next(entry.name for entry in entries if entry.end > data_bytes)
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} was cut short: {data_bytes} of {end} bytes of data are there. Tensor {_short(cut)} is "
             f"the first that is not whole. {_AGAIN}"
         )
     if end < data_bytes:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is damaged: {data_bytes - end} bytes that belong to no tensor follow the data. {_AGAIN}"
         )
 
@@ -360,7 +362,7 @@ def _check_own_checksum(data: bytes, path: str | Path) -> None:
     written = data[_CHECKSUM_AT:end]
     actual = crc32c(data[end:], crc32c(data[:_CHECKSUM_AT] + b"0" * _DIGITS))
     if written != b"%08x" % actual:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is damaged: the checksum of its header is {actual:08x}, and {_short(written)} was "
             f"written. {_AGAIN}"
         )
@@ -369,7 +371,7 @@ def _check_own_checksum(data: bytes, path: str | Path) -> None:
 def _checksums(text: str, count: int, path: str | Path) -> list[int]:
     found = text.split(" ") if text else []
     if len(found) != count or not all(map(_CHECKSUM.fullmatch, found)):
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{path} is damaged: {_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits. "
             f"{_AGAIN}"
         )

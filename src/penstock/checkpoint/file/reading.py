@@ -21,7 +21,7 @@ from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
 from penstock.checkpoint.file.source import Source
 from penstock.checkpoint.file.transfers import DEPTH, BufferPool, transfer
 from penstock.checkpoint.state.tree import DTYPES, unflatten
-from penstock.errors import InvalidFile
+from penstock.errors import InvalidCheckpoint
 from penstock.storage.aligned import align_down
 from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import ThreadPool, in_order, in_parallel
@@ -38,7 +38,7 @@ Destination = Callable[[int], torch.Tensor | None]
 def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, as copy-on-write views of the page cache.
 
-    Raises CheckpointError, or InvalidFile where ``verify`` finds one damaged.
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
     """
     mapped = _map(source)
     checksums = Checksums(source.header.entries)
@@ -54,7 +54,7 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
 def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, in memory of their own.
 
-    Raises CheckpointError, or InvalidFile where ``verify`` finds one damaged.
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
     """
     begin = align_down(source.header.data_offset, source.file.alignment_bytes)
     try:
@@ -102,7 +102,7 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
 
     restride   False copies nothing: what had its dimensions in another order is a view
 
-    Raises InvalidFile.
+    Raises InvalidCheckpoint.
     """
     header = source.header
     by_name = {entry.name: tensor for entry, tensor in zip(header.entries, tensors, strict=True)}
@@ -126,7 +126,7 @@ def fill(
     on_host   all are wanted in the memory of the CPU: several threads copy. Else one does, so that
               copies are in order with what the caller's device has been told to do
 
-    Raises CheckpointError, or InvalidFile where ``verify`` finds one damaged.
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
     """
     checksums = Checksums(source.header.entries)
     lock = threading.Lock()
@@ -253,7 +253,7 @@ def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list
 
 def _dtype_of(source: Source, entry: Entry) -> torch.dtype:
     if entry.dtype not in DTYPES:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{source.path}: tensor {entry.name} has type {entry.dtype}, which this torch, "
             f"{torch.__version__}, does not have. Update torch."
         )
@@ -262,7 +262,7 @@ def _dtype_of(source: Source, entry: Entry) -> torch.dtype:
 
 def _raise_damaged(source: Source, damaged: list[str]) -> None:
     if damaged:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{source.path} is damaged: the checksum of {shown(damaged)} is not the one that was saved. "
             "Load another copy; verify=False loads the bytes as they are."
         )

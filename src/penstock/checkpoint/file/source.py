@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.checkpoint.failures import cannot_read, error_of
 from penstock.checkpoint.file.header import Header, decode, header_bytes
 from penstock.checkpoint.file.pagecache import cached_share
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument, InvalidCheckpoint
 from penstock.storage import files
 
 # From this share of the file in the page cache on, it is quicker to use what is there.
@@ -79,7 +79,7 @@ class Source:
 
     @cached_property
     def header(self) -> Header:
-        """What the file holds. Raises InvalidFile where it is not a checkpoint, or its header is damaged."""
+        """What the file holds. Raises InvalidCheckpoint where it is none, or its header is damaged."""
         self._refuse_other_formats()
         length = header_bytes(self._beginning[:8], self.size_bytes, self.path)
         data = self._beginning[:length]
@@ -122,9 +122,9 @@ class Source:
     def _refuse_other_formats(self) -> None:
         beginning = self._beginning
         if not beginning:
-            raise InvalidFile(f"{self.path} is empty: it was never written. Load another checkpoint.")
+            raise InvalidCheckpoint(f"{self.path} is empty: it was never written. Load another checkpoint.")
         if beginning[:1] == b"\x80" and beginning[1:2] in b"\x02\x03\x04\x05" and beginning[8:9] != b"{":
-            raise InvalidFile(
+            raise InvalidCheckpoint(
                 f"{self.path} is a pickle, as torch.save wrote them before version 1.6: pickles can run any "
                 "code, and are not loaded. If you trust the file, convert it once: "
                 "penstock.save(torch.load(path, weights_only=False), new_path)."

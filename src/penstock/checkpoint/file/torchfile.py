@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.failures import cannot_read
 from penstock.checkpoint.file.source import Source
-from penstock.errors import DeviceUnavailable, InvalidFile
+from penstock.errors import DeviceUnavailable, InvalidCheckpoint
 from penstock.storage.threads import in_parallel
 
 _PIECE_BYTES = 1 << 20
@@ -26,7 +26,7 @@ _REFUSED = re.compile(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)")
 def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> Any:
     """What torch.load makes of the file; code in it is not run.
 
-    Raises CheckpointError, DeviceUnavailable, or InvalidFile where torch refuses the file.
+    Raises CheckpointError, DeviceUnavailable, or InvalidCheckpoint where torch refuses the file.
     """
     # By its descriptor, since another file may be at its path by now: torch maps only what has a name.
     path = f"/proc/self/fd/{source.file.buffered}"
@@ -43,7 +43,7 @@ def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> 
                 f"{source.path} has tensors of a device that this machine does not have: load with "
                 f"map_location='cpu' ({_first_sentence(text)})"
             ) from error
-        raise InvalidFile(f"{source.path} cannot be loaded: {_why(text, type(error))}") from error
+        raise InvalidCheckpoint(f"{source.path} cannot be loaded: {_why(text, type(error))}") from error
 
 
 def has_checksums(source: Source) -> bool:
@@ -55,7 +55,7 @@ def has_checksums(source: Source) -> bool:
 def verify(source: Source) -> None:
     """Read the file whole and compare the checksums that the zip format has, if there are any.
 
-    Raises CheckpointError, or InvalidFile with the name of a damaged member.
+    Raises CheckpointError, or InvalidCheckpoint with the name of a damaged member.
     """
     if not has_checksums(source):
         return
@@ -65,16 +65,16 @@ def verify(source: Source) -> None:
 
 @contextlib.contextmanager
 def _members(source: Source) -> Iterator[zipfile.ZipFile]:
-    """The file as a zip file. Raises CheckpointError or InvalidFile, also where the caller's reads fail."""
+    """The file as a zip file. Raises CheckpointError, also where the caller's reads fail."""
     try:
         with os.fdopen(os.dup(source.file.buffered), "rb") as file, zipfile.ZipFile(file) as members:
             yield members
-    except InvalidFile:
+    except InvalidCheckpoint:
         raise
     except OSError as error:
         raise cannot_read(source.path, error) from error
     except _NOT_A_ZIP as error:
-        raise InvalidFile(f"{source.path} is damaged: {error}. Load another copy.") from error
+        raise InvalidCheckpoint(f"{source.path} is damaged: {error}. Load another copy.") from error
 
 
 def _read_member(source: Source, members: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
@@ -83,7 +83,7 @@ def _read_member(source: Source, members: zipfile.ZipFile, member: zipfile.ZipIn
             while data.read(_PIECE_BYTES):
                 pass
     except _NOT_A_ZIP as error:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{source.path} is damaged: the checksum of its member {member.filename} is not the one that was "
             f"saved ({error}). Load another copy; verify=False loads the bytes as they are."
         ) from error

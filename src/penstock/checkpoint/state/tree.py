@@ -41,7 +41,7 @@ import torch
 from penstock.checkpoint.state.stored import Collected, Stored, shown
 from penstock.checkpoint.state.strides import row_major
 from penstock.checkpoint.state.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument, InvalidCheckpoint
 
 __all__ = ["DTYPES", "Stored", "flatten", "unflatten"]
 
@@ -69,7 +69,7 @@ def unflatten(
     restride   False: tensors that had their dimensions in another order are given in order, as views
                of their entries, and nothing is copied; made for entries on the meta device
 
-    Raises InvalidFile where the text does not describe a state.
+    Raises InvalidCheckpoint where the text does not describe a state.
     """
     return _Unflattening(tensors, path, restride).run(tree)
 
@@ -195,7 +195,7 @@ class _Unflattening:
             )
         except RecursionError:
             self._fail("it is nested too deeply")
-        except InvalidFile:
+        except InvalidCheckpoint:
             raise
         except ValueError as error:  # not JSON, or more digits than Python reads
             self._fail(f"it is not JSON ({error})")
@@ -344,7 +344,7 @@ class _Unflattening:
         self._fail(f"{text} is not JSON")
 
     def _fail(self, problem: str) -> NoReturn:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{self._path} is damaged: the tree of its state cannot be read, {problem}. Load another "
             "copy, or write the file again."
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.state.strides import is_dense, reach
-from penstock.errors import InvalidFile
+from penstock.errors import InvalidCheckpoint
 
 # What the tree says of one tensor.
 Node = dict[str, Any]
@@ -75,13 +75,13 @@ class Rebuilt:
         self._restrided: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def entry(self, name: object) -> torch.Tensor:
-        """The entry of this name. Raises InvalidFile where there is none."""
+        """The entry of this name. Raises InvalidCheckpoint where there is none."""
         if not isinstance(name, str) or name not in self._tensors:
             self._fail(name, "is not there")
         return self._tensors[name]
 
     def tensor(self, node: Node) -> torch.Tensor:
-        """What ``node`` describes. Equal nodes give one object. Raises InvalidFile."""
+        """What ``node`` describes. Equal nodes give one object. Raises InvalidCheckpoint."""
         if len(node) == 1 and "$tensor" in node:
             return self.entry(node["$tensor"])
         same = repr(node)
@@ -92,7 +92,7 @@ class Rebuilt:
     def array(self, name: object, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An entry as a numpy array of ``dtype``, sharing its memory on a CPU; the same for the same name.
 
-        Raises InvalidFile.
+        Raises InvalidCheckpoint.
         """
         entry = self.entry(name)
         same = f"{name} {dtype.str}"
@@ -182,7 +182,7 @@ class Rebuilt:
         return self._restrided[key]
 
     def _fail(self, name: object, problem: str) -> NoReturn:
-        raise InvalidFile(
+        raise InvalidCheckpoint(
             f"{self._path} is damaged: tensor {name!r:.100} {problem}. Load another copy, or write the file "
             "again."
         )

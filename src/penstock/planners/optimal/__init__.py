@@ -31,7 +31,7 @@ from penstock.planners.optimal.search.improve import Candidate, Improver
 from penstock.planners.optimal.search.seeds import everything_away, of_intervals, round_fractions, seeds
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.variants import with_fastest, with_least_workspace
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 GOOD_ENOUGH = 1.0005  # of the bound
 NEAR = 1.01  # of the bound: a first plan that is no nearer is worth solving the linear program again
@@ -112,7 +112,8 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
         reason = "the first plan already reaches the bound"
     else:
         reason = "the first plan, unchanged"
-    reason += ", until the time limit" * best.timed_out
+    if best.timed_out:
+        reason += f": planning stopped after {format_seconds(problem.time_limit_s)}"
     return best.iteration_s, Decision(
         evictions=evictions,
         recomputations=recomputations,

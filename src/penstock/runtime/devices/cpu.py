@@ -490,7 +490,7 @@ class CpuDevice:
                 raise SpillSpaceFull(
                     f"{self.place_text} is full, and nothing can leave memory: a kernel asked for "
                     f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
-                ) from error
+                ) from None  # torch's own says less
             needed_bytes = max(needed_bytes, stats.refused_at_bytes + self._fixed_bytes)
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
@@ -498,7 +498,7 @@ class CpuDevice:
                 f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
                 f"{format_bytes_up(needed_bytes)}, or lower the batch size.",
                 needed_bytes,
-            ) from error
+            ) from None
 
     @property
     def unplanned_accesses(self) -> int:

@@ -7,6 +7,7 @@ in those of a DataLoader. It stops and goes on exactly, with any number of proce
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         workers: int | None = None,
         timeout_s: float = 120.0,
     ) -> None:
+        if isinstance(store, str | os.PathLike):
+            mount = f"penstock.samples.mount({str(store)!r})"
+            raise InvalidArgument(f"{store} is a path: give the store, {mount}")
         if batch_size < 1 or threads < 0:
             raise InvalidArgument(f"batch_size={batch_size} and threads={threads}: give at least 1 and 0")
         converter(store.encoding, decode, decode_batch, collate)

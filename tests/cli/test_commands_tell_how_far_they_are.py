@@ -1,4 +1,4 @@
-"""Long commands on samples tell on standard error how far they are, and standard output stays clean."""
+"""Long commands tell on standard error how far they are, and standard output stays clean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from penstock import cli
 from penstock.cli import progress as shown_progress
 from penstock.cli import samples as commands
-from penstock.cli.progress import samples_progress
+from penstock.cli.progress import samples_progress, steps_progress
 from penstock.samples.format.manifest import StoreManifest
 from tests.support.stores import write_store
 
@@ -83,3 +83,25 @@ def test_interrupted_packing_says_how_to_go_on(
     (tmp_path / "tree" / "file").write_bytes(b"x")
     assert cli.main(["samples", "pack", str(tmp_path / "tree"), str(tmp_path / "store")]) == 130
     assert "the same command goes on where this one was stopped" in capsys.readouterr().err
+
+
+def test_steps_are_a_bar_on_a_terminal_and_a_line_now_and_then_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        with steps_progress("recording", 2) as show:
+            for step in (1, 2):
+                show(step, 0.5, lambda: "3 ms a step")
+
+    train()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(shown_progress, "LINE_S", 0.0)
+    train()
+    lines = "step 1 of 2, loss 0.5000, 3 ms a step\nstep 2 of 2, loss 0.5000, 3 ms a step\n"
+    assert capsys.readouterr().err == lines
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    train()
+    for said in ("training", "2/2", "loss 0.5000", "3 ms a step"):
+        assert said in terminal.getvalue()

@@ -1,0 +1,27 @@
+"""Arguments of another type than wanted, such as a path for what is in its file."""
+
+from __future__ import annotations
+
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
+from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument
+
+_WANTED: dict[str, tuple[type, str]] = {
+    "trace": (Trace, "what penstock.trace returns, or penstock.Trace.load(path)"),
+    "hardware": (Hardware, "what penstock.probe returns, or penstock.Hardware.load(path)"),
+    "plan": (Plan, "what penstock.plan returns, or penstock.Plan.load(path)"),
+}
+
+
+def require_kinds(**given: object) -> None:
+    """Raises InvalidArgument unless what is given of ``trace``, ``hardware`` and ``plan`` is such."""
+    for name, value in given.items():
+        kind, remedy = _WANTED[name]
+        if not isinstance(value, kind):
+            raise InvalidArgument(f"{name} is {described(value)}: give {remedy}")
+
+
+def described(value: object) -> str:
+    """``"of type str"``, ``"the class AdamW"``."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
