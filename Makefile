@@ -17,7 +17,7 @@ setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/nvme/* csrc/planning/* csrc/runtime/* csrc/samples/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --no-compile --editable '.[plan,report,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[plan,report,dev]'
 	touch $@
 
 demo: setup
