@@ -11,15 +11,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import penstock
 from penstock.runtime import run, step_kinds
 
-# Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones. No test
+# says how fast a machine is.
+settings.register_profile("desk", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def stored_bytes(state: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(states())
 def test_any_state_comes_back(state: Any) -> None:
     found = through_a_file(state)
@@ -52,7 +52,7 @@ def test_any_state_comes_back(state: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pools())
 def test_any_views_of_any_storages_come_back(tensors: Pool) -> None:
     found = through_a_file(list(tensors))

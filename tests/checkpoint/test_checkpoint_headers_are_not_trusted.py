@@ -91,7 +91,6 @@ def entry_lists(draw: st.DrawFn) -> list[Entry]:
 # What is written is read.
 
 
-@settings(deadline=None)
 @given(entry_lists(), st.none() | texts, st.dictionaries(texts, texts, max_size=3), st.integers(1, 5000))
 def test_a_header_comes_back_and_the_library_reads_it(
     entries: list[Entry], tree: str | None, metadata: dict[str, str], alignment_bytes: int
@@ -120,7 +119,6 @@ def test_the_size_is_known_before_the_checksums_are() -> None:
     assert len(encode(without, tree="{}")) == len(encode(TENSORS, tree="{}")) == 4096
 
 
-@settings(deadline=None)
 @given(entry_lists(), st.dictionaries(texts, texts, max_size=2))
 def test_what_the_library_writes_is_read_without_checksums(
     entries: list[Entry], metadata: dict[str, str]
@@ -181,7 +179,6 @@ def test_every_changed_byte_is_refused(name: str) -> None:
                 decode(whole[: header_bytes(whole[:8], len(whole), FILE)], len(whole), FILE)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(HEADERS)), st.data())
 def test_any_change_is_refused(name: str, data: st.DataObject) -> None:
     header = HEADERS[name]
@@ -290,7 +287,6 @@ def test_a_refusal_takes_little_memory(name: str) -> None:
     assert peak < 4 * len(header) + 100_000
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_random_bytes_are_refused(data: bytes, more: int) -> None:
     with pytest.raises(InvalidFile):
@@ -333,13 +329,13 @@ def assert_no_more_lenient_than_the_library(text: str, more: int) -> None:
             assert views[entry.name]["data"] == data[entry.begin : entry.end]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(mutations(), st.sampled_from([5, 5, 5, 1, 0, 6]))
 def test_what_the_library_refuses_is_refused(text: str, more: int) -> None:
     assert_no_more_lenient_than_the_library(text, more)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(pieces, max_size=12).map("".join), st.integers(0, 2))
 def test_no_text_is_read_that_the_library_refuses(text: str, more: int) -> None:
     assert_no_more_lenient_than_the_library(text, more)

@@ -27,7 +27,6 @@ NAMES = ("page", "views.complex", "layer.weight", "bytes")  # in the file's orde
 
 quick = settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )

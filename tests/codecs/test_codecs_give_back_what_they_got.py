@@ -62,7 +62,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @given(tensor=tensors())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_lossless_codecs_keep_every_bit(tensor: torch.Tensor) -> None:
     for name, codec in codecs.CODECS.items():
         if codec.lossless:
@@ -74,7 +74,7 @@ def test_lossless_codecs_keep_every_bit(tensor: torch.Tensor) -> None:
 
 
 @given(tensor=tensors())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_operators_of_torch_make_the_same_bytes_as_the_native_code(tensor: torch.Tensor) -> None:
     packed = codecs.encode("csr", tensor)
     elements = bit_patterns(tensor)
@@ -85,7 +85,7 @@ def test_operators_of_torch_make_the_same_bytes_as_the_native_code(tensor: torch
 
 
 @given(tensor=tensors(), position=st.integers(0, 1 << 20), bit=st.integers(0, 7), cut=st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_damage_is_one_clear_error_or_only_in_the_values(
     tensor: torch.Tensor, position: int, bit: int, cut: bool
 ) -> None:
@@ -107,7 +107,7 @@ def test_damage_is_one_clear_error_or_only_in_the_values(
 
 
 @given(tensor=tensors([torch.float32]), name=st.sampled_from(["fp16", "bf16"]))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_half_precision_rounds_to_nearest_and_never_overflows(tensor: torch.Tensor, name: str) -> None:
     packed = codecs.encode(name, tensor)
     assert packed.numel() == 2 * tensor.numel()

@@ -25,7 +25,7 @@ SAMPLES = some_samples(40)
 BYTES = {data for _, data in SAMPLES}
 TABLE = MIB
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

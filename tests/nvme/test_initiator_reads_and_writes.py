@@ -115,7 +115,7 @@ def test_every_byte_is_right(case: tuple[Target, Any], content: npt.NDArray[np.u
     assert seen["term_requests"] == 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_offset_and_size(target: Target, content: npt.NDArray[np.uint8], data: st.DataObject) -> None:
     """Of reads; writes are of whole blocks."""

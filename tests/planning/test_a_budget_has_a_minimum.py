@@ -99,7 +99,7 @@ def test_it_is_no_part_of_the_minimum_and_of_no_plan() -> None:
 
 
 @given(data=st.data(), trace=whole_traces(), fraction=st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_policy_relies_on_it(data: st.DataObject, trace: Trace, fraction: float) -> None:
     """Tensors that live on after their last use, by any number of kernels."""
     death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
@@ -120,7 +120,7 @@ def test_an_evicted_tensor_is_away_until_its_prefetch() -> None:
 
 
 @given(trace=traces())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_one_byte_less_is_refused_with_the_number(trace: Trace) -> None:
     least = minimum_bytes(trace)
     for policy in (*POLICIES, "optimal"):

@@ -160,7 +160,7 @@ def test_running_a_kernel_again_must_do_no_harm(reads: str, writes: str) -> None
 
 
 @given(trace=st.one_of(traces(), whole_traces()))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_random_trace_stands(trace: Trace) -> None:
     assert replace(trace).kernels == trace.kernels
     assert trace.scaled(2.0).ideal_s == pytest.approx(2 * trace.ideal_s)

@@ -68,7 +68,7 @@ def bound(trace: Trace, hardware: Hardware, budget: int, slots: int = 1000) -> f
     return fractional_plan(problem, slots).bound_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_legal_plan_is_faster(data: st.DataObject) -> None:
     trace = data.draw(st.one_of(traces(5), whole_traces(5)))
@@ -79,7 +79,7 @@ def test_no_legal_plan_is_faster(data: st.DataObject) -> None:
     assert predicted_s >= bound(trace, hardware, plan.device_budget_bytes, slots) * (1 - 1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_it_is_not_below_the_kernels_times_and_falls_with_the_budget(data: st.DataObject) -> None:
     trace = data.draw(st.one_of(traces(6), whole_traces(5)))
@@ -97,7 +97,7 @@ def test_it_is_not_below_the_kernels_times_and_falls_with_the_budget(data: st.Da
         assert tighter >= looser * (1 - 1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(trace=whole_traces(4), budget_part=st.floats(0.1, 0.9))
 def test_fractions_are_shares_of_each_period(trace: Trace, budget_part: float) -> None:
     least = minimum_bytes(trace)

@@ -50,7 +50,7 @@ def assert_equal(trace: Trace, loaded: Trace) -> None:
 
 
 @given(data=st.data(), trace=whole_traces(4), hardware=machines)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_action(
     data: st.DataObject, trace: Trace, hardware: Hardware, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -65,7 +65,7 @@ def planned(
     fraction=st.floats(0, 1.2),
     compress=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_plans_are_legal_and_a_refusal_names_a_budget_that_leads_to_one(
     policy: Policy, trace: Trace, hardware: Hardware, fraction: float, compress: bool
 ) -> None:

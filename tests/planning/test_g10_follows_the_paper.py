@@ -46,7 +46,7 @@ def pyramid(sizes: list[int], kernel_s: float = 1.0) -> Trace:
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @given(trace=st.one_of(traces(), whole_traces()), hardware=machines, fraction=st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_plans_are_legal_at_every_budget(
     policy: Policy, trace: Trace, hardware: Hardware, fraction: float
 ) -> None:
@@ -62,7 +62,7 @@ def test_plans_are_legal_at_every_budget(
     host=st.integers(0, 2000),
     fraction=st.floats(0, 1),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_small_tiers_are_kept_to_or_refused(
     policy: Policy, trace: Trace, disk: int, host: int, fraction: float
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.memory_profile import minimum_bytes
@@ -15,7 +15,7 @@ from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.microbatch import choose_micro_batch, rounded_sizes, working_set_bytes
 from tests.support.traces import PAGE, Step, gpt, machine, traces, whole_traces
 
-slow = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(max_examples=40)
 
 
 def step(batch: int, fixed_s: float = 0.0) -> Trace:

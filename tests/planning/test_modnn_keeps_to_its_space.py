@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
@@ -35,7 +35,7 @@ from tests.support.traces import (
     whole_traces,
 )
 
-slow = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(max_examples=40)
 
 
 def plan_of(trace: Trace, budget: int, decision: Decision) -> Plan:

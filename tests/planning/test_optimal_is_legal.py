@@ -7,7 +7,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
@@ -21,7 +21,7 @@ from tests.support.traces import Step, gpt, machine, machines, traces, whole_tra
 
 optimal_module = import_module("penstock.planners.optimal")  # the package has a function of that name
 
-quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=40)
 
 
 @pytest.fixture(autouse=True)

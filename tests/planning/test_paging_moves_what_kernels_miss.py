@@ -166,7 +166,7 @@ def paged_steps(draw: st.DrawFn) -> tuple[Trace, int]:
     return step.trace(), largest + draw(st.integers(0, 60)) * PAGE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     case=paged_steps(), host_pages=st.integers(0, 200), policy=st.sampled_from(POLICIES), shared=st.booleans()
 )

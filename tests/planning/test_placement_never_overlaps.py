@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
@@ -18,7 +18,7 @@ from penstock.planners.occupancy import occupancy
 from penstock.planners.placement import METHODS, Placement, place
 from tests.support.traces import PAGE, Step, five_kernels, gpt, legal_plans, machine, traces, whole_traces
 
-slow = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(max_examples=30)
 keep = Plan(policy="keep", device_budget_bytes=2**50)
 
 

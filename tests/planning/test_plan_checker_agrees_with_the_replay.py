@@ -20,7 +20,7 @@ any_trace = st.one_of(traces(6), whole_traces(5))
 
 
 @given(data=st.data(), trace=any_trace, hardware=machines)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_they_count_the_same(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
@@ -33,7 +33,7 @@ def test_they_count_the_same(data: st.DataObject, trace: Trace, hardware: Hardwa
 
 
 @given(data=st.data(), trace=any_trace, hardware=machines)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_legal_runs_within_its_budget(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     timeline = simulate(trace, plan, hardware)

@@ -80,7 +80,7 @@ def compressed_at(plan: Plan, tensor: int, kernel: int, count: int) -> bool:
 
 
 @given(data=st.data(), trace=any_trace, hardware=machines)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_device_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     found = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
@@ -88,7 +88,7 @@ def test_device_memory(data: st.DataObject, trace: Trace, hardware: Hardware) ->
 
 
 @given(trace=any_trace)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_kernel_needs_what_it_uses_and_what_cannot_leave(trace: Trace) -> None:
     """With everything away whenever it can be, of no tier and at no cost."""
     away = tuple(
@@ -146,7 +146,7 @@ def copies_in_use(trace: Trace, plan: Plan, iterations: int = 4) -> dict[str, li
 
 
 @given(data=st.data(), trace=whole_traces(), hardware=machines)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tier_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     counted = tier_bytes(trace, plan.evictions)

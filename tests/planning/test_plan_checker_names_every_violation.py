@@ -129,7 +129,7 @@ def test_a_budget_above_the_device() -> None:
 
 
 @given(data=st.data(), trace=traces(), hardware=machines)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_is_legal_keeps_to_its_budget_however_odd(
     data: st.DataObject, trace: Trace, hardware: Hardware
 ) -> None:
@@ -183,7 +183,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @given(data=st.data(), trace=st.one_of(traces(4), whole_traces(4)), hardware=machines)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.filter_too_much])
 def test_one_eviction_gone_wrong(name: str, data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     legal = data.draw(legal_plans(trace, hardware))
     assume(legal.evictions)
@@ -202,7 +202,7 @@ def test_one_eviction_gone_wrong(name: str, data: st.DataObject, trace: Trace, h
 
 
 @given(data=st.data(), trace=whole_traces(4), hardware=machines)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_one_number_gone_wrong(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     legal = data.draw(legal_plans(trace, hardware))
     assert check(trace, legal, hardware) == []
@@ -245,7 +245,7 @@ small = st.one_of(st.integers(-2, 25), st.just(10**40))
     offsets=st.lists(small, max_size=20),
     budget=st.integers(-1, 10**7),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_nonsense_is_refused_without_raising(
     trace: Trace,
     hardware: Hardware,

@@ -24,7 +24,7 @@ EVICTING = [name for name in POLICIES if name != "keep" and not name.startswith(
 
 @pytest.mark.parametrize("policy", EVICTING)
 @given(trace=traces(), hardware=machines, fraction=st.floats(0, 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_budget_from_the_minimum_up(
     policy: str, trace: Trace, hardware: Hardware, fraction: float
 ) -> None:
@@ -40,7 +40,7 @@ def test_any_budget_from_the_minimum_up(
 
 @pytest.mark.parametrize("policy", EVICTING)
 @given(trace=traces(), hardware=machines)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_minimum_itself(policy: str, trace: Trace, hardware: Hardware) -> None:
     least = minimum_bytes(trace)
     try:
@@ -55,7 +55,7 @@ def test_the_minimum_itself(policy: str, trace: Trace, hardware: Hardware) -> No
 
 @pytest.mark.parametrize("policy", EVICTING)
 @given(trace=traces(), disk=st.integers(0, 2000), host=st.integers(0, 2000), fraction=st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_small_tiers_are_kept_to_or_refused(
     policy: str, trace: Trace, disk: int, host: int, fraction: float
 ) -> None:

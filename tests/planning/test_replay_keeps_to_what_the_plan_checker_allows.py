@@ -41,7 +41,7 @@ any_machine = st.one_of(machines, buses)
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
@@ -54,7 +54,7 @@ def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: 
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_legal_plan_runs_within_its_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
@@ -71,7 +71,7 @@ def test_a_legal_plan_runs_within_its_memory(data: st.DataObject, trace: Trace, 
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_streams_do_one_thing_at_a_time(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     timeline = simulate(trace, plan, hardware)
@@ -97,7 +97,7 @@ def test_streams_do_one_thing_at_a_time(data: st.DataObject, trace: Trace, hardw
 
 
 @given(data=st.data(), trace=any_trace)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_moves_cost_nothing_on_links_without_end(data: st.DataObject, trace: Trace) -> None:
     endless = float("inf")
     hardware = Hardware(
@@ -120,7 +120,7 @@ def test_moves_cost_nothing_on_links_without_end(data: st.DataObject, trace: Tra
 
 
 @given(data=st.data(), trace=any_trace, hardware=any_machine)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rows_that_are_kept_count_for_nothing(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     intervals = Intervals.of_plan(plan)

@@ -67,7 +67,7 @@ def test_each_copy_costs_the_compute_stream_its_start() -> None:
 
 
 @given(trace=whole_traces(), hardware=machines, share=st.floats(0, 1), overhead_s=st.sampled_from([0.0, 0.3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_plans_are_legal_whatever_a_copy_costs(
     trace: Trace, hardware: Hardware, share: float, overhead_s: float
 ) -> None:
@@ -228,7 +228,7 @@ def test_a_plan_above_its_budget_runs_and_the_peak_shows_it() -> None:
 
 
 @given(trace=traces(), hardware=machines)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_keeping_everything_is_ideal(trace: Trace, hardware: Hardware) -> None:
     made = plan(trace, hardware, "keep")
     timeline = simulate(trace, made, hardware)
@@ -240,7 +240,7 @@ def test_keeping_everything_is_ideal(trace: Trace, hardware: Hardware) -> None:
 @given(
     trace=traces(), hardware=machines, fraction=st.floats(0, 1), policy=st.sampled_from(["evict_all", "g10"])
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_link_is_busy_for_longer_than_the_iteration(
     trace: Trace, hardware: Hardware, fraction: float, policy: str
 ) -> None:
@@ -261,7 +261,7 @@ def test_no_link_is_busy_for_longer_than_the_iteration(
 
 
 @given(trace=traces(), fraction=st.floats(0, 1), policy=st.sampled_from(["evict_all", "g10"]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_with_an_infinitely_fast_disk_nothing_is_lost(trace: Trace, fraction: float, policy: str) -> None:
     hardware = machine(float("inf"))
     least = minimum_bytes(trace)

@@ -236,7 +236,6 @@ def test_every_place_may_hold_anything(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VALUES)
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -60,7 +60,7 @@ def network() -> Trace:
     fraction=st.floats(0, 1),
     host=st.sampled_from([None, 0, 700]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_plans_are_legal_at_every_budget(
     policy: Policy, trace: Trace, hardware: Hardware, fraction: float, host: int | None
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_copy_that_is_there_is_not_written_again() -> None:
 
 
 @given(data=st.data(), trace=whole_traces(), fraction=st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fraction: float) -> None:
     death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
     trace = replace(trace, tensor_death=np.array(death))

@@ -77,7 +77,7 @@ def test_a_summary_adds_up(slow: penstock.Hardware) -> None:
     sizes=st.lists(st.lists(st.integers(0, 2**40), min_size=2, max_size=2), min_size=1, max_size=200),
     points=st.integers(2, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_thinning_keeps_the_first_and_the_largest(sizes: list[list[int]], points: int) -> None:
     times_s, table = np.arange(float(len(sizes))), np.array(sizes)
     kept_s, kept = thinned(times_s, table, points)

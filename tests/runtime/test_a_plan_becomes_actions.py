@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
@@ -16,7 +16,7 @@ from penstock.runtime.schedule import Evict as Start
 from penstock.runtime.schedule import Prefetch, Release, schedule
 from tests.support.traces import Step, machine, machines, traces
 
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60)
 
 
 @given(traces(), machines, st.floats(0, 1), st.sampled_from(["evict_all", "g10"]))

@@ -163,7 +163,7 @@ def test_physical_memory_is_kept_below_the_limit_too(swap: int) -> None:
     del tensors
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     budget_bytes=st.integers(6 * MIB, 20 * MIB),

@@ -253,7 +253,6 @@ class FailingProgram(Program):
 _SETTINGS = settings(
     max_examples=25,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestProgram = Program.TestCase

@@ -36,7 +36,6 @@ DATA = ["data-00000.bin", "data-00001.bin"]
 MOST_MORE_BYTES = 2 << 30  # of address space
 quick = settings(
     max_examples=100,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -18,7 +18,7 @@ from tests.support.orders import firsts_of, layouts, whole
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_ideal_is_the_mean_over_all_batches(sizes, batch_size):
     samples = [chunk for chunk, size in enumerate(sizes) for _ in range(size)]
     batches = list(itertools.combinations(samples, min(batch_size, len(samples))))
@@ -27,7 +27,7 @@ def test_the_ideal_is_the_mean_over_all_batches(sizes, batch_size):
 
 
 @given(layouts, st.integers(1, 12), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_order_is_measured_as_by_hand(firsts, batch_size, groups, rng):
     samples = int(firsts[-1])
     order = rng.sample(range(samples), rng.randint(0, samples))

@@ -37,9 +37,7 @@ from tests.support.stores import read_store as read_folder
 MIB = 1 << 20
 NAME = "nvme+tcp://host:4420/nqn?ns=1"
 CONTENT = some_samples(2000)  # 2.5 MB: more extents than are written at once
-slow_enough = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+slow_enough = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +353,6 @@ def test_plans_have_room_for_everything(sizes: dict[str, int], ids: bytes) -> No
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_tables_are_believed_only_where_they_can_be_true(data: st.DataObject) -> None:
     """A table with a right checksum, of which a record was made up: refused, or no file lies in another."""
     plan = plan_upload({"store.json": 700, "directory.bin": 3 * MIB, "sums.bin": 0, "data-00000.bin": 4096})
@@ -388,7 +385,6 @@ def test_tables_are_believed_only_where_they_can_be_true(data: st.DataObject) ->
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_notes_of_another_upload_are_not_believed(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.binary(min_size=16, max_size=16), min_size=2, max_size=2, unique=True))
     plan = plan_upload({"store.json": 700, "data-00000.bin": 3 << 30})
@@ -402,7 +398,7 @@ def test_notes_of_another_upload_are_not_believed(data: st.DataObject) -> None:
 
 
 @given(st.integers(0, 2 * MIB - 1), st.integers(0, 7), st.binary(max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_damage_is_an_error_or_does_no_harm(
     uploaded: bytes, store: LocalStore, offset: int, bit: int, more: bytes
 ) -> None:

@@ -36,7 +36,7 @@ def _stop(
         pack_often(source, folder, data_file_bytes=data_file_bytes)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from([Listed, Seekable]),
     st.lists(st.integers(0, 12), min_size=1, max_size=2),

@@ -31,7 +31,7 @@ def _items(draw: st.DrawFn) -> list[tuple[str, bytes]]:
     return [(name, draw(st.binary(min_size=1, max_size=8)) * draw(_SIZES)) for name in names]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(_items(), st.sampled_from([1, 20000, 1 << 40]), st.lists(st.integers(1, 20), max_size=3))
 def test_any_samples_make_the_files_of_the_format(
     items: list[tuple[str, bytes]], data_file_bytes: int, blocks: list[int]
@@ -44,7 +44,7 @@ def test_any_samples_make_the_files_of_the_format(
         assert contents(Path(made, "store")) == wanted
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(1, 20), st.integers(1, 5000))
 def test_how_often_packing_writes_changes_nothing(count: int, size_bytes: int) -> None:
     items = samples_of(count, size_bytes)

@@ -38,7 +38,7 @@ def interrupt(kind, firsts, seed, epoch, divided, data):
 
 @pytest.mark.parametrize("kind", ORDERS)
 @given(layouts, seeds, st.integers(0, 3), st.lists(divisions, max_size=3), divisions, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sample_comes_once_as_specified(kind, firsts, seed, epoch, divided, last, data):
     given_out, after = interrupt(kind, firsts, seed, epoch, divided, data)
     left = int(firsts[-1]) - sum(map(len, given_out))
@@ -55,7 +55,7 @@ def test_every_sample_comes_once_as_specified(kind, firsts, seed, epoch, divided
 
 @pytest.mark.parametrize("kind", ORDERS)
 @given(layouts, st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 40), max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_it_does_not_matter_in_what_steps_samples_are_taken_or_skipped(kind, firsts, steps, skips):
     expected = whole(kind, firsts, slots=3)
     order = native(kind, firsts, slots=3)

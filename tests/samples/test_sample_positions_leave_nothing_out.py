@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
@@ -51,7 +51,6 @@ stages = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(order=st.sampled_from(["chunk", "full"]), stages=stages, speaker=st.integers(0, 2))
 def test_any_process_speaks_for_all_that_took_as_many_batches(
     order: str, stages: list[tuple[int, int, int, int, int]], speaker: int
@@ -72,7 +71,6 @@ def test_any_process_speaks_for_all_that_took_as_many_batches(
     assert sorted(seen) == list(range(SAMPLES))
 
 
-@settings(deadline=None)
 @given(
     batches=st.lists(st.integers(0, 30), min_size=1, max_size=4),
     workers=st.integers(1, 4),

@@ -124,7 +124,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stores")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataObject) -> None:
     data_file_bytes = data.draw(

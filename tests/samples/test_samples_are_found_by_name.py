@@ -43,7 +43,6 @@ def opened(names: list[bytes]) -> SampleNames:
     return SampleNames(*arrays, lookup)
 
 
-@settings(deadline=None)
 @given(many_names, many_names)
 @example([b"%d" % i for i in range(3000)], [b"%d" % i for i in range(2990, 3100)])
 def test_names_find_their_samples_and_no_others(names: list[bytes], others: list[bytes]) -> None:
@@ -115,7 +114,7 @@ def test_two_samples_of_one_name_are_noticed(names: list[bytes]) -> None:
         assert names[twins[0]] == names[twins[1]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 60), st.data())
 def test_damaged_arrays_are_refused_or_harmless(count: int, data: st.DataObject) -> None:
     """What is found of intact names may be wrong; memory outside of the arrays is never read."""

@@ -34,7 +34,7 @@ def store_of(folder: Path, sizes: list[int], first: int = 0, **options: int) -> 
     return data
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     stores=st.lists(st.lists(lengths, max_size=40), min_size=1, max_size=3),
     data_file_bytes=st.sampled_from([20000, 1 << 40]),
@@ -203,7 +203,7 @@ def test_a_wrong_sum_of_a_chunk_alone_costs_no_sample(tmp_path: Path) -> None:
         assert sorted(breads(store.feed("chunk"), [7])) == list(enumerate(data))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     file=st.sampled_from(["directory.bin", "chunks.bin", "large.bin"]),
     places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=20),

@@ -33,7 +33,7 @@ def pairs(source: Source) -> list[tuple[str, bytes]]:
     return [(sample.name, bytes(sample.data)) for sample in samples if isinstance(sample, RawSample)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(NAME, min_size=1, max_size=3), max_size=12), st.integers(1, 4))
 def test_names_come_in_the_order_of_their_bytes(
     tmp_path_factory: pytest.TempPathFactory, paths, world

@@ -42,7 +42,7 @@ def decoded(source: Source) -> tuple[list[str], dict[str, np.ndarray[Any, Any]]]
     return names, batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 130),
     st.lists(

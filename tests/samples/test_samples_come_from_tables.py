@@ -165,7 +165,7 @@ def test_missing_numbers_make_maps(save: Callable[..., Path]) -> None:
     assert open_source(save(pa.table({"x": [1]})), encoding="msgpack").encoding == "msgpack"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(WRITERS)),
     st.lists(st.integers(0, 9), min_size=1, max_size=4),

@@ -47,7 +47,7 @@ def samples(source: Source) -> list[tuple[str, dict[str, bytes]]]:
     return [(sample.name, decode(sample.data)) for sample in source if isinstance(sample, RawSample)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.lists(NAME, min_size=1, max_size=8), st.binary(max_size=1200)), max_size=6),
     st.sampled_from(sorted(FORMATS)),
@@ -273,7 +273,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes
         list(members(str(path), 1 << 20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
     st.integers(0, len(GOOD)),

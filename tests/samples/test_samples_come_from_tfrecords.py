@@ -32,7 +32,7 @@ def pairs(source: Source) -> list[tuple[str, bytes]]:
     return [(sample.name, bytes(sample.data)) for sample in source if isinstance(sample, RawSample)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.binary(max_size=50), max_size=4), min_size=1, max_size=4),
     st.booleans(),

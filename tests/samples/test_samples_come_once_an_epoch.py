@@ -24,7 +24,6 @@ from tests.support.sample_stores import Sample, epoch, mounted, samples, some_sa
 ORDERS = ["full", "chunk"]
 quick = settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -20,7 +20,6 @@ LARGE = (1 << 23) - 1
 
 quick = settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )

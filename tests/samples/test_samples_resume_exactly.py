@@ -70,7 +70,7 @@ STATE_FIELDS = [
 stops = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     order=st.sampled_from(["chunk", "full"]),
     batch_size=st.integers(1, 13),
@@ -98,7 +98,7 @@ def test_other_numbers_of_processes_get_every_remaining_sample_once(
     assert sorted(seen) == list(range(SAMPLES))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     order=st.sampled_from(["chunk", "full"]),
     batch_size=st.integers(1, 13),
@@ -120,7 +120,7 @@ def test_processes_that_took_unequally_many_batches_merge_their_states(
     assert sorted(seen) == list(range(SAMPLES))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     order=st.sampled_from(["chunk", "full"]),
     batch_size=st.integers(1, 13),
@@ -150,7 +150,7 @@ def test_the_same_number_of_processes_gets_the_same_batches(
         assert batches == whole[rank]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch_size=st.integers(1, 40), world=st.integers(1, 5), batches=st.integers(0, 4))
 def test_with_drop_last_all_make_equally_many_whole_steps(
     folder: Path, batch_size: int, world: int, batches: int
@@ -242,7 +242,7 @@ NUMBERS: st.SearchStrategy[Any] = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     order=st.sampled_from(["chunk", "full"]),
     stateful=st.booleans(),

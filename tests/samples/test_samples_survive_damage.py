@@ -27,7 +27,6 @@ FILES = [
 ]
 quick = settings(
     max_examples=150,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -27,7 +27,6 @@ CLASSES = ["blue", "green", "grey"]
 
 quick = settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )

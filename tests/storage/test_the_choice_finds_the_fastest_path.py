@@ -57,7 +57,7 @@ def changed(**costs: dict[str, float]) -> Costs:
     return after
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, max_examples=15)
 @given(SEEDS, st.sampled_from([1, 3, 16]))
 def test_in_steady_state_it_is_within_3_percent_of_the_best_single_path(seed: int, in_flight: int) -> None:
     machine = Machine(drawn(seed), seed=seed)
@@ -68,7 +68,7 @@ def test_in_steady_state_it_is_within_3_percent_of_the_best_single_path(seed: in
         assert time_s(steady, machine.cost) <= 1.03 * best
 
 
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(derandomize=True, max_examples=10)
 @given(SEEDS)
 def test_over_a_mix_of_sizes_it_beats_every_single_path(seed: int) -> None:
     """Small tensors are fastest through the page cache, middle ones staged, large ones direct."""
@@ -83,7 +83,7 @@ def test_over_a_mix_of_sizes_it_beats_every_single_path(seed: int) -> None:
     assert time_s(moved[20:], machine.cost) <= 1.03 * optimum_s(moved[20:], machine.cost)
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(derandomize=True, max_examples=8)
 @given(SEEDS)
 def test_trying_other_paths_costs_less_than_1_percent_when_nothing_changes(seed: int) -> None:
     machine = Machine(drawn(seed), seed=seed)
@@ -252,7 +252,7 @@ def test_a_path_that_copies_must_be_clearly_faster(copying_cost_s: float, chosen
     assert choice.path_to_write(MIB) == chosen
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     SEEDS,
     st.lists(st.sampled_from([(), ("disk",), ("page cache",), ("disk", "page cache"), None]), max_size=120),

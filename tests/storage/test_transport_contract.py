@@ -219,7 +219,7 @@ def test_every_odd_combination_is_read(bench: Bench) -> None:
         max_size=40,
     )
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_neighbours_that_share_blocks_do_not_harm_each_other(
     bench: Bench, parts: Sequence[tuple[Kind, int, int, int | None]]
 ) -> None:
