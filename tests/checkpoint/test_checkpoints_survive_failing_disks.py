@@ -196,12 +196,18 @@ class HangingTransport:
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until this is set the disk answers nothing."""
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Until this is called the disk answers nothing."""
     transport = HangingTransport()
     monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
     monkeypatch.setattr(transfers, "TIMEOUT_S", 0.2, raising=False)
-    yield transport.answers
+
+    def answer() -> None:
+        monkeypatch.undo()  # a disk that answers may be slow
+        monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+        transport.answers.set()
+
+    yield answer
     transport.answers.set()
 
 
@@ -231,7 +237,7 @@ def open_files(path: Path) -> int:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_save_to_a_disk_that_hangs_ends(wait: bool, path: Path, hanging: threading.Event) -> None:
+def test_a_save_to_a_disk_that_hangs_ends(wait: bool, path: Path, hanging: Callable[[], None]) -> None:
     def save() -> None:
         if handle := checkpoint.save(STATE, path, wait=wait):
             handle.wait()
@@ -241,12 +247,12 @@ def test_a_save_to_a_disk_that_hangs_ends(wait: bool, path: Path, hanging: threa
     assert "The disk hangs" in str(error) and "unchanged" in str(error)
     assert same(checkpoint.load(path), OLD)
     assert os.listdir(path.parent) == ["state"]
-    hanging.set()
+    hanging()
     checkpoint.save(STATE, path)
     assert same(checkpoint.load(path), STATE)
 
 
-def test_a_load_from_a_disk_that_hangs_ends(path: Path, hanging: threading.Event) -> None:
+def test_a_load_from_a_disk_that_hangs_ends(path: Path, hanging: Callable[[], None]) -> None:
     into = {"old": torch.zeros(50)}
     for load in (
         lambda: checkpoint.load(path, mmap=False),
@@ -257,7 +263,7 @@ def test_a_load_from_a_disk_that_hangs_ends(path: Path, hanging: threading.Event
         assert isinstance(error, CheckpointError) and error.errno == errno.ETIMEDOUT
         assert "The disk hangs" in str(error)
         assert open_files(path) > before, "what the disk still uses must not become another file"
-    hanging.set()
+    hanging()
     assert same(checkpoint.load(path, mmap=False), OLD)
 
 
