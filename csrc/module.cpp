@@ -1,6 +1,10 @@
 // penstock._native: what Python sees of the C++ parts.
 #include "bindings.hpp"
 
+#ifdef PENSTOCK_SEAMS
+#include "random_delays.hpp"
+#endif
+
 NB_MODULE(_native, module) {
   // What a program leaves open ends with its process: no leak worth a message.
   nanobind::set_leak_warnings(false);
@@ -18,4 +22,9 @@ NB_MODULE(_native, module) {
   penstock::bind_sample_reader(module);
 #endif
   penstock::bind_transfers(module);
+#ifdef PENSTOCK_SEAMS
+  module.def("delay_at_random", &penstock::delay_at_random, nanobind::arg("seed"), nanobind::arg("share") = 0.05,
+             nanobind::arg("longest_us") = 500);
+  module.def("delays_so_far", &penstock::delays_so_far);
+#endif
 }

@@ -187,7 +187,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.owned_bytes = owned;
   block.memory_bytes = memory;
   block.serial = stats_.serial = serial;
-  const bool of_kernel = pthread_equal(kernel_thread_, pthread_self());
+  const bool of_kernel = pthread_equal(kernel_thread_, this_thread());
   block.pinned_tick = of_kernel ? tick_ : 0;
   block.holds = of_kernel && holds_new_ ? 1 : 0;
   enter(block, &block);

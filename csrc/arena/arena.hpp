@@ -184,7 +184,7 @@ class Arena {
   void unlock_in_child();
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<Mutex>;
   enum class Need { kBlock, kAccess, kFault, kStuckFault };
   static bool is_fault(Need need) { return need == Need::kFault || need == Need::kStuckFault; }
 
@@ -241,7 +241,7 @@ class Arena {
 
   const std::string paging_problem_;
   bool usable_ = false;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   Event changed_;  // a read or write of a block ended, or room was made
   Frames frames_;
   std::size_t large_begin_ = 0;  // offsets below it hold blocks under kLargeBytes

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "sync.hpp"
+
 namespace penstock {
 
 // Returns when `word` is no longer `value`, somebody wakes it, a signal comes or `timeout_ns` are over. `shared`: other
@@ -36,14 +38,22 @@ inline std::int64_t now_ns() {
 class Event {
  public:
   // Forever if `timeout_ns` is negative.
-  void wait(std::unique_lock<std::mutex>& lock, std::int64_t timeout_ns = -1) {
+  void wait(std::unique_lock<Mutex>& lock, std::int64_t timeout_ns = -1) {
     const auto seen = changes_.load();
     lock.unlock();
-    futex_wait(changes_, seen, timeout_ns);
+#ifdef PENSTOCK_SEAMS
+    if (auto* chooser = interleaver.load())
+      chooser->wait(changes_, seen, timeout_ns);
+    else
+#endif
+      futex_wait(changes_, seen, timeout_ns);
     lock.lock();
   }
   void notify() {
     changes_.fetch_add(1);
+#ifdef PENSTOCK_SEAMS
+    if (auto* chooser = interleaver.load()) return chooser->notify(changes_);
+#endif
     futex_wake(changes_);
   }
 

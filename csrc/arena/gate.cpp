@@ -300,7 +300,7 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
 std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
   const Lock lock(mutex_);
   ++tick_;
-  kernel_thread_ = pthread_self();
+  kernel_thread_ = this_thread();
   *blocks_out = 0;
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));

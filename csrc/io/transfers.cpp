@@ -363,6 +363,7 @@ void Transfers::start(Io& io, Part& part) {
 
 // What is left of the part.
 void Transfers::issue(Io& io, const Part& part) {
+  io_step("issue");
   const auto& piece = part.piece;
   const auto& request = part.transfer->request;
   const bool staged = piece.method == Method::staged, mapped = piece.method == Method::mapped;
@@ -376,6 +377,7 @@ void Transfers::issue(Io& io, const Part& part) {
 
 // Short moves, interrupted and busy ones are dealt with here, and nowhere else. Whether the part has to go on.
 bool Transfers::advance(Worker& worker, Part& part, int moved) {
+  io_step("advance");
   const auto& piece = part.piece;
   const auto& request = part.transfer->request;
   if (moved == -EINTR || moved == -EAGAIN) {

@@ -20,6 +20,7 @@
 #include "io/io.hpp"
 #include "io/pieces.hpp"
 #include "io/staging.hpp"
+#include "sync.hpp"
 
 namespace penstock {
 
@@ -128,8 +129,8 @@ class Transfers {
   const Limits limits_;
   const Deliver deliver_;
   Staging staging_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex mutex_;
+  Condition changed_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
   std::list<Lane> lanes_;  // the next to have its turn comes first
   std::list<Finished> finished_;

@@ -9,6 +9,7 @@
 
 #include "nvme/process.hpp"
 #include "threads.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -18,13 +19,13 @@ constexpr std::uint32_t kMostCommandBytes = 1U << 20;
 constexpr auto kFirstPause = std::chrono::milliseconds(20), kLongestPause = std::chrono::milliseconds(2000);
 
 struct Place {
-  std::mutex mutex;
+  Mutex mutex;
   std::weak_ptr<Controller> controller;
 };
 
 struct Controllers {
   pid_t process;
-  std::mutex mutex;
+  Mutex mutex;
   std::map<std::string, std::shared_ptr<Place>> places;
 };
 

@@ -20,6 +20,7 @@
 
 #include "nvme/association.hpp"
 #include "nvme/seats.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -104,8 +105,8 @@ class Controller : public std::enable_shared_from_this<Controller> {
   std::atomic<bool> hastened_ = false;
   std::thread thread_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable Mutex mutex_;
+  Condition changed_;
   State state_ = State::starting;
   bool closing_ = false, ended_ = false;
   unsigned users_ = 1;

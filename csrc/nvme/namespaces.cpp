@@ -3,6 +3,7 @@
 #include <unordered_map>
 
 #include "nvme/process.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -10,7 +11,7 @@ namespace {
 
 struct Namespaces {
   pid_t process;
-  std::mutex mutex;
+  Mutex mutex;
   std::unordered_map<Handle, std::shared_ptr<Namespace>> by_handle;
 };
 

@@ -10,6 +10,7 @@
 
 #include "io/io.hpp"
 #include "nvme/wire.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -39,7 +40,7 @@ class Namespace {
 
  private:
   std::atomic<bool> usable_ = true;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::string error_;
 };
 

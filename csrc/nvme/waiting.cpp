@@ -20,6 +20,7 @@
 #include "io/transfers.hpp"
 #include "nvme/namespaces.hpp"
 #include "nvme/nvme_io.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -28,8 +29,8 @@ namespace {
 constexpr unsigned kDepth = 32;
 
 struct Wait {
-  std::mutex mutex;
-  std::condition_variable changed;
+  Mutex mutex;
+  Condition changed;
   bool over = false;
   int error = 0;
 };
@@ -160,7 +161,7 @@ int borrow(const Mover& made, Handle handle, std::byte* address, std::size_t siz
 }  // namespace
 
 bool prepare_to_wait() {
-  static std::mutex once;
+  static Mutex once;
   const std::lock_guard lock(once);
   if (const auto* made = mover.load(); made != nullptr && made->process == getpid()) return true;
   try {

@@ -1,0 +1,80 @@
+// What threads meet at: mutexes, waits, and the beginning and end of I/O. Built with PENSTOCK_SEAMS, a test decides
+// at each of these who goes on: see Interleaver. Otherwise they are the standard library's.
+#pragma once
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+
+#ifdef PENSTOCK_SEAMS
+#include <atomic>
+#endif
+
+namespace penstock {
+
+#ifndef PENSTOCK_SEAMS
+
+using Mutex = std::mutex;
+using Condition = std::condition_variable;
+
+inline void io_step(const char*) {}
+inline std::size_t io_piece(std::size_t size_bytes) { return size_bytes; }
+inline pthread_t this_thread() { return pthread_self(); }
+
+#else
+
+class Mutex;
+
+// Told of each place where another thread may go on. Those that take the place of a lock or of a wait have to do it.
+class Interleaver {
+ public:
+  virtual ~Interleaver() = default;
+  virtual void lock(Mutex& mutex) = 0;
+  virtual void unlock(Mutex& mutex) = 0;
+  // Until `word` is not `seen` any more, or for so long (negative: without end); as futex_wait it may return early.
+  virtual void wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::int64_t timeout_ns) = 0;
+  virtual void notify(std::atomic<std::uint32_t>& word) = 0;
+  // I/O is about to begin, goes on, or is over: `what` names it, for reports.
+  virtual void io_step(const char* what) = 0;
+  // How much of it goes in one system call.
+  virtual std::size_t io_piece(std::size_t size_bytes) { return size_bytes; }
+  virtual pthread_t this_thread() { return pthread_self(); }
+};
+
+inline std::atomic<Interleaver*> interleaver{nullptr};
+
+class Mutex {
+ public:
+  void lock() {
+    if (auto* chooser = interleaver.load()) chooser->lock(*this);
+    else real.lock();
+  }
+  void unlock() {
+    if (auto* chooser = interleaver.load()) chooser->unlock(*this);
+    else real.unlock();
+  }
+
+  std::mutex real;
+  bool held = false;  // an interleaver's that runs all on one thread
+};
+
+using Condition = std::condition_variable_any;
+
+inline void io_step(const char* what) {
+  if (auto* chooser = interleaver.load()) chooser->io_step(what);
+}
+inline std::size_t io_piece(std::size_t size_bytes) {
+  auto* chooser = interleaver.load();
+  return chooser != nullptr ? chooser->io_piece(size_bytes) : size_bytes;
+}
+inline pthread_t this_thread() {
+  auto* chooser = interleaver.load();
+  return chooser != nullptr ? chooser->this_thread() : pthread_self();
+}
+
+#endif
+
+}  // namespace penstock
