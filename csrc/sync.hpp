@@ -42,6 +42,7 @@ class Interleaver {
   // How much of it goes in one system call.
   virtual std::size_t io_piece(std::size_t size_bytes) { return size_bytes; }
   virtual pthread_t this_thread() { return pthread_self(); }
+  virtual std::int64_t now_ns(std::int64_t now_ns) { return now_ns; }
 };
 
 inline std::atomic<Interleaver*> interleaver{nullptr};

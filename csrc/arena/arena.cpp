@@ -40,6 +40,16 @@ Block* Arena::again(std::size_t offset, std::uint64_t serial) const {
   return block != nullptr && block->serial == serial ? block : nullptr;
 }
 
+Block* Arena::of_serial(std::uint64_t serial) const {
+  const auto found = blocks_.find(serial);
+  return found != blocks_.end() ? found->second.get() : nullptr;
+}
+
+// Of calls that may be refused: those that may not find enough then.
+void Arena::require_reserve() const {
+  if (!in_child_ && !reserve().is_ready()) throw std::bad_alloc();
+}
+
 void Arena::enter(Block& block, Block* value) {
   auto& table = block.large() ? large_chunks_ : small_pages_;
   const auto unit = block.large() ? kChunkBytes : kPageBytes;
@@ -166,6 +176,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   const auto owned = large ? round_up(capacity, kChunkBytes) : capacity;
   const auto memory = large ? round_up(capacity, kGrainBytes) : capacity;
   Lock lock(mutex_);
+  require_reserve();
   if (!make_room(lock, size_bytes, memory, Need::kBlock)) {
     stats_.refused_bytes = size_bytes;
     return Outcome::kNoMemory;
@@ -187,7 +198,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.owned_bytes = owned;
   block.memory_bytes = memory;
   block.serial = stats_.serial = serial;
-  const bool of_kernel = pthread_equal(kernel_thread_, this_thread());
+  const bool of_kernel = pthread_equal(kernel_thread_, this_thread()) != 0;
   block.pinned_tick = of_kernel ? tick_ : 0;
   block.holds = of_kernel && holds_new_ ? 1 : 0;
   enter(block, &block);
@@ -202,30 +213,62 @@ bool Arena::release(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return false;
-  const auto offset = block->offset, owned = block->owned_bytes, memory = block->memory_bytes;
-  const bool large = block->large();
-  bool has_memory = block->in_memory;
-  bool reusable = true;
   stats_.in_use_bytes -= block->requested_bytes;
-  drop_staging(*block);
-  if (block->in_memory) {
+  if (block->staging != nullptr) {
+    auto& staging = stagings_.find(block->staging)->second;  // which somebody reads to
+    empty_landing(staging.landing);
+    in_memory_bytes_ -= std::exchange(staging.counted_bytes, 0);
+    staging.serial = 0;
+    staging.copy.reset();
+  }
+  const bool was_in = block->is_in();
+  if (was_in) {
     use_.remove(*block);
     own(*block);
     in_memory_bytes_ -= block->requested_bytes;
-    if (block->guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {
-      has_memory = false;
-      if (large)
-        frames_.discard_block(offset, memory);
-      else
-        reusable = false;
-    }
   } else {
     stats_.out_bytes -= block->requested_bytes;
-    if (!large) reusable = has_memory = frames_.renew_pages(offset, owned);
   }
-  if (block->event != Block::Event::kNone) --events_pending_;
+  forget_event(*block);
   enter(*block, nullptr);
-  blocks_.erase(block->serial);
+  block->copy.reset();
+  if (block->lends > 0)
+    put_aside(*block);
+  else
+    end(*block, was_in);
+  changed_.notify();
+  return true;
+}
+
+// Its memory goes, and who reads at its addresses finds zeros until it ends.
+void Arena::put_aside(Block& block) {
+  auto* const address = address_of(block);
+  const bool was_in = block.is_in();
+  block.place = Block::Place::kReleased;
+  ++block.snapshot;
+  if (was_in && block.large())
+    frames_.empty_block(block.offset, block.memory_bytes);
+  else if (!was_in || frames_.drop_pages(block.offset, block.owned_bytes))
+    protect(address, block.memory_bytes, PROT_READ);
+  else
+    ++block.lends;  // the system refuses to take these few pages: they stay for ever
+}
+
+// Of a block that torch has given back, and that nobody reads: its addresses are free, and its memory if it has any.
+void Arena::end(Block& block, bool has_memory) {
+  const auto offset = block.offset, owned = block.owned_bytes, memory = block.memory_bytes;
+  const bool large = block.large(), guarded = block.guarded;
+  blocks_.erase(block.serial);
+  bool reusable = true;
+  if (has_memory && guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {
+    has_memory = false;
+    if (large)
+      frames_.discard_block(offset, memory);
+    else
+      reusable = false;
+  } else if (!has_memory && !large) {
+    reusable = has_memory = frames_.renew_pages(offset, owned);
+  }
   // Where the system refuses to make them writable again, these few addresses are not used any more.
   if (has_memory) {
     recycle(offset, owned, memory);
@@ -233,8 +276,6 @@ bool Arena::release(void* address) {
     frames_.vacate_absent_block(offset, memory);
     region(offset).give(offset, owned);
   }
-  changed_.notify();
-  return true;
 }
 
 void Arena::note_peaks() {
@@ -325,7 +366,7 @@ ArenaStats Arena::stats() const {
 bool Arena::is_at_rest() const {
   const Lock lock(mutex_);
   return stats_.out_bytes == 0 && std::ranges::none_of(blocks_, [](const auto& entry) {
-    return entry.second->guarded || !entry.second->in_memory;
+    return entry.second->guarded || !entry.second->is_in();
   });
 }
 

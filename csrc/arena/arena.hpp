@@ -9,10 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -20,9 +21,11 @@
 #include <vector>
 
 #include "arena/block.hpp"
+#include "arena/bookkeeping.hpp"
 #include "arena/event.hpp"
 #include "arena/frames.hpp"
 #include "arena/swap.hpp"
+#include "sync.hpp"
 
 namespace penstock {
 
@@ -72,6 +75,10 @@ struct ArenaBlock {
 // A block is in memory and writable, or in memory and guarded (write-protected: a copy exists, or is
 // being written, or a dropped block is computed from it), or out (neither readable nor writable; its copy
 // says where it is, or it was dropped, and its owner computes it again).
+//
+// What is copied while the lock is free is of use only if the block's `snapshot` is afterwards what it was before; the
+// copy of a block always has its `version`. Whoever changes bytes or takes memory away needs to know nothing of
+// who is copying: it gives the block another number.
 class Arena {
  public:
   explicit Arena(std::size_t reserve_bytes);
@@ -116,8 +123,9 @@ class Arena {
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
   void kernel_over();
   // What a kernel uses is used for longer: it does not leave before as many holds have ended. False where no block
-  // starts there.
-  bool hold(void* address, int change);
+  // starts there. With `writable`, it is in memory and writable from here on, whoever was about to evict it: for who
+  // has the system write to it, which finds a protected page and fails. Then 0 or an errno is in `error`.
+  bool hold(void* address, int change, bool writable = false, int* error = nullptr);
   // What the kernel that runs allocates has a hold from now on, or not.
   void hold_new(bool holds);
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
@@ -130,8 +138,13 @@ class Arena {
   Answer written(void* address) const;
   // kNo if it was written since guard; kError if the system refuses or the segments do not hold it.
   Answer leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing = {});
-  // A packed copy of a block in memory, to be given to leave_packed. Null where that saves no page, there is no room
-  // for it, or the block is not in memory or being written. Encodes without the lock.
+  // Somebody else reads the block at its addresses, until lent_back: they stay readable as long, even if the block is
+  // released. 0 where no block starts there.
+  std::uint64_t lend(void* address);
+  // Whether the block was neither written, nor away, nor released meanwhile: what was read is what it held.
+  bool lent_back(std::uint64_t loan);
+  // A packed copy of a block that is guarded, to be given to leave_packed. Null where that saves no page, or there is
+  // no room for it. Encodes without the lock.
   std::shared_ptr<const Copy> pack(void* address, Codec codec, std::size_t itemsize);
   // The block leaves for its packed copy. kNo if it was written since guard.
   Answer leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error);
@@ -142,18 +155,23 @@ class Arena {
   Answer drop_packed(void* address);
   // Gives up a copy that is held outside of the arena.
   void let_go(std::shared_ptr<const Copy> copy);
+  // Where its packed bytes are; null once they were given up.
+  char* packed_address(const Copy& packed) const;
 
-  // Null if there is no room, the block is not out, or its copy is one that the arena made: what the caller would read
-  // is older. With `packed`, the place is for its copy's packed bytes as they
-  // are: then `arrive` makes them its copy, it stays out, and kNo is that it has another one.
+  // A place to read the block's copy to, until arrive, unstage or abandon, even if the block is released. Null if there
+  // is no room, the block is not out, or its copy is one that the arena made: what the caller would read is older. With
+  // `packed`, the place is for its copy's packed bytes as they are: then `arrive` makes them its copy, it stays out,
+  // and kNo is that it has another one.
   Answer stage(void* address, bool packed, char** staging);
   // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out
-  // afterwards: what was read is not what it holds now. kError with EINVAL if it was not staged.
-  Answer arrive(void* address, bool guard, int* error);
-  Answer unstage(void* address);
+  // afterwards, or released: what was read is not what it holds now. kUnknown if nothing is staged there.
+  Answer arrive(char* staging, bool guard, int* error);
+  Answer unstage(char* staging);
+  // Who reads may do so for ever: nobody else gets these addresses.
+  Answer abandon(char* staging);
   Answer bring_in(void* address, int* error);
-  // Everything that is out comes back, and no copy is kept. 0, or an errno; then some may still be out.
-  // What was dropped is its owner's.
+  // Everything that is out comes back, and no copy is kept; what was about to leave as well. 0, or an errno; then
+  // some may still be out. EBUSY: others let blocks leave as fast. What was dropped is its owner's.
   int bring_in_all();
   // Its memory goes, and nothing is kept of what it holds. kNo if it is out.
   Answer drop(void* address);
@@ -183,8 +201,28 @@ class Arena {
   void unlock_in_parent();
   void unlock_in_child();
 
+#ifdef PENSTOCK_SEAMS
+  friend struct ArenaProbe;  // looks, and changes nothing
+#endif
+
  private:
   using Lock = std::unique_lock<Mutex>;
+  class Unlocked;
+  class Motion;
+  class Visit;
+  // For a read that Python drives.
+  struct Staging {
+    Landing landing;
+    std::uint64_t serial = 0;  // of the block; 0 once that was released
+    std::shared_ptr<const Copy> copy;  // what is read
+    std::size_t counted_bytes = 0;
+    bool packed = false;
+  };
+  struct Loan {
+    std::uint64_t serial, snapshot;
+  };
+  template <class Key, class Value>
+  using Map = std::map<Key, Value, std::less<>, Bookkeeping<std::pair<const Key, Value>>>;
   enum class Need { kBlock, kAccess, kFault, kStuckFault };
   static bool is_fault(Need need) { return need == Need::kFault || need == Need::kStuckFault; }
 
@@ -192,6 +230,7 @@ class Arena {
   Block* find(const void* address) const;   // that holds it
   Block* start(const void* address) const;  // that starts there
   Block* again(std::size_t offset, std::uint64_t serial) const;
+  Block* of_serial(std::uint64_t serial) const;  // also one that was released
   void enter(Block& block, Block* value);
   void own(Block& block);
   std::uint64_t limit_bytes() const { return std::min(stats_.limit_bytes + foreign_memory_bytes_, kUnlimited); }
@@ -218,23 +257,33 @@ class Arena {
   Need need_of(FaultHistory& history, const Block& block);
   Block* victim(Need need, bool memory_wanted, std::int64_t now, const std::vector<std::uint64_t>& tried) const;
   bool evict(Lock& lock, Block& block, Need need);
-  std::shared_ptr<const Copy> hold(Copy copy);
+  int write_unlocked(Lock& lock, Block& block, const char* data, const Copy& copy);
+  std::shared_ptr<Copy> new_copy(const Block& block);
+  void end_copy(const Copy* copy);
   bool given_up(std::uint64_t serial) const;
-  std::shared_ptr<const Copy> hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes);
+  std::shared_ptr<Copy> new_swap_copy(const Block& block, std::size_t size_bytes);
   void drop_memory(const Copy& copy);
-  void empty_memory(const Copy& copy);
-  void drop_emptied(const Copy& copy);
   bool evict_packed(Lock& lock);
   bool put_out(Block& block, bool natively);
   bool make_writable(Block& block);
+  void change_bytes(Block& block);
   bool is_recipe(const Block& block) const { return block.recipes != 0 && !in_child_; }
   void note_event(Block& block, Block::Event event);
+  void forget_event(Block& block);
+
+  // The end.
+  void put_aside(Block& block);
+  void end(Block& block, bool has_memory);
+  bool end_visit(std::uint64_t serial, std::uint64_t snapshot);
 
   // The way back.
   bool take_landing(const Block& block, Landing* landing);
   bool take_memory(std::size_t size_bytes, Landing* landing);
+  bool take_place(std::size_t owned_bytes, Landing* landing);
   void drop_landing(Landing& landing);
-  void drop_staging(Block& block);
+  void empty_landing(Landing& landing);
+  void end_staging(char* staging);
+  void require_reserve() const;
   int land(Block& block, Landing& landing, bool guard);
   int bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need need, char* problem,
                std::size_t problem_bytes);
@@ -252,7 +301,7 @@ class Arena {
   SparseTable<std::uint32_t> given_up_here_;
   std::uint64_t forks_ = 0;
   // Released blocks that end in a tail, which still have their memory: a block of the same size takes both.
-  std::set<Ranges::Range> warm_;  // memory, offset
+  Ranges::BySize warm_;  // memory, offset
   std::size_t warm_bytes_ = 0;
   SparseTable<Block*> small_pages_, large_chunks_;  // whose they are
   SwapFile swap_;  // outlives the copies in it
@@ -261,8 +310,11 @@ class Arena {
   std::uint64_t tick_ = 1;
   pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
   bool holds_new_ = false;
-  std::vector<std::pair<std::size_t, std::uint64_t>> events_;  // blocks that have one: offset, serial
+  Block *first_event_ = nullptr, *last_event_ = nullptr;
   std::size_t events_pending_ = 0;
+  Map<char*, Staging> stagings_;  // by address
+  Map<std::uint64_t, Loan> loans_;
+  std::uint64_t last_loan_ = 0;
   std::size_t writes_ = 0;  // to the swap file, under way
   std::size_t reads_ = 0;   // into landings, under way
   std::uint64_t foreign_memory_bytes_ = 0;
@@ -270,6 +322,47 @@ class Arena {
   bool in_child_ = false;
   std::atomic<std::uint64_t> in_memory_bytes_{0};  // changed with the lock held
   ArenaStats stats_;  // but for what is counted elsewhere
+};
+
+// The lock is free in its scope.
+class Arena::Unlocked {
+ public:
+  explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
+  Unlocked(const Unlocked&) = delete;
+  ~Unlocked() { lock_.lock(); }
+
+ private:
+  Lock& lock_;
+};
+
+// The arena's own I/O on a block, from its beginning to its end, both with the lock. However that comes, who waits
+// for it goes on.
+class Arena::Motion {
+ public:
+  Motion(Arena& arena, Block& block, Block::Moving moving) : arena_(arena), serial_(block.serial) {
+    block.moving = moving;
+  }
+  Motion(const Motion&) = delete;
+  ~Motion() {
+    if (auto* block = arena_.of_serial(serial_)) block->moving = Block::Moving::kNot;
+    arena_.changed_.notify();
+  }
+
+ private:
+  Arena& arena_;
+  const std::uint64_t serial_;
+};
+
+// Somebody reads the block at its addresses.
+class Arena::Visit {
+ public:
+  Visit(Arena& arena, Block& block) : arena_(arena), serial_(block.serial) { ++block.lends; }
+  Visit(const Visit&) = delete;
+  ~Visit() { arena_.end_visit(serial_, 0); }
+
+ private:
+  Arena& arena_;
+  const std::uint64_t serial_;
 };
 
 }  // namespace penstock

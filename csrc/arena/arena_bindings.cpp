@@ -88,11 +88,10 @@ nb::object paging_unavailable() {
   return nb::str(problem.c_str());
 }
 
-void set_swap_file(Handle direct, std::optional<Handle> buffered, std::size_t capacity_bytes, std::size_t begin) {
+bool set_swap_file(Handle direct, std::optional<Handle> buffered, std::size_t capacity_bytes, std::size_t begin) {
   if (buffered && is_namespace(*buffered) && !nvme::prepare_to_wait())
     throw std::runtime_error("the system refuses the threads that read namespaces");
-  if (!arena().set_swap_file(direct, buffered.value_or(-1), capacity_bytes, begin))
-    throw std::runtime_error("the swap file holds blocks: bring them in or free them first");
+  return arena().set_swap_file(direct, buffered.value_or(-1), capacity_bytes, begin);
 }
 
 using Segments = std::vector<std::tuple<Handle, std::uint64_t, std::size_t, std::size_t>>;
@@ -150,13 +149,36 @@ std::uintptr_t stage(std::uintptr_t address, bool packed) {
   return reinterpret_cast<std::uintptr_t>(staging);
 }
 
-bool arrive(std::uintptr_t address, bool guard) {
+// True for kYes and false for kNo, of what is staged at this address.
+bool check_staged(Answer answer, std::uintptr_t staging, int error = 0) {
+  if (answer == Answer::kUnknown)
+    throw std::invalid_argument("nothing is staged at address " + std::to_string(staging) + ": call arena_stage first");
+  if (answer == Answer::kError) raise_os_error(error);
+  return answer == Answer::kYes;
+}
+
+bool arrive(std::uintptr_t staging, bool guard) {
   int error = 0;
-  const auto answer = arena().arrive(pointer(address), guard, &error);
-  if (answer == Answer::kError && error == EINVAL)
-    throw std::runtime_error("the block at address " + std::to_string(address) +
-                             " is not staged: call arena_stage first");
-  return check(answer, address, error);
+  const auto answer = arena().arrive(static_cast<char*>(pointer(staging)), guard, &error);
+  return check_staged(answer, staging, error);
+}
+
+std::uint64_t lend(std::uintptr_t address) {
+  const auto loan = arena().lend(pointer(address));
+  if (loan == 0) check(Answer::kUnknown, address);
+  return loan;
+}
+
+bool hold(std::uintptr_t address, int change, bool writable) {
+  auto& current = arena();
+  int error = 0;
+  bool known = false;
+  {
+    const nb::gil_scoped_release release;
+    known = current.hold(pointer(address), change, writable, &error);
+  }
+  if (error != 0) raise_os_error(error);
+  return known;
 }
 
 // For calls that may read or write files.
@@ -321,8 +343,13 @@ void bind_arena(nb::module_& module) {
     if (error != 0) raise_os_error(error);
   });
   module.def(
-      "arena_hold", [](std::uintptr_t address, int change) { return arena().hold(pointer(address), change); },
-      nb::arg("address"), nb::arg("change"));
+      "arena_hold",
+      [](std::uintptr_t address, int change, bool writable) {
+        return writable ? hold(address, change, true) : arena().hold(pointer(address), change);
+      },
+      nb::arg("address"), nb::arg("change"), nb::arg("writable") = false);
+  module.def("arena_lend", &lend, nb::arg("address"));
+  module.def("arena_lent_back", [](std::uint64_t loan) { return arena().lent_back(loan); }, nb::arg("loan"));
   module.def(
       "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
       nb::arg("address"));
@@ -336,7 +363,9 @@ void bind_arena(nb::module_& module) {
              nb::arg("packing") = Packing{});
   nb::class_<Packed>(module, "ArenaPacked", "A packed copy of a block in memory: whole pages, which it ends with.")
       .def_prop_ro("address",
-                   [](const Packed& self) { return reinterpret_cast<std::uintptr_t>(self.copy->memory.address); })
+                   [](const Packed& self) {
+                     return reinterpret_cast<std::uintptr_t>(arena().packed_address(*self.copy));
+                   })
       .def_prop_ro("packing", [](const Packed& self) { return self.copy->packing; });
   module.def("arena_pack", &pack_block, nb::arg("address"), nb::arg("codec"), nb::arg("itemsize"),
              nb::sig("def arena_pack(address: int, codec: Codec, itemsize: int) -> ArenaPacked | None"));
@@ -348,10 +377,15 @@ void bind_arena(nb::module_& module) {
       [](std::uintptr_t address) { return check(arena().drop_packed(pointer(address)), address); },
       nb::arg("address"));
   module.def("arena_stage", &stage, nb::arg("address"), nb::arg("packed") = false);
-  module.def("arena_arrive", &arrive, nb::arg("address"), nb::arg("guard") = true);
+  module.def("arena_arrive", &arrive, nb::arg("staging"), nb::arg("guard") = true);
   module.def(
-      "arena_unstage", [](std::uintptr_t address) { check(arena().unstage(pointer(address)), address); },
-      nb::arg("address"));
+      "arena_unstage",
+      [](std::uintptr_t staging) { check_staged(arena().unstage(static_cast<char*>(pointer(staging))), staging); },
+      nb::arg("staging"));
+  module.def(
+      "arena_abandon",
+      [](std::uintptr_t staging) { check_staged(arena().abandon(static_cast<char*>(pointer(staging))), staging); },
+      nb::arg("staging"));
   module.def(
       "arena_bring_in", [](std::uintptr_t address) { without_gil(&Arena::bring_in, address); },
       nb::arg("address"));

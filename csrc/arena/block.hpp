@@ -26,25 +26,31 @@ struct Landing {
   char* address = nullptr;
   std::size_t size_bytes = 0;
   bool in_arena = false;  // like a block's; else a mapping of its own
+  bool emptied = false;   // its memory was given back, and its addresses not: somebody may still use them
 };
 
-// A copy of a block at another place: in files, or packed in memory, where it ends with the page. Immutable, but that
-// the memory may be given up, with the block's copy: copies are told apart by their address. What is packed ends where
-// the block's pages do.
+// A copy of a block at another place: in files, or packed in memory, where it ends with the page. Told apart by its
+// address. Immutable, but that memory may be given up; with the lock held, as is done with all that is mutable.
 struct Copy {
   std::vector<Segment> segments;
   Packing packing{};
   mutable Landing memory{};
-  mutable Landing emptied{};  // what was its memory: addresses that somebody may still read
   mutable std::shared_ptr<const Copy> below;  // of one in memory: the same bytes in files, if they are there
   bool in_swap_file = false;  // its one segment is the arena's own
   std::uint64_t serial = 0;   // of the block
+  std::uint64_t version = 0;  // of the block's bytes
   std::uint64_t forks = 0;    // of the process before it was made
 
-  bool in_memory() const { return memory.address != nullptr; }
+  bool in_memory() const { return memory.address != nullptr && !memory.emptied; }
 };
 
 struct Block {
+  // kDropped: away, with no copy: its owner computes it again. kReleased: torch has given it back, but somebody still
+  // reads at its addresses.
+  enum class Place : std::uint8_t { kIn, kOut, kDropped, kReleased };
+  // The arena's own I/O on it: one at a time.
+  enum class Moving : std::uint8_t { kNot, kReading, kWriting };
+
   std::size_t offset = 0;
   std::size_t requested_bytes = 0;
   std::size_t capacity_bytes = 0;  // in whole pages
@@ -52,32 +58,40 @@ struct Block {
   std::size_t memory_bytes = 0;    // while it is in memory: in whole grains if it has chunks of its own
   std::uint64_t serial = 0;
 
-  bool in_memory = true;
-  bool guarded = false;   // in memory and write-protected
-  bool written = true;    // or writable, since arena_guard was called
+  Place place = Place::kIn;
+  Moving moving = Moving::kNot;
+  bool guarded = false;         // in memory and write-protected
   bool moved_natively = false;  // out, and nobody but the arena asked for it
-  bool reading = false;   // the arena reads it back
-  bool writing = false;   // the arena writes it to the swap file
-  bool dirtied = false;   // became writable since that began
-  bool foreign = false;   // in memory since before the budget was set, and beside it
-  bool dropped = false;   // out with no copy: its owner computes it again
+  bool foreign = false;         // in memory since before the budget was set, and beside it
+  // Of its bytes: another one from the moment on at which they may change. While it is writable it has the one that
+  // its bytes will have when it is guarded. Never equal to one before.
+  std::uint64_t version = 1;
+  // Another one with each version, and with each departure: what was read at its addresses from one moment to
+  // another is its bytes as they were if this is the same at both.
+  std::uint64_t snapshot = 1;
+  std::uint64_t watched = 0;  // the version at the last arena_guard
   std::uint32_t recipes = 0;  // ways to compute dropped blocks that hold only while this one is not written
-  std::shared_ptr<const Copy> copy;  // valid: what it holds is what the block holds
+  std::shared_ptr<const Copy> copy;  // of this version; none while it is writable
 
-  Landing staging;  // for a read that Python drives
-  std::shared_ptr<const Copy> staged_copy;
-  std::size_t staged_bytes = 0;  // that count
-  bool staged_packed = false;
-
+  char* staging = nullptr;  // for a read that Python drives: see Arena::Staging
+  int lends = 0;            // outside readers of its addresses
   std::uint64_t pinned_tick = 0;  // pinned while this is the arena's tick
   int holds = 0;                  // it stays while there are any
   std::int64_t faulted_ns = 0;    // when a fault brought it in
   enum class Event : std::uint8_t { kNone, kOut, kIn } event = Event::kNone;
 
   Block *older = nullptr, *newer = nullptr;  // of the blocks in memory, by use
+  Block *event_before = nullptr, *event_after = nullptr;  // of those that have one
 
+  bool is_in() const { return place == Place::kIn; }
+  bool is_out() const { return place == Place::kOut; }
+  bool is_dropped() const { return place == Place::kDropped; }
+  bool written() const { return watched != version; }  // or writable, since arena_guard was called
   bool large() const { return owned_bytes % (std::size_t{2} << 20) == 0; }
 };
+
+// The pages of what was asked for.
+inline std::size_t used_bytes(const Block& block) { return (block.requested_bytes + 4095) / 4096 * 4096; }
 
 // The blocks that the last faults of one thread were for, and how many of these faults in a row were for
 // a block that the thread had shortly before.

@@ -32,7 +32,11 @@ inline void futex_wake(std::atomic<std::uint32_t>& word, bool shared = false) {
 inline std::int64_t now_ns() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+  const auto now_ns = now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+#ifdef PENSTOCK_SEAMS
+  if (auto* chooser = interleaver.load()) return chooser->now_ns(now_ns);
+#endif
+  return now_ns;
 }
 
 class Event {

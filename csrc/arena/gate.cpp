@@ -2,6 +2,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <new>
+#include <utility>
 
 #include "arena/arena.hpp"
 
@@ -39,7 +42,7 @@ Arena::Need Arena::need_of(FaultHistory& history, const Block& block) {
   if (history.repeats <= kStuckRepeats) return Need::kFault;
   for (const auto serial : serials) {  // as if all of them had come just now
     const auto found = blocks_.find(serial);
-    if (found == blocks_.end() || !found->second->in_memory) continue;
+    if (found == blocks_.end() || !found->second->is_in()) continue;
     found->second->faulted_ns = now_ns();
     use_.renew(*found->second);
   }
@@ -54,7 +57,7 @@ Block* Arena::victim(Need need, bool memory_wanted, std::int64_t now,
   int lowest = 0;
   for (auto* block = use_.oldest(); block != nullptr; block = block->newer) {
     const bool pinned = block->pinned_tick == tick_;
-    if (block->writing || block->foreign || block->holds > 0 || (memory_wanted && !block->large())) continue;
+    if (block->moving != Block::Moving::kNot || block->foreign || block->holds > 0 || (memory_wanted && !block->large())) continue;
     if (pinned && (memory_wanted || !is_fault(need))) continue;
     int rank = block->copy ? 0 : block->guarded ? 2 : 1;
     if (rank > 0 && !swap_.usable()) continue;
@@ -85,7 +88,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       for (auto* block = use_.oldest(); block != nullptr; block = block->newer)
         if (block->pinned_tick != tick_ && block->holds == 0 && !block->foreign) may_leave += block->requested_bytes;
       for (const auto& [serial, block] : blocks_)
-        if (!block->in_memory && block->copy && block->copy->in_memory())
+        if (block->is_out() && block->copy->in_memory())
           may_leave += round_up(block->copy->packing.packed_bytes, kPageBytes);
       stats_.refused_at_bytes = in_memory_bytes_ - may_leave + requested_bytes;
       if (stats_.refused_at_bytes > stats_.budget_bytes) return false;
@@ -112,106 +115,60 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
   return true;
 }
 
-// Whoever lets go of the last reference holds the lock.
-std::shared_ptr<const Copy> Arena::hold(Copy copy) {
-  copy.forks = forks_;
-  return {new Copy(std::move(copy)), [this](const Copy* held) {
-            if (held->in_memory())  // a child has a copy of its own
-              drop_memory(*held);
-            else if (held->emptied.address != nullptr)
-              drop_emptied(*held);
-            else if (held->forks < forks_ && !in_child_) {
-              const auto i = held->serial % kGivenUpCounts;
-              ++given_up_here_[i];
-              ++given_up_now_[i];  // before anything else can be written there
-            }
-            if (held->in_swap_file) swap_.give(held->segments[0].file_offset, held->segments[0].size_bytes);
-            delete held;
-          }};
-}
-
-std::shared_ptr<const Copy> Arena::hold_extent(std::uint64_t serial, std::size_t offset, std::size_t size_bytes) {
-  return hold({.segments = {{swap_.buffered(), offset, 0, size_bytes}}, .in_swap_file = true, .serial = serial});
-}
-
-bool Arena::given_up(std::uint64_t serial) const {
-  return given_up_now_[serial % kGivenUpCounts] != given_up_here_[serial % kGivenUpCounts];
-}
-
 // Releases the lock while it writes. False if the block stayed for a reason that may last.
 bool Arena::evict(Lock& lock, Block& block, Need need) {
+  if (block.copy) return put_out(block, true);
   const auto offset = block.offset, capacity = block.capacity_bytes;
   const auto serial = block.serial;
   const bool pinned = block.pinned_tick == tick_;
-  if (block.copy) return put_out(block, true);
-  const auto extent = swap_.take(capacity);
-  if (!extent) return false;
-  auto copy = hold_extent(serial, *extent, capacity);
+  std::shared_ptr<const Copy> copy = new_swap_copy(block, capacity);
+  if (!copy) return false;
   if (!block.guarded &&
       !protect_or_undo(address_of(block), block.memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
     return false;
-  block.guarded = block.writing = true;
-  block.dirtied = false;
-  ++writes_;
-  const auto direct = swap_.direct(), buffered = swap_.buffered();
-  lock.unlock();
-  const int error = write_fully(direct, buffered, frames_.base() + offset, capacity, *extent);
-  lock.lock();
-  --writes_;
-  changed_.notify();
+  block.guarded = true;
+  const auto snapshot = block.snapshot;
+  const int error = write_unlocked(lock, block, address_of(block), *copy);
   auto* found = again(offset, serial);
-  if (found == nullptr) return true;  // released meanwhile: there is its room
-  found->writing = false;
-  if (!found->in_memory) return true;
+  if (found == nullptr || !found->is_in()) return true;  // released, or left, meanwhile: there is its room
   if (error != 0) {
     // Whoever called guard relies on it; nobody else does.
-    if (found->written && found->guarded && !found->copy) make_writable(*found);
+    if (found->written() && found->guarded && !found->copy) make_writable(*found);
     return false;
   }
   stats_.swapped_out_bytes += found->requested_bytes;
-  if (found->dirtied) return false;
+  if (found->snapshot != snapshot) return false;
   if (!found->copy) found->copy = std::move(copy);
-  if (found->holds > 0) return false;
+  if (found->holds > 0 || found->foreign) return false;
   if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return put_out(*found, true);
   return is_fault(need);  // pinned meanwhile: only if nothing else can leave
 }
 
-void Arena::drop_memory(const Copy& copy) {
-  drop_landing(copy.memory);
-  in_memory_bytes_ -= round_up(copy.packing.packed_bytes, kPageBytes);
-  changed_.notify();
-}
-
-// Who writes the copy elsewhere may still be reading it: it reads zeros, and the addresses stay as long as the copy.
-void Arena::empty_memory(const Copy& copy) {
-  copy.emptied = std::exchange(copy.memory, {});
-  const auto [address, size_bytes, in_arena] = copy.emptied;
-  if (in_arena) {
-    frames_.empty_block(static_cast<std::size_t>(address - frames_.base()), size_bytes);
-  } else {
-    give_pages(address, size_bytes);
-    scratch_bytes_ -= size_bytes;
+// Writes memory to the copy's place in the swap file. 0, or an errno. Releases the lock meanwhile.
+int Arena::write_unlocked(Lock& lock, Block& block, const char* data, const Copy& copy) {
+  const Motion writing(*this, block, Block::Moving::kWriting);
+  const auto& segment = copy.segments[0];
+  const auto direct = swap_.direct(), buffered = swap_.buffered();
+  int error = ENOMEM;
+  ++writes_;
+  {
+    const Unlocked unlocked(lock);
+    try {
+      error = write_fully(direct, buffered, data, segment.size_bytes, segment.file_offset);
+    } catch (const std::bad_alloc&) {
+    } catch (...) {
+      error = EIO;
+    }
   }
-  in_memory_bytes_ -= round_up(copy.packing.packed_bytes, kPageBytes);
-  changed_.notify();
-}
-
-void Arena::drop_emptied(const Copy& copy) {
-  const auto [address, size_bytes, in_arena] = std::exchange(copy.emptied, {});
-  if (in_arena) {
-    const auto offset = static_cast<std::size_t>(address - frames_.base());
-    frames_.vacate_absent_block(offset, size_bytes);
-    region(offset).give(offset, round_up(size_bytes, kChunkBytes));
-  } else {
-    munmap(address, size_bytes);
-  }
+  --writes_;
+  return error;
 }
 
 // A block that is out and has its packed bytes in memory gives them up; they are written to the swap file first where
 // no file has them. What is written elsewhere meanwhile may be anything. May release the lock. False if none can.
 bool Arena::evict_packed(Lock& lock) {
   for (const auto& [serial, block] : blocks_) {
-    if (block->in_memory || block->dropped || block->reading || block->writing || !block->copy->in_memory()) continue;
+    if (!block->is_out() || block->moving != Block::Moving::kNot || !block->copy->in_memory()) continue;
     const auto packed = block->copy;
     if (packed->below) {
       block->copy = std::shared_ptr(packed->below);
@@ -219,31 +176,23 @@ bool Arena::evict_packed(Lock& lock) {
       return true;
     }
     const auto size_bytes = round_up(packed->packing.packed_bytes, kPageBytes);
-    const auto extent = swap_.take(size_bytes);
-    if (!extent) continue;
-    const auto begin = round_up(block->requested_bytes, kPageBytes) - size_bytes;
-    auto copy = hold({.segments = {{swap_.buffered(), *extent, begin, size_bytes}},
-                      .packing = packed->packing,
-                      .in_swap_file = true,
-                      .serial = serial});
+    const auto copy = new_swap_copy(*block, size_bytes);
+    if (!copy) continue;
+    copy->segments[0].begin = round_up(block->requested_bytes, kPageBytes) - size_bytes;
+    copy->packing = packed->packing;
     const auto offset = block->offset;
     const auto wanted = serial;
-    block->writing = true;
-    ++writes_;
-    const auto direct = swap_.direct(), buffered = swap_.buffered();
-    lock.unlock();
-    const int error = write_fully(direct, buffered, packed->memory.address, size_bytes, *extent);
-    lock.lock();
-    --writes_;
-    changed_.notify();
+    const int error = write_unlocked(lock, *block, packed->memory.address, *copy);
     auto* found = again(offset, wanted);
-    if (found == nullptr) return true;
-    found->writing = false;
-    if (found->copy != packed) return true;
+    if (found == nullptr || found->copy != packed) return true;
     if (error != 0) return false;
     stats_.swapped_out_bytes += size_bytes;
-    found->copy = std::move(copy);
-    if (packed->in_memory()) empty_memory(*packed);
+    found->copy = copy;
+    if (packed->in_memory()) {  // who writes it elsewhere may still read it
+      in_memory_bytes_ -= size_bytes;
+      empty_landing(packed->memory);
+      changed_.notify();
+    }
     return true;
   }
   return false;
@@ -259,8 +208,11 @@ bool Arena::put_out(Block& block, bool natively) {
   } else if (!frames_.drop_pages(block.offset, block.owned_bytes)) {
     return false;
   }
+  own(block);
   use_.remove(block);
-  block.in_memory = block.guarded = false;
+  block.place = Block::Place::kOut;
+  block.guarded = false;
+  ++block.snapshot;
   block.moved_natively = natively;
   in_memory_bytes_ -= block.requested_bytes;
   stats_.out_bytes += block.requested_bytes;
@@ -270,12 +222,21 @@ bool Arena::put_out(Block& block, bool natively) {
 
 void Arena::note_event(Block& block, Block::Event event) {
   if (block.event == Block::Event::kNone) {
-    if (events_.size() > 2 * events_pending_ + 1024)  // most are of blocks that were released
-      std::erase_if(events_, [this](const auto& entry) { return again(entry.first, entry.second) == nullptr; });
-    events_.emplace_back(block.offset, block.serial);
+    block.event_before = last_event_;
+    (last_event_ != nullptr ? last_event_->event_after : first_event_) = &block;
+    last_event_ = &block;
     ++events_pending_;
   }
   block.event = event;
+}
+
+void Arena::forget_event(Block& block) {
+  if (block.event == Block::Event::kNone) return;
+  (block.event_before != nullptr ? block.event_before->event_after : first_event_) = block.event_after;
+  (block.event_after != nullptr ? block.event_after->event_before : last_event_) = block.event_before;
+  block.event_before = block.event_after = nullptr;
+  block.event = Block::Event::kNone;
+  --events_pending_;
 }
 
 std::size_t Arena::events_pending() const {
@@ -286,14 +247,12 @@ std::size_t Arena::events_pending() const {
 std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
   const Lock lock(mutex_);
   std::vector<std::pair<std::uintptr_t, Block::Event>> found;
-  for (const auto& [offset, serial] : events_) {
-    auto* block = again(offset, serial);
-    if (block == nullptr || block->event == Block::Event::kNone) continue;
-    found.emplace_back(reinterpret_cast<std::uintptr_t>(address_of(*block)), block->event);
-    block->event = Block::Event::kNone;
+  found.reserve(events_pending_);
+  while (first_event_ != nullptr) {
+    auto& block = *first_event_;
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(address_of(block)), block.event);
+    forget_event(block);
   }
-  events_.clear();
-  events_pending_ = 0;
   return found;
 }
 
@@ -306,7 +265,7 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
     auto* block = find(reinterpret_cast<const void*>(address));
     if (block == nullptr) continue;
     block->pinned_tick = tick_;
-    if (block->in_memory)
+    if (block->is_in())
       use_.renew(*block);
     else
       *blocks_out += block->moved_natively;
@@ -314,11 +273,19 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
   return events_pending_;
 }
 
-bool Arena::hold(void* address, int change) {
-  const Lock lock(mutex_);
+bool Arena::hold(void* address, int change, bool writable, int* error) {
+  Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return false;
   block->holds = std::max(block->holds + change, 0);
+  if (!writable) return true;
+  const auto offset = block->offset;
+  const auto serial = block->serial;
+  *error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
+  block = again(offset, serial);
+  if (block == nullptr) return false;
+  if (*error == 0 && block->guarded && !make_writable(*block)) *error = errno;
+  if (*error != 0) block->holds = std::max(block->holds - change, 0);
   return true;
 }
 
@@ -338,10 +305,11 @@ int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {
   Lock lock(mutex_);
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));
-    if (block == nullptr || block->in_memory || !block->moved_natively) continue;
+    if (block == nullptr || !block->is_out() || !block->moved_natively) continue;
     const auto offset = block->offset;
     const auto serial = block->serial;
-    if (const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0)) return error;
+    const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
+    if (error != 0 && error != ENODATA) return error;  // what was dropped is computed at its first use
     if (auto* found = again(offset, serial)) note_event(*found, Block::Event::kIn);
   }
   return 0;
@@ -356,7 +324,7 @@ void Arena::unlock_in_child() {
   in_child_ = true;
   stats_.budget_bytes = kUnlimited;
   reads_ = writes_ = 0;
-  for (auto& [serial, block] : blocks_) block->reading = block->writing = false;
+  for (auto& [serial, block] : blocks_) block->moving = Block::Moving::kNot;
   mutex_.unlock();
 }
 

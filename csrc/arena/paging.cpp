@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "arena/arena.hpp"
@@ -15,29 +16,10 @@ namespace penstock {
 
 namespace {
 
-// The pages of what was asked for.
-std::size_t used_bytes(const Block& block) { return round_up(block.requested_bytes, kPageBytes); }
-
-// Whether the segments lie inside the block and hold all that was asked for, or all of the packed bytes.
-bool cover(std::vector<Segment> segments, const Block& block, const Packing& packing) {
-  if (packing.packed_bytes > used_bytes(block)) return false;
-  if (packing.packed_bytes != 0 && packing.elements * packing.itemsize != block.requested_bytes) return false;
-  std::ranges::sort(segments, {}, &Segment::begin);
-  std::size_t held = packing.packed_bytes == 0 ? 0 : used_bytes(block) - packing.packed_bytes;
-  for (const auto& segment : segments) {
-    if (segment.begin > block.capacity_bytes || segment.size_bytes > block.capacity_bytes - segment.begin)
-      return false;
-    if (segment.begin > held) return false;
-    held = std::max(held, segment.begin + segment.size_bytes);
-  }
-  return held >= (packing.packed_bytes == 0 ? block.requested_bytes : used_bytes(block));
-}
-
-// Expands a packed copy that is in memory. 0, or an errno.
-int expand(const Copy& copy, char* data) {
-  const auto packed_bytes = copy.packing.packed_bytes;
-  const auto* const packed = copy.memory.address + round_up(packed_bytes, kPageBytes) - packed_bytes;
-  return unpack(copy.packing, packed, data) ? 0 : EBADMSG;
+// Expands a packed copy that is in memory, whole pages from `memory` on. 0, or an errno.
+int expand(const Packing& packing, const char* memory, char* data) {
+  const auto* const packed = memory + round_up(packing.packed_bytes, kPageBytes) - packing.packed_bytes;
+  return unpack(packing, packed, data) ? 0 : EBADMSG;
 }
 
 // Expands what was read to the end of these bytes. 0, or an errno.
@@ -76,6 +58,13 @@ void describe(const Block& block, const char* address, const Segment& segment, i
 
 }  // namespace
 
+// The bytes may change from here on: whoever is copying them, or has, has others.
+void Arena::change_bytes(Block& block) {
+  ++block.version;
+  ++block.snapshot;
+  if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves
+}
+
 // A block that a recipe needs stays guarded.
 bool Arena::make_writable(Block& block) {
   const auto unprotect = [&] {
@@ -89,8 +78,7 @@ bool Arena::make_writable(Block& block) {
     }
     block.guarded = false;
   }
-  block.written = block.dirtied = true;
-  if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves
+  change_bytes(block);
   return true;
 }
 
@@ -98,14 +86,14 @@ Arena::Answer Arena::guard(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory && !block->guarded &&
+  if (block->is_in() && !block->guarded &&
       !protect_or_undo(address_of(*block), block->memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
     return Answer::kError;
-  block->guarded = block->in_memory;
-  block->written = false;
+  block->guarded = block->is_in();
+  block->watched = block->version;
   // Whoever guards it is about to write a copy, often to the place of the last one: that one counts for nothing while
   // it is written over. Should the block leave meanwhile, what is written may be anything.
-  if (block->in_memory) block->copy.reset();
+  if (block->is_in()) block->copy.reset();
   return Answer::kYes;
 }
 
@@ -115,11 +103,10 @@ Arena::Answer Arena::unguard(void* address, int* error) {
   if (block == nullptr) return Answer::kUnknown;
   const auto offset = block->offset;
   const auto serial = block->serial;
-  while (!block->in_memory) {
+  while (!block->is_in()) {
     if ((*error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0)) != 0) return Answer::kError;
     if ((block = again(offset, serial)) == nullptr) return Answer::kUnknown;
   }
-  block->written = true;
   if (!block->guarded || make_writable(*block)) return Answer::kYes;
   *error = errno;
   return Answer::kError;
@@ -129,276 +116,109 @@ Arena::Answer Arena::written(void* address) const {
   const Lock lock(mutex_);
   const auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  return block->written ? Answer::kYes : Answer::kNo;
+  return block->written() ? Answer::kYes : Answer::kNo;
 }
 
-Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing) {
+std::uint64_t Arena::lend(void* address) {
   const Lock lock(mutex_);
+  require_reserve();
   auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  if (!cover(segments, *block, packing)) {
-    *error = EINVAL;
-    return Answer::kError;
-  }
-  if (!paging_problem_.empty()) {
-    *error = ENOSYS;
-    return Answer::kError;
-  }
-  if (block->written || block->dropped || in_child_) return Answer::kNo;
-  auto copy = hold({.segments = std::move(segments), .packing = packing, .serial = block->serial});
-  std::swap(block->copy, copy);
-  if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
-    block->moved_natively = false;
-    return Answer::kYes;
-  }
-  if (put_out(*block, false)) return Answer::kYes;
-  *error = errno;
-  std::swap(block->copy, copy);
-  return Answer::kError;
+  if (block == nullptr) return 0;
+  loans_[++last_loan_] = {block->serial, block->snapshot};
+  ++block->lends;
+  return last_loan_;
 }
 
-std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t itemsize) {
-  Lock lock(mutex_);
-  const auto* block = start(address);
-  if (block == nullptr || !block->in_memory || itemsize == 0 || block->requested_bytes % itemsize != 0) return nullptr;
-  const auto elements = block->requested_bytes / itemsize, used = used_bytes(*block);
-  const auto serial = block->serial;
-  // What another thread writes or lets leave meanwhile is served by a fault, or noticed by leave_packed.
-  lock.unlock();
-  const auto packed_bytes = packed_size(codec, address, elements, itemsize);
-  lock.lock();
-  const auto size_bytes = round_up(packed_bytes, kPageBytes);
-  Landing memory;
-  if (packed_bytes == 0 || size_bytes >= used || (pages() && !fits(size_bytes, size_bytes)) || !take_memory(size_bytes, &memory))
-    return nullptr;
-  count_in(size_bytes);
-  auto copy = hold({.packing = {packed_bytes, elements, itemsize, codec}, .memory = memory, .serial = serial});
-  lock.unlock();
-  const bool whole = penstock::pack(copy->packing, address, memory.address + size_bytes - packed_bytes);
-  lock.lock();
-  if (!whole) copy.reset();
-  return copy;
-}
-
-Arena::Answer Arena::leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error) {
+bool Arena::lent_back(std::uint64_t number) {
   const Lock lock(mutex_);
-  const auto copy = std::move(packed);  // let go with the lock held
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  if (block->written || in_child_ || block->serial != copy->serial) return Answer::kNo;
-  auto before = std::exchange(block->copy, copy);
-  if (!block->in_memory) {  // the arena was faster, and nothing was written since guard
-    block->moved_natively = false;
-    return Answer::kYes;
-  }
-  if (put_out(*block, false)) return Answer::kYes;
-  *error = errno;
-  std::swap(block->copy, before);
-  return Answer::kError;
+  const auto found = loans_.find(number);
+  if (found == loans_.end()) return false;
+  const auto loan = found->second;
+  loans_.erase(found);
+  return end_visit(loan.serial, loan.snapshot);
 }
 
-Arena::Answer Arena::packed_written(void* address, const std::shared_ptr<const Copy>& packed,
-                                    std::vector<Segment> segments, bool keeps) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  if (!cover(segments, *block, packed->packing)) return Answer::kError;
-  auto copy = hold({.segments = std::move(segments), .packing = packed->packing, .serial = block->serial});
-  if (block->in_memory) {
-    if (block->written) return Answer::kNo;
-    block->copy = copy;
-    return Answer::kYes;
-  }
-  if (block->copy != packed) return Answer::kNo;
-  packed->below = copy;
-  if (keeps || block->reading) return Answer::kYes;
-  block->copy = copy;
-  drop_memory(*packed);
-  return Answer::kYes;
+// Whether the block has that snapshot still.
+bool Arena::end_visit(std::uint64_t serial, std::uint64_t snapshot) {
+  auto* const block = of_serial(serial);
+  const bool same = block->snapshot == snapshot;
+  if (--block->lends == 0 && block->place == Block::Place::kReleased) end(*block, false);
+  return same;
 }
 
-Arena::Answer Arena::drop_packed(void* address) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory || block->dropped || block->reading || !block->copy->in_memory() || !block->copy->below)
-    return Answer::kNo;
-  const auto packed = std::exchange(block->copy, std::shared_ptr(block->copy->below));
-  drop_memory(*packed);
-  return Answer::kYes;
-}
-
-void Arena::let_go(std::shared_ptr<const Copy> copy) {
-  const Lock lock(mutex_);
-  copy.reset();
-}
-
-bool Arena::take_memory(std::size_t size_bytes, Landing* landing) {
-  landing->in_arena = size_bytes >= kLargeBytes && !in_child_;
-  landing->size_bytes = landing->in_arena ? round_up(size_bytes, kGrainBytes) : size_bytes;
-  if (landing->in_arena) {
-    bool no_addresses = false;
-    const auto offset = occupy(round_up(size_bytes, kChunkBytes), landing->size_bytes, &no_addresses);
-    if (offset) landing->address = frames_.base() + *offset;
-  } else {
-    landing->address = map_scratch(size_bytes);
-    if (landing->address != nullptr) scratch_bytes_ += size_bytes;
-  }
-  return landing->address != nullptr;
-}
-
-bool Arena::take_landing(const Block& block, Landing* landing) {
-  landing->size_bytes = block.memory_bytes;
-  // A child's handler may bring this in: it takes no memory of its own for it.
-  landing->in_arena = block.large() && !in_child_;
-  if (!landing->in_arena) {
-    landing->address = map_scratch(landing->size_bytes);
-    if (landing->address == nullptr) return false;
-    scratch_bytes_ += landing->size_bytes;
-    return true;
-  }
-  bool no_addresses = false;
-  const auto offset = occupy(block.owned_bytes, block.memory_bytes, &no_addresses);
-  if (offset) landing->address = frames_.base() + *offset;
-  return offset.has_value();
-}
-
-void Arena::drop_landing(Landing& landing) {
-  if (landing.size_bytes == 0) {
-    // Its memory was lost on the way.
-  } else if (landing.in_arena) {
-    const auto offset = static_cast<std::size_t>(landing.address - frames_.base());
-    recycle(offset, round_up(landing.size_bytes, kChunkBytes), landing.size_bytes);
-  } else {
-    munmap(landing.address, landing.size_bytes);
-    scratch_bytes_ -= landing.size_bytes;
-  }
-  landing = {};
-}
-
-void Arena::drop_staging(Block& block) {
-  if (block.staging.address == nullptr) return;
-  drop_landing(block.staging);
-  block.staged_copy.reset();
-  in_memory_bytes_ -= block.staged_bytes;
-  changed_.notify();
-}
-
-// The bytes appear at the block's address, all at once for each run of frames, and right from the first.
-// Without `guard`, its copy is given up. 0, or an errno; then the block is still out.
-int Arena::land(Block& block, Landing& landing, bool guard) {
-  const bool guarded = guard || is_recipe(block);
-  if (guarded && !protect_or_undo(landing.address, landing.size_bytes, PROT_READ, PROT_READ | PROT_WRITE)) return errno;
-  if (landing.in_arena) {
-    const auto from = static_cast<std::size_t>(landing.address - frames_.base());
-    const bool moved = frames_.transfer_block(from, block.offset, block.memory_bytes);
-    const int error = errno;
-    frames_.vacate_block(from, block.memory_bytes);  // only its addresses are left
-    region(from).give(from, block.owned_bytes);
-    if (!moved) {
-      landing.size_bytes = 0;
-      return error;
-    }
-    landing = {};
-  } else {
-    if (block.large() ? !frames_.adopt_block(block.offset, block.memory_bytes, landing.address)
-                      : !frames_.take_pages(block.offset, block.memory_bytes, landing.address))
-      return errno;
-    scratch_bytes_ -= landing.size_bytes;
-    landing = {};
-  }
-  block.in_memory = true;
-  block.guarded = guarded;
-  block.moved_natively = false;
-  if (!guard) {
-    block.written = block.dirtied = true;
-    block.copy.reset();
-  } else if (block.copy->in_memory()) {
-    block.copy = std::shared_ptr(block.copy->below);
-  }
-  use_.add(block);
-  stats_.out_bytes -= block.requested_bytes;
-  return 0;
-}
-
-// Releases the lock while it reads. 0 if the block is in memory then, or was released; else an errno.
+// Releases the lock while it reads. 0 if the block is in memory then, or was released; else an errno: ENODATA where it
+// was dropped.
 int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need need, char* problem,
                     std::size_t problem_bytes) {
+  const auto explain = [&](const char* format, auto... values) {
+    if (problem != nullptr) std::snprintf(problem, problem_bytes, format, values...);
+  };
   for (;;) {
     auto* block = again(offset, serial);
-    if (block == nullptr || block->in_memory) return 0;
-    if (block->dropped) {
-      if (problem != nullptr)
-        std::snprintf(problem, problem_bytes, "%zu bytes at %p were dropped, and are computed in no other process",
-                      block->requested_bytes, static_cast<void*>(address_of(*block)));
+    if (block == nullptr || block->is_in()) return 0;
+    auto* const address = static_cast<void*>(address_of(*block));
+    const auto requested = block->requested_bytes, used = used_bytes(*block);
+    if (block->is_dropped()) {
+      explain("%zu bytes at %p were dropped, and are computed in no other process", requested, address);
       return ENODATA;
     }
-    if (block->reading) {
+    if (block->moving != Block::Moving::kNot) {
       changed_.wait(lock);
       continue;
     }
-    block->reading = true;
-    const auto requested = block->requested_bytes, used = used_bytes(*block);
+    const Motion reading(*this, *block, Block::Moving::kReading);
     const bool room = make_room(lock, requested, block->memory_bytes, need);
     block = again(offset, serial);
-    if (block == nullptr) return 0;
-    const auto stop = [&](int error) {
-      block->reading = false;
-      changed_.notify();
-      return error;
-    };
-    if (block->in_memory) return stop(0);
+    if (block == nullptr || !block->is_out()) continue;  // somebody else was faster
     Landing landing;
     const bool refused = !room && !is_fault(need);
     if (refused || !take_landing(*block, &landing)) {
       (refused ? stats_.refused_bytes : stats_.system_refused_bytes) = requested;
-      if (problem != nullptr)
-        std::snprintf(problem, problem_bytes, "there is no memory for %zu bytes at %p", requested,
-                      static_cast<void*>(address_of(*block)));
-      return stop(ENOMEM);
+      explain("there is no memory for %zu bytes at %p", requested, address);
+      return ENOMEM;
     }
     count_in(requested);
     ++reads_;
-    auto copy = block->copy;  // let go with the lock held
+    const auto copy = block->copy;  // let go with the lock held
     const auto direct = copy->in_swap_file ? swap_.direct() : Handle{-1}, buffered = swap_.buffered();
-    lock.unlock();
-    const Segment* failed = nullptr;
     const bool from_memory = copy->in_memory();
-    int error = from_memory ? expand(*copy, landing.address)
+    const char* const packed = from_memory ? copy->memory.address : nullptr;
+    const Segment* failed = nullptr;
+    int error = ENOMEM;
+    {
+      const Unlocked unlocked(lock);
+      try {
+        error = from_memory ? expand(copy->packing, packed, landing.address)
                             : read_segments(copy->segments, direct, buffered, landing.address, &failed);
-    if (error == 0 && !from_memory && copy->packing.packed_bytes != 0)
-      error = expand(landing.address, used, copy->packing);
-    lock.lock();
+        if (error == 0 && !from_memory && copy->packing.packed_bytes != 0)
+          error = expand(landing.address, used, copy->packing);
+      } catch (const std::bad_alloc&) {
+      } catch (...) {
+        error = EIO;
+      }
+    }
     const bool stale = error == 0 && in_child_ && !from_memory && given_up(serial);
     if (stale) error = ESTALE;
     --reads_;
     block = again(offset, serial);
-    const bool wanted = block != nullptr && !block->in_memory && block->copy == copy;
+    const bool wanted = block != nullptr && block->is_out() && block->copy == copy;
     if (wanted && error == 0) error = land(*block, landing, true);
     if (landing.address != nullptr) {
       drop_landing(landing);
       in_memory_bytes_ -= requested;
-    } else {
-      if (!from_memory) stats_.swapped_in_bytes += requested;
+    } else if (!from_memory) {
+      stats_.swapped_in_bytes += requested;
     }
-    if (block == nullptr) {
-      changed_.notify();
-      return 0;
-    }
-    if (wanted && error != 0) {
-      if (problem != nullptr && stale)
-        std::snprintf(problem, problem_bytes,
-                      "%zu bytes at %p were out of memory at fork(), and the parent has written others in their place "
-                      "since: touch them in the parent before it forks",
-                      requested, static_cast<void*>(address_of(*block)));
-      else if (problem != nullptr && failed != nullptr)
-        describe(*block, address_of(*block), *failed, error, problem, problem_bytes);
-      else if (problem != nullptr)
-        std::snprintf(problem, problem_bytes, "%zu bytes at %p cannot be mapped: %s", requested,
-                      static_cast<void*>(address_of(*block)), std::strerror(error));
-      return stop(error);
-    }
-    stop(0);  // in memory, or its copy is another one now
+    if (!wanted || error == 0) continue;  // it is in, or released, or its copy is another one now
+    if (stale)
+      explain("%zu bytes at %p were out of memory at fork(), and the parent has written others in their place since: "
+              "touch them in the parent before it forks",
+              requested, address);
+    else if (failed != nullptr && problem != nullptr)
+      describe(*block, static_cast<char*>(address), *failed, error, problem, problem_bytes);
+    else
+      explain("%zu bytes at %p cannot be mapped: %s", requested, address, std::strerror(error));
+    return error;
   }
 }
 
@@ -411,88 +231,36 @@ Arena::Answer Arena::bring_in(void* address, int* error) {
 }
 
 int Arena::bring_in_all() {
+  constexpr int kMostRounds = 100;
   Lock lock(mutex_);
-  std::vector<std::pair<std::size_t, std::uint64_t>> all;
-  for (const auto& [serial, block] : blocks_)
-    if (!block->dropped) all.emplace_back(block->offset, serial);
-  for (const auto& [offset, serial] : all) {
-    const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
-    if (error != 0) return error;
-    auto* block = again(offset, serial);
-    if (block == nullptr || !block->in_memory) continue;
-    if ((block->guarded || block->copy) && !make_writable(*block)) return errno;
-  }
-  return 0;
-}
-
-Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  *staging = nullptr;
-  if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory || block->dropped || block->copy->in_swap_file) return Answer::kNo;
-  if (packed && (block->copy->in_memory() || block->copy->packing.packed_bytes == 0)) return Answer::kNo;
-  if (block->staging.address == nullptr) {
-    const auto packed_bytes = round_up(block->copy->packing.packed_bytes, kPageBytes);
-    const auto size_bytes = packed ? packed_bytes : block->requested_bytes;
-    if (pages() && !fits(size_bytes, packed ? size_bytes : block->memory_bytes)) return Answer::kNo;
-    if (!(packed ? take_memory(size_bytes, &block->staging) : take_landing(*block, &block->staging))) {
-      block->staging = {};
-      return Answer::kNo;
+  for (int round = 0; round < kMostRounds; ++round) {
+    std::vector<std::pair<std::size_t, std::uint64_t>> all;
+    for (const auto& [serial, block] : blocks_)
+      if (block->is_out() || (block->is_in() && (block->guarded || block->copy))) all.emplace_back(block->offset, serial);
+    for (const auto& [offset, serial] : all) {
+      const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
+      if (error != 0 && error != ENODATA) return error;
+      auto* block = again(offset, serial);
+      if (block == nullptr || !block->is_in()) continue;
+      if ((block->guarded || block->copy) && !make_writable(*block)) return errno;
     }
-    block->staged_copy = block->copy;
-    block->staged_bytes = size_bytes;
-    block->staged_packed = packed;
-    count_in(size_bytes);
+    // What another thread was writing has left now, unless it noticed.
+    while (writes_ > 0) changed_.wait(lock);
+    if (std::ranges::none_of(blocks_, [](const auto& entry) { return entry.second->is_out(); })) return 0;
   }
-  *staging = block->staging.address;
-  return Answer::kYes;
-}
-
-Arena::Answer Arena::arrive(void* address, bool guard, int* error) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  *error = block->staging.address == nullptr ? EINVAL : 0;
-  if (*error == 0 && block->staged_packed) {
-    if (!block->in_memory && block->copy == block->staged_copy) {
-      const auto& packing = block->copy->packing;
-      auto copy = hold({.packing = packing, .memory = block->staging, .below = block->copy, .serial = block->serial});
-      block->staging = {};
-      block->copy = std::move(copy);
-      block->staged_copy.reset();
-    }
-    drop_staging(*block);
-    return !block->in_memory && block->copy->in_memory() ? Answer::kYes : Answer::kNo;
-  }
-  if (*error == 0 && !block->in_memory && block->copy == block->staged_copy) {
-    *error = land(*block, block->staging, guard || in_child_);
-    if (*error == 0) block->staged_copy.reset();
-  }
-  drop_staging(*block);
-  if (!guard && block->in_memory && block->guarded) make_writable(*block);  // a fault was faster
-  if (*error != 0) return Answer::kError;
-  return block->in_memory ? Answer::kYes : Answer::kNo;
-}
-
-Arena::Answer Arena::unstage(void* address) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  drop_staging(*block);
-  return Answer::kYes;
+  return EBUSY;
 }
 
 Arena::Answer Arena::state(void* address, State* state) const {
   const Lock lock(mutex_);
   const auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (block->in_memory)
+  if (block->is_in())
     *state = block->guarded ? State::kGuarded : State::kIn;
-  else if (block->dropped)
+  else if (block->is_dropped())
     *state = State::kDropped;
   else
-    *state = block->staging.address != nullptr ? State::kStaged : State::kOut;
+    *state = block->staging != nullptr ? State::kStaged : State::kOut;
   return Answer::kYes;
 }
 
@@ -500,7 +268,7 @@ Arena::Answer Arena::forget_copy(void* address, int* error) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (!block->in_memory) return Answer::kNo;
+  if (!block->is_in()) return Answer::kNo;
   if (make_writable(*block)) return Answer::kYes;
   *error = errno;
   return Answer::kError;
@@ -510,10 +278,10 @@ Arena::Answer Arena::drop(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (!block->in_memory || in_child_ || !paging_problem_.empty()) return Answer::kNo;
+  if (!block->is_in() || in_child_ || !paging_problem_.empty()) return Answer::kNo;
   if (!put_out(*block, false)) return Answer::kError;
-  block->copy.reset();
-  block->written = block->dropped = true;
+  block->place = Block::Place::kDropped;
+  change_bytes(*block);
   return Answer::kYes;
 }
 
@@ -522,18 +290,18 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
   auto* block = start(address);
   auto* other = start(from);
   if (block == nullptr || other == nullptr) return Answer::kUnknown;
-  if (!block->dropped || block == other || block->requested_bytes != other->requested_bytes) return Answer::kNo;
+  if (!block->is_dropped() || block == other || block->requested_bytes != other->requested_bytes) return Answer::kNo;
   const auto offset = block->offset, other_offset = other->offset;
   const auto serial = block->serial, other_serial = other->serial;
-  while (!other->in_memory || other->writing) {  // the arena needed its memory just now
-    if (other->in_memory)
+  while (!other->is_in() || other->moving != Block::Moving::kNot) {  // the arena needed its memory just now
+    if (other->is_in())
       changed_.wait(lock);
     else if ((*error = bring_in(lock, other_offset, other_serial, Need::kAccess, nullptr, 0)) != 0)
-      return Answer::kError;
+      return *error == ENODATA ? Answer::kNo : Answer::kError;
     block = again(offset, serial);
     other = again(other_offset, other_serial);
     if (block == nullptr || other == nullptr) return Answer::kUnknown;
-    if (!block->dropped || other->dropped) return Answer::kNo;
+    if (!block->is_dropped() || other->is_dropped()) return Answer::kNo;
   }
   const auto requested = block->requested_bytes;
   const bool guarded = is_recipe(*block);
@@ -545,19 +313,19 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
                                     : frames_.transfer_pages(other_offset, offset, other->owned_bytes);
   *error = errno;
   use_.remove(*other);
-  other->copy.reset();
-  other->in_memory = other->guarded = false;
-  other->written = other->dropped = true;
+  own(*other);
+  other->place = Block::Place::kDropped;
+  other->guarded = false;
+  change_bytes(*other);
   if (!moved) {
     in_memory_bytes_ -= requested;
     stats_.out_bytes += requested;
     return Answer::kError;
   }
   use_.add(*block);
-  block->in_memory = true;
+  block->place = Block::Place::kIn;
   block->guarded = guarded;
-  block->written = true;
-  block->dropped = false;
+  change_bytes(*block);
   changed_.notify();
   return Answer::kYes;
 }
@@ -566,7 +334,7 @@ Arena::Answer Arena::keep_for(void* address, int change, int* error) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (change > 0 && block->in_memory && !block->guarded) {
+  if (change > 0 && block->is_in() && !block->guarded) {
     if (!protect_or_undo(address_of(*block), block->memory_bytes, PROT_READ, PROT_READ | PROT_WRITE)) {
       *error = errno;
       return Answer::kError;
@@ -585,17 +353,19 @@ Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistor
   const auto offset = block->offset;
   const auto serial = block->serial;
   bool served = false;
-  if (!in_child_ && (block->dropped || (is_write && block->in_memory && block->recipes != 0))) return Answer::kAsk;
-  if (!block->in_memory) {
+  if (!block->is_in()) {
     const auto need = need_of(history, *block);
-    if (bring_in(lock, offset, serial, need, problem, problem_bytes) != 0) return Answer::kError;
+    const int error = bring_in(lock, offset, serial, need, problem, problem_bytes);
+    if (error == ENODATA && !in_child_) return Answer::kAsk;
+    if (error != 0) return Answer::kError;
     block = again(offset, serial);
     if (block == nullptr) return Answer::kNo;
     block->faulted_ns = now_ns();
-    if (block->in_memory && !in_child_) note_event(*block, Block::Event::kIn);
+    if (block->is_in() && !in_child_) note_event(*block, Block::Event::kIn);
     served = true;
   }
-  if (is_write && block->in_memory && block->guarded) {
+  if (is_write && block->is_in() && block->guarded) {
+    if (is_recipe(*block)) return Answer::kAsk;
     if (!make_writable(*block)) {
       std::snprintf(problem, problem_bytes, "%zu bytes at %p cannot be made writable: %s", block->requested_bytes,
                     static_cast<void*>(address_of(*block)), std::strerror(errno));

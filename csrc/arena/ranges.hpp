@@ -2,15 +2,20 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
+
+#include "arena/bookkeeping.hpp"
 
 namespace penstock {
 
 class Ranges {
  public:
   using Range = std::pair<std::size_t, std::size_t>;  // size, offset: the smallest and lowest first
+  using BySize = std::set<Range, std::less<>, Bookkeeping<Range>>;
+  using ByOffset = std::map<std::size_t, std::size_t, std::less<>, Bookkeeping<std::pair<const std::size_t, std::size_t>>>;
 
   // Adds a range that overlaps none here, joined with its neighbours.
   void give(std::size_t offset, std::size_t size_bytes) {
@@ -39,21 +44,21 @@ class Ranges {
     if (offset + size_bytes < end) insert(offset + size_bytes, end - offset - size_bytes);
   }
 
-  const std::set<Range>& by_size() const { return by_size_; }
-  const std::map<std::size_t, std::size_t>& by_offset() const { return by_offset_; }
+  const BySize& by_size() const { return by_size_; }
+  const ByOffset& by_offset() const { return by_offset_; }
 
  private:
   void insert(std::size_t offset, std::size_t size_bytes) {
     by_offset_.emplace(offset, size_bytes);
     by_size_.emplace(size_bytes, offset);
   }
-  void erase(std::map<std::size_t, std::size_t>::iterator range) {
+  void erase(ByOffset::iterator range) {
     by_size_.erase({range->second, range->first});
     by_offset_.erase(range);
   }
 
-  std::map<std::size_t, std::size_t> by_offset_;
-  std::set<Range> by_size_;
+  ByOffset by_offset_;
+  BySize by_size_;
 };
 
 }  // namespace penstock

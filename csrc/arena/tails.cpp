@@ -35,6 +35,7 @@ Tails::Tails(std::size_t homes) : table_(homes) {
   mapping_ = static_cast<char*>(mapping);
   base_ = mapping_ + (kChunkBytes - reinterpret_cast<std::uintptr_t>(mapping_) % kChunkBytes) % kChunkBytes;
   homes_ = homes;
+  vacant_.reserve(homes);  // addresses, until they are used
 }
 
 Tails::~Tails() {

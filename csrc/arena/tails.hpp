@@ -3,11 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <set>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "arena/bookkeeping.hpp"
 #include "arena/pages.hpp"
 #include "arena/sparse_table.hpp"
 
@@ -84,8 +86,10 @@ class Tails {
   SparseTable<Home> table_;
   std::uint32_t used_ = 0;              // homes from here on were never used
   std::vector<std::uint32_t> vacant_;   // homes before that are not in use
-  std::set<std::pair<int, std::uint32_t>> by_free_;  // free grains, home; of those that have any
-  std::unordered_map<char*, std::vector<Loan>> loans_;  // by tail
+  using FreeHome = std::pair<int, std::uint32_t>;  // free grains, home
+  std::set<FreeHome, std::less<>, Bookkeeping<FreeHome>> by_free_;  // of those that have any
+  using Loans = std::vector<Loan, Bookkeeping<Loan>>;
+  std::map<char*, Loans, std::less<>, Bookkeeping<std::pair<char* const, Loans>>> loans_;  // by tail
   std::size_t lent_ = 0, free_ = 0, loose_ = 0;  // grains
   std::size_t whole_ = 0;
 };

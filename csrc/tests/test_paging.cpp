@@ -80,7 +80,7 @@ bool come_back(Arena& arena, char* block, std::size_t size_bytes, int file, std:
   if (arena.stage(block, false, &staging) != Arena::Answer::kYes) return false;
   CHECK_EQUAL(read_segments({{file, offset, 0, size_bytes}}, -1, file, staging, nullptr), 0);
   int error = 0;
-  return arena.arrive(block, true, &error) == Arena::Answer::kYes;
+  return arena.arrive(staging, true, &error) == Arena::Answer::kYes;
 }
 
 // One for the whole process: the handler serves it for good.
@@ -146,7 +146,7 @@ TEST(what_was_staged_for_an_older_copy_is_dropped) {
   CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
   fill(block, 4 * kMiB, 2);
   CHECK(leave(arena, block, 4 * kMiB, file, 4 * kMiB));
-  CHECK(arena.arrive(block, true, &error) == Arena::Answer::kNo);
+  CHECK(arena.arrive(staging, true, &error) == Arena::Answer::kNo);
   CHECK(state(arena, block) == Arena::State::kOut);
   CHECK(arena.bring_in(block, &error) == Arena::Answer::kYes);
   CHECK(holds(block, 4 * kMiB, 2));

@@ -54,7 +54,7 @@ class Away:
         file, offset, _, size = segment
         content = os.pread(file, size, offset)
         ctypes.memmove(staging, content, size)
-        return _native.arena_arrive(tensor.data_ptr())
+        return _native.arena_arrive(staging)
 
 
 class Limits:

@@ -60,7 +60,7 @@ class Lease:
             held = any(lease.gives_swap for lease in (*_budgets, *_lingering))
             self.gives_swap: bool = swap is not None and not held
             if swap is not None and self.gives_swap:
-                _native.arena_swap_file(*swap)
+                self.gives_swap = _native.arena_swap_file(*swap)
             if not _budgets:
                 _native.arena_disown_all()
             _budgets[self] = budget_bytes
@@ -98,8 +98,8 @@ class Lease:
             if not _budgets:
                 _native.arena_own_all()
             _apply()
-            if self.gives_swap:
-                _native.arena_swap_file(-1, -1, 0)
+            if self.gives_swap and not _native.arena_swap_file(-1, -1, 0):
+                raise RuntimeError("the swap file holds blocks: bring them in or free them first")
             if not _budgets and not _lingering:
                 _native.arena_leave_faults()
 

@@ -370,12 +370,12 @@ class CpuDevice:
                 self.will_write(managed)
             return clean and managed.keeps_copy
         if staging[1]:
-            if not _native.arena_arrive(managed.address):  # touched meanwhile, and maybe taken again
+            if not _native.arena_arrive(staging[0]):  # touched meanwhile, and maybe taken again
                 managed.gone = _native.arena_state(managed.address) == "out"
                 managed.guarded = not managed.gone
                 return False
             return True
-        if _native.arena_arrive(managed.address, managed.keeps_copy):
+        if _native.arena_arrive(staging[0], managed.keeps_copy):
             managed.guarded = managed.keeps_copy
             managed.gone = False
         else:  # touched, written and taken again meanwhile
@@ -384,8 +384,8 @@ class CpuDevice:
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._pending.pop(managed.key, None)
-        if self._staging.pop(managed.key, None) is not None:
-            _native.arena_unstage(managed.address)
+        if (staging := self._staging.pop(managed.key, None)) is not None:
+            _native.arena_unstage(staging[0])
 
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
