@@ -1,0 +1,380 @@
+// Every interleaving of three actors over two blocks of the arena.
+//
+//   arena_model [--seconds S] [--deep] [--only TEXT]
+//
+// Each program sets the blocks up, then lets three actors do one thing each (with --deep, two actors two things each
+// as well). Prints what was explored; ends with 1, and the steps that led there, where something is wrong.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "model/arena_world.hpp"
+
+using namespace penstock;
+using namespace penstock::model;
+
+namespace {
+
+using Do = std::function<void(World&)>;
+
+struct Operation {
+  std::string name;
+  Do run;
+  std::string group;  // of those that only differ in the block
+};
+
+Arena::State state_of(World& world, const Tensor& tensor) {
+  Arena::State state{};
+  return world.arena.state(tensor.address, &state) == Arena::Answer::kYes ? state : Arena::State::kIn;
+}
+
+void read_both(World& world, Tensor& tensor) {
+  for (std::size_t i = 0; i < 2; ++i) world.read_cell(tensor, i);
+}
+
+void write_both(World& world, Tensor& tensor) {
+  for (std::size_t i = 0; i < 2; ++i) world.write_cell(tensor, i, world.fresh_value());
+}
+
+// A kernel reads and writes: it is pinned, and what the arena took comes back.
+void kernel(World& world, Tensor& tensor) {
+  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(tensor.address)};
+  std::size_t out = 0;
+  world.arena.touch(used, &out);
+  if (out > 0) world.arena.bring_in_moved(used);
+  read_both(world, tensor);
+  write_both(world, tensor);
+  world.arena.kernel_over();
+  tensor.busy = false;
+}
+
+// Something else needs memory, and goes again.
+void allocate(World& world, std::size_t) {
+  auto* const address = world.allocate();
+  if (address == nullptr) return;
+  Tensor other{"Z", address, true, {}, {}, false, false, 0};
+  world.explorer.step("allocated");
+  for (std::size_t i = 0; i < 2; ++i) world.write_cell(other, i, world.fresh_value());
+  for (std::size_t i = 0; i < 2; ++i) world.read_cell(other, i);
+  world.arena.release(address);
+}
+
+// As the copy engine does: notices writes, copies, and lets the block leave. By direct I/O, which fails where the
+// memory was taken, or by a thread that copies, which faults.
+void leave(World& world, Tensor& tensor, bool direct, bool release) {
+  auto& arena = world.arena;
+  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  auto* const address = tensor.address;
+  const auto done = [&] { tensor.busy = false; };
+  if (arena.guard(address) != Arena::Answer::kYes) return done();
+  tensor.in_slot = false;
+  const auto state = state_of(world, tensor);
+  if (state == Arena::State::kOut || state == Arena::State::kDropped) return done();
+  const auto loan = arena.lend(address);
+  if (loan == 0) return done();
+  bool whole = true;
+  for (std::size_t at = 0; at < world.block_bytes && whole; at += world.explorer.piece_bytes) {
+    world.explorer.step("copy out");
+    const auto size = world.explorer.piece_bytes;
+    if (direct) {
+      whole = pwrite(world.slots.number, address + at, size, static_cast<off_t>(tensor.slot + at)) ==
+              static_cast<ssize_t>(size);
+    } else {
+      const auto value = *reinterpret_cast<const volatile std::uint64_t*>(world.cell(address, at == 0 ? 0 : 1));
+      const auto to = static_cast<off_t>(tensor.slot + (at == 0 ? 0 : world.block_bytes - 8));
+      World::need(pwrite(world.slots.number, &value, 8, to) == 8, "pwrite");
+    }
+  }
+  world.explorer.step("copied out");
+  const bool same = arena.lent_back(loan);
+  if (!same || !whole || !tensor.alive) return done();
+  tensor.in_slot = true;
+  if (release) {
+    int error = 0;
+    arena.leave(address, world.segments(tensor), &error);
+  }
+  done();
+}
+
+// A copy that is there already counts for the next time.
+void leave_again(World& world, Tensor& tensor) {
+  if (!tensor.alive || !tensor.in_slot || std::exchange(tensor.busy, true)) return;
+  int error = 0;
+  world.arena.leave(tensor.address, world.segments(tensor), &error);
+  tensor.busy = false;
+}
+
+// The way back: to a place of its own, and from there.
+void come(World& world, Tensor& tensor, bool guard) {
+  auto& arena = world.arena;
+  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  char* staging = nullptr;
+  int error = 0;
+  if (arena.stage(tensor.address, false, &staging) == Arena::Answer::kYes && staging != nullptr) {
+    world.read_into.emplace_back(staging, world.block_bytes);
+    for (std::size_t at = 0; at < world.block_bytes; at += world.explorer.piece_bytes) {
+      world.explorer.step("read in");
+      const auto size = world.explorer.piece_bytes;
+      World::need(pread(world.slots.number, staging + at, size, static_cast<off_t>(tensor.slot + at)) ==
+                      static_cast<ssize_t>(size),
+                  "a staging area cannot be read into");
+    }
+    world.explorer.step("read");
+    std::erase_if(world.read_into, [&](const auto& each) { return each.first == staging; });
+    World::need(arena.arrive(staging, guard, &error) != Arena::Answer::kUnknown, "a staging area is gone");
+    if (!guard) tensor.in_slot = false;
+  } else if (tensor.alive) {
+    arena.bring_in(tensor.address, &error);
+  }
+  tensor.busy = false;
+}
+
+void pack(World& world, Tensor& tensor, bool keeps) {
+  auto& arena = world.arena;
+  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  auto* const address = tensor.address;
+  const auto done = [&] { tensor.busy = false; };
+  if (arena.guard(address) != Arena::Answer::kYes) return done();
+  tensor.in_slot = false;
+  auto packed = arena.pack(address, Codec::kCsr, 4);
+  if (!packed) return done();
+  const auto let_go = [&] { arena.let_go(std::move(packed)); };
+  int error = 0;
+  if (!tensor.alive || arena.leave_packed(address, packed, &error) != Arena::Answer::kYes) return let_go(), done();
+  world.explorer.step("write packed");
+  const auto size = round_up(packed->packing.packed_bytes, kPageBytes);
+  auto* const memory = arena.packed_address(*packed);
+  const auto begin = world.block_bytes - size;
+  if (memory != nullptr && pwrite(world.slots.number, memory, size, static_cast<off_t>(tensor.slot + begin)) ==
+                               static_cast<ssize_t>(size)) {
+    world.explorer.step("written packed");
+    if (tensor.alive && arena.packed_address(*packed) != nullptr)
+      arena.packed_written(address, packed, {{world.slots.number, tensor.slot + begin, begin, size}}, keeps);
+  }
+  let_go();
+  if (keeps && tensor.alive) arena.drop_packed(address);
+  done();
+}
+
+
+// The owner drops it; it is made again at the next access.
+void drop(World& world, Tensor& tensor) {
+  if (!tensor.alive || tensor.busy) return;
+  tensor.in_slot = false;
+  world.arena.drop(tensor.address);
+}
+
+// torch takes its memory back: the tensor has other memory now, as after share_memory_.
+void release(World& world, Tensor& tensor) {
+  if (!tensor.alive) return;
+  read_both(world, tensor);
+  if (!std::exchange(tensor.alive, false)) return;
+  World::need(world.arena.release(tensor.address), "a block cannot be released");
+}
+
+// The system writes to it: receives from a socket, reads a file.
+void receive(World& world, Tensor& tensor) {
+  auto& arena = world.arena;
+  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  int error = 0;
+  const bool held = arena.hold(tensor.address, +1, true, &error);
+  if (held && error == ENODATA && world.fill(tensor)) arena.hold(tensor.address, +1, true, &error);
+  if (held && error == 0 && tensor.alive) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      world.explorer.step("receive");
+      const auto value = world.fresh_value();
+      int ends[2];
+      World::need(pipe(ends) == 0 && write(ends[1], &value, 8) == 8, "pipe");
+      const bool whole = !tensor.alive || read(ends[0], world.cell(tensor.address, i), 8) == 8;
+      close(ends[0]), close(ends[1]);
+      World::need(whole, "the system cannot write to what is held writable");
+      tensor.cells[i] = value;
+    }
+    if (tensor.alive) arena.hold(tensor.address, -1);
+  }
+  tensor.in_slot = false;
+  tensor.busy = false;
+}
+
+void close_run(World& world) {
+  if (std::exchange(world.closed, true)) return;
+  auto& arena = world.arena;
+  const auto budget = world.probe.budget();
+  arena.set_limits(kUnlimited, kUnlimited);
+  int error = arena.bring_in_all();
+  if (error == 0 && !arena.set_swap_file(-1, -1, 0)) error = EBUSY;
+  if (error == 0) {
+    World::need(!world.probe.swaps() && world.probe.swap_used() == 0, "closed, with blocks in the swap file");
+  } else {
+    world.lingers = true;
+    arena.set_limits(kUnlimited, budget);
+  }
+}
+
+void disown(World& world) {
+  world.arena.disown_all();
+  world.explorer.step("disowned");
+  world.arena.own_all();
+}
+
+// -- what actors may do
+
+std::vector<Operation> operations() {
+  std::vector<Operation> all;
+  const auto add = [&](const char* name, void (*call)(World&, Tensor&), bool both = false) {
+    all.push_back({std::string(name) + " X", [call](World& world) { call(world, world.x); }, name});
+    if (both) all.push_back({std::string(name) + " Y", [call](World& world) { call(world, world.y); }, name});
+  };
+  add("read", read_both);
+  add("write", write_both, true);
+  add("kernel", kernel);
+  add("leave by direct I/O", [](World& world, Tensor& tensor) { leave(world, tensor, true, true); });
+  add("leave by a copy", [](World& world, Tensor& tensor) { leave(world, tensor, false, true); });
+  add("leave again", leave_again);
+  add("come", [](World& world, Tensor& tensor) { come(world, tensor, true); });
+  add("come writable", [](World& world, Tensor& tensor) { come(world, tensor, false); });
+  add("pack", [](World& world, Tensor& tensor) { pack(world, tensor, false); });
+  add("pack and keep", [](World& world, Tensor& tensor) { pack(world, tensor, true); });
+  add("drop", drop);
+  add("fill", [](World& world, Tensor& tensor) { if (tensor.alive) world.fill(tensor); });
+  add("release", release);
+  add("receive", receive);
+  all.push_back({"allocate", [](World& world) { allocate(world, 0); }, "allocate"});
+  all.push_back({"close", close_run, "close"});
+  all.push_back({"disown", disown, "disown"});
+  return all;
+}
+
+struct Setup {
+  const char* name;
+  Do run;
+};
+
+std::vector<Setup> setups() {
+  return {
+      {"both in", [](World&) {}},
+      {"X in a slot", [](World& world) { leave(world, world.x, true, true); }},
+      {"X in with a copy", [](World& world) { leave(world, world.x, true, false); }},
+      {"X swapped", [](World& world) { allocate(world, 0); }},
+      {"X packed", [](World& world) {
+         world.arena.guard(world.x.address);
+         auto packed = world.arena.pack(world.x.address, Codec::kCsr, 4);
+         int error = 0;
+         if (packed) world.arena.leave_packed(world.x.address, packed, &error);
+         world.arena.let_go(std::move(packed));
+       }},
+      {"X dropped", [](World& world) { drop(world, world.x); }},
+  };
+}
+
+using Actors = std::vector<std::vector<const Operation*>>;  // what each does, one after the other
+
+struct Totals {
+  std::uint64_t programs = 0, runs = 0, states = 0, steps = 0, cut = 0;
+};
+
+void explore(World& world, Explorer& explorer, const Setup& setup, const Actors& actors,
+             std::size_t budget, Totals& totals) {
+  Explorer::Program program;
+  std::string name = std::string(setup.name) + ", budget of " + std::to_string(budget) + ":";
+  for (const auto& script : actors) {
+    std::string what;
+    for (const auto* operation : script) what += (what.empty() ? "" : ", then ") + operation->name;
+    name += " [" + what + "]";
+    program.actors.emplace_back(what, [&world, &explorer, script] {
+      for (const auto* operation : script) {
+        operation->run(world);
+        explorer.forget_past();
+      }
+    });
+  }
+  program.begin = [&] {
+    world.written.clear();
+    world.begin(budget);
+    setup.run(world);
+    world.arena.kernel_over();
+  };
+  program.end = [&] { world.end(); };
+  program.state = [&] { return world.state(); };
+  program.check = [&] { world.check(); };
+  try {
+    const auto report = explorer.explore(program);
+    ++totals.programs;
+    totals.runs += report.runs;
+    totals.states += report.states;
+    totals.steps += report.steps;
+    totals.cut += !report.complete;
+  } catch (const Violation& violation) {
+    std::printf("FAILED %s\n  %s\n", name.c_str(), violation.what());
+    std::exit(1);
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  double seconds = 1e9;
+  bool deep = false;
+  std::size_t block_bytes = 2 * kPageBytes;
+  std::uint64_t runs = 20'000;
+  std::string only;
+  std::size_t part = 0, parts = 1;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = arguments[i];
+    const auto value = [&] { return i + 1 < count ? arguments[++i] : ""; };
+    if (word == "--seconds") seconds = std::atof(value());
+    else if (word == "--deep") deep = true;
+    else if (word == "--large") block_bytes = kLargeBytes;
+    else if (word == "--runs") runs = static_cast<std::uint64_t>(std::atoll(value()));
+    else if (word == "--only") only = value();
+    else if (word == "--part") std::sscanf(value(), "%zu/%zu", &part, &parts);
+    else return std::fprintf(stderr, "arena_model: what is %s?\n", word.c_str()), 2;
+  }
+  const auto began = std::chrono::steady_clock::now();
+  const auto elapsed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  };
+  Explorer explorer({runs, 2'000});
+  World world(block_bytes, explorer);
+  const auto all = operations();
+  Totals totals;
+  std::size_t number = 0, left_out = 0;
+  const auto try_it = [&](const Setup& setup, const Actors& actors, std::size_t budget) {
+    if (number++ % parts != part) return;
+    std::string name = setup.name;
+    for (const auto& script : actors)
+      for (const auto* operation : script) name += "; " + operation->name;
+    if (name.find(only) == std::string::npos) return;
+    if (elapsed() > seconds) {
+      ++left_out;
+      return;
+    }
+    explore(world, explorer, setup, actors, budget, totals);
+  };
+  // Pairs first: they are quick, and show the shortest way.
+  for (const auto& setup : setups())
+    for (std::size_t a = 0; a < all.size(); ++a)
+      for (std::size_t b = a; b < all.size(); ++b) try_it(setup, {{&all[a]}, {&all[b]}}, 2);
+  for (const auto& setup : setups())
+    for (std::size_t a = 0; a < all.size(); ++a)
+      for (std::size_t b = a; b < all.size(); ++b)
+        for (std::size_t c = b; c < all.size(); ++c)
+          for (const std::size_t budget : {2, 3}) try_it(setup, {{&all[a]}, {&all[b]}, {&all[c]}}, budget);
+  if (deep)
+    for (const auto& setup : setups())
+      for (std::size_t a = 0; a < all.size(); ++a)
+        for (std::size_t b = 0; b < all.size(); ++b)
+          for (std::size_t c = b; c < all.size(); ++c) try_it(setup, {{&all[a], &all[b]}, {&all[c]}}, 2);
+  std::printf("%llu programs, %llu runs, %llu states, %llu steps in %.1f s", static_cast<unsigned long long>(totals.programs),
+              static_cast<unsigned long long>(totals.runs), static_cast<unsigned long long>(totals.states),
+              static_cast<unsigned long long>(totals.steps), elapsed());
+  if (totals.cut > 0) std::printf("; %llu programs cut off at %llu runs", static_cast<unsigned long long>(totals.cut),
+                                  static_cast<unsigned long long>(runs));
+  if (left_out > 0) std::printf("; %zu programs left out for want of time", left_out);
+  std::printf("\n");
+  return totals.programs > 0 ? 0 : 1;
+}
