@@ -24,10 +24,15 @@ Arena::Arena(std::size_t reserve_bytes)
   large_.give(large_begin_, frames_.size_bytes() - large_begin_);
 }
 
-Block* Arena::find(const void* address) const {
+Block* Arena::find_any(const void* address) const {
   if (!contains(address)) return nullptr;
   const auto offset = static_cast<std::size_t>(static_cast<const char*>(address) - frames_.base());
   return offset < large_begin_ ? small_pages_[offset / kPageBytes] : large_chunks_[offset / kChunkBytes];
+}
+
+Block* Arena::find(const void* address) const {
+  auto* block = find_any(address);
+  return block != nullptr && block->place != Block::Place::kReleased ? block : nullptr;
 }
 
 Block* Arena::start(const void* address) const {
@@ -230,7 +235,6 @@ bool Arena::release(void* address) {
     stats_.out_bytes -= block->requested_bytes;
   }
   forget_event(*block);
-  enter(*block, nullptr);
   block->copy.reset();
   if (block->lends > 0)
     put_aside(*block);
@@ -258,6 +262,7 @@ void Arena::put_aside(Block& block) {
 void Arena::end(Block& block, bool has_memory) {
   const auto offset = block.offset, owned = block.owned_bytes, memory = block.memory_bytes;
   const bool large = block.large(), guarded = block.guarded;
+  enter(block, nullptr);
   blocks_.erase(block.serial);
   bool reusable = true;
   if (has_memory && guarded && !protect(frames_.base() + offset, memory, PROT_READ | PROT_WRITE)) {

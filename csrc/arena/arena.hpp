@@ -136,7 +136,7 @@ class Arena {
   // Brings it in first if it is out.
   Answer unguard(void* address, int* error);
   Answer written(void* address) const;
-  // kNo if it was written since guard; kError if the system refuses or the segments do not hold it.
+  // kNo if it was written since guard, or is held; kError if the system refuses or the segments do not hold it.
   Answer leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing = {});
   // Somebody else reads the block at its addresses, until lent_back: they stay readable as long, even if the block is
   // released. 0 where no block starts there.
@@ -146,7 +146,7 @@ class Arena {
   // A packed copy of a block that is guarded, to be given to leave_packed. Null where that saves no page, or there is
   // no room for it. Encodes without the lock.
   std::shared_ptr<const Copy> pack(void* address, Codec codec, std::size_t itemsize);
-  // The block leaves for its packed copy. kNo if it was written since guard.
+  // The block leaves for its packed copy. kNo if it was written since guard, or is held.
   Answer leave_packed(void* address, std::shared_ptr<const Copy> packed, int* error);
   // The packed copy is in files, too; without `keeps`, only there. kNo if it is not what the block holds any more.
   Answer packed_written(void* address, const std::shared_ptr<const Copy>& packed, std::vector<Segment> segments,
@@ -173,7 +173,7 @@ class Arena {
   // Everything that is out comes back, and no copy is kept; what was about to leave as well. 0, or an errno; then
   // some may still be out. EBUSY: others let blocks leave as fast. What was dropped is its owner's.
   int bring_in_all();
-  // Its memory goes, and nothing is kept of what it holds. kNo if it is out.
+  // Its memory goes, and nothing is kept of what it holds. kNo if it is out, or held.
   Answer drop(void* address);
   // A dropped block gets the memory of another of the same size, which is dropped in turn. kNo if one of them
   // is not what it should be; kError if the system refuses, and then both are out.
@@ -227,7 +227,8 @@ class Arena {
   static bool is_fault(Need need) { return need == Need::kFault || need == Need::kStuckFault; }
 
   // Blocks by address.
-  Block* find(const void* address) const;   // that holds it
+  Block* find(const void* address) const;      // that holds it
+  Block* find_any(const void* address) const;  // also one that was released, but is lent
   Block* start(const void* address) const;  // that starts there
   Block* again(std::size_t offset, std::uint64_t serial) const;
   Block* of_serial(std::uint64_t serial) const;  // also one that was released

@@ -82,7 +82,7 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
     *error = ENOSYS;
     return Answer::kError;
   }
-  if (block->written() || block->is_dropped() || in_child_) return Answer::kNo;
+  if (block->written() || block->is_dropped() || block->holds > 0 || in_child_) return Answer::kNo;
   const auto made = new_copy(*block);
   made->segments = std::move(segments);
   made->packing = packing;
@@ -136,7 +136,7 @@ Arena::Answer Arena::leave_packed(void* address, std::shared_ptr<const Copy> pac
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
   if (block->serial != copy->serial || block->version != copy->version || block->written() || block->is_dropped() ||
-      in_child_)
+      block->holds > 0 || in_child_)
     return Answer::kNo;
   auto before = std::exchange(block->copy, copy);
   if (!block->is_in()) {  // the arena was faster, and nothing was written since guard

@@ -38,7 +38,7 @@ void Arena::drop_landing(Landing& landing) {
   const auto [address, size_bytes, in_arena, emptied] = std::exchange(landing, {});
   if (address == nullptr || size_bytes == 0) return;  // its memory was lost on the way
   if (!in_arena) {
-    munmap(address, size_bytes);
+    unmap_scratch(address, size_bytes);
     if (!emptied) scratch_bytes_ -= size_bytes;
     return;
   }

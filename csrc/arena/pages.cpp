@@ -67,6 +67,8 @@ char* map_scratch(std::size_t size_bytes) {
   return mapping == MAP_FAILED ? nullptr : static_cast<char*>(mapping);
 }
 
+void unmap_scratch(char* scratch, std::size_t size_bytes) { munmap(scratch, size_bytes); }
+
 namespace {
 
 std::string try_paging(char* base) {

@@ -34,6 +34,7 @@ std::size_t move_memory(char* from, char* to, std::size_t size_bytes, std::size_
 bool replace_memory(char* scratch, char* to, std::size_t size_bytes);
 // A mapping of its own for `size_bytes`, writable. Null if the system refuses.
 char* map_scratch(std::size_t size_bytes);
+void unmap_scratch(char* scratch, std::size_t size_bytes);
 
 // Empty if memory can leave and come back at its address on this system, else why it cannot.
 std::string paging_problem();

@@ -28,7 +28,7 @@ int expand(char* data, std::size_t size_bytes, const Packing& packing) {
   char* const head = map_scratch(scratch_bytes);
   if (head == nullptr) return ENOMEM;
   const bool whole = unpack_in_place(packing, data, size_bytes, head);
-  munmap(head, scratch_bytes);
+  unmap_scratch(head, scratch_bytes);
   return whole ? 0 : EBADMSG;
 }
 
@@ -278,7 +278,7 @@ Arena::Answer Arena::drop(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (!block->is_in() || in_child_ || !paging_problem_.empty()) return Answer::kNo;
+  if (!block->is_in() || block->holds > 0 || in_child_ || !paging_problem_.empty()) return Answer::kNo;
   if (!put_out(*block, false)) return Answer::kError;
   block->place = Block::Place::kDropped;
   change_bytes(*block);
@@ -348,8 +348,9 @@ Arena::Answer Arena::keep_for(void* address, int change, int* error) {
 Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistory& history, char* problem,
                                  std::size_t problem_bytes) {
   Lock lock(mutex_);
-  auto* block = find(address);
+  auto* block = find_any(address);
   if (block == nullptr) return Answer::kUnknown;
+  if (block->place == Block::Place::kReleased) return Answer::kNo;  // it can be read since
   const auto offset = block->offset;
   const auto serial = block->serial;
   bool served = false;

@@ -131,7 +131,7 @@ int read_unaligned(int file, char* data, std::size_t size_bytes, std::uint64_t o
     offset += used;
     size_bytes -= used;
   }
-  munmap(bounce, kBounceBytes);
+  unmap_scratch(bounce, kBounceBytes);
   return error;
 }
 

@@ -17,6 +17,9 @@
 
 #include "arena/arena.hpp"
 #include "model/explorer.hpp"
+#ifdef PENSTOCK_SIMULATED_PAGES
+#include "model/simulated_pages.hpp"
+#endif
 
 namespace penstock {
 
@@ -37,6 +40,20 @@ struct ArenaProbe {
   }
   const auto& stagings() const { return arena.stagings_; }
   std::size_t loans() const { return arena.loans_.size(); }
+  // Those of which nothing has changed since.
+  std::uint64_t fresh_loans() const {
+    model::Hash hash;
+    for (const auto& [number, loan] : arena.loans_) hash << (arena.of_serial(loan.serial)->snapshot == loan.snapshot);
+    return hash.value();
+  }
+  std::uint64_t fresh_stagings() const {
+    model::Hash hash;
+    for (const auto& [address, staging] : arena.stagings_) {
+      const auto* block = arena.of_serial(staging.serial);
+      hash << (block != nullptr && block->copy == staging.copy);
+    }
+    return hash.value();
+  }
   std::size_t writes() const { return arena.writes_; }
   std::size_t reads() const { return arena.reads_; }
   std::size_t swap_used() const { return arena.swap_.used_bytes(); }
@@ -48,6 +65,7 @@ struct ArenaProbe {
   std::size_t scratch() const { return arena.scratch_bytes_; }
   bool swaps() const { return arena.swap_.usable(); }
   std::uint64_t tick() const { return arena.tick_; }
+  char* base() const { return arena.frames_.base(); }
   bool is_in_child() const { return arena.in_child_; }
 };
 
@@ -58,6 +76,19 @@ inline sigjmp_buf access_failed;
 inline volatile bool ends_access = false;
 inline std::function<void(const char*, bool)> serve_in_place;
 
+#ifdef PENSTOCK_SIMULATED_PAGES
+inline bool load(const char* address, std::uint64_t* value) {
+  if (!accessible(address, false)) return false;
+  std::memcpy(value, address, sizeof *value);
+  return true;
+}
+inline bool store(char* address, std::uint64_t value) {
+  if (!accessible(address, true)) return false;
+  std::memcpy(address, &value, sizeof value);
+  return true;
+}
+#else
+inline bool accessible(const char*, bool) { return true; }  // the system says so
 inline bool load(const char* address, std::uint64_t* value) {
   if (sigsetjmp(access_failed, 0) != 0) return false;
   ends_access = true;
@@ -71,6 +102,19 @@ inline bool store(char* address, std::uint64_t value) {
   *reinterpret_cast<volatile std::uint64_t*>(address) = value;
   ends_access = false;
   return true;
+}
+#endif
+
+// As the system reads and writes memory for a program: not what is protected.
+inline bool write_file(int file, const char* address, std::size_t size_bytes, std::uint64_t offset) {
+  for (std::size_t at = 0; at < size_bytes; at += kPageBytes)
+    if (!accessible(address + at, false)) return false;
+  return pwrite(file, address, size_bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(size_bytes);
+}
+inline bool read_file(int file, char* address, std::size_t size_bytes, std::uint64_t offset) {
+  for (std::size_t at = 0; at < size_bytes; at += kPageBytes)
+    if (!accessible(address + at, true)) return false;
+  return pread(file, address, size_bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(size_bytes);
 }
 
 inline void catch_faults() {
@@ -121,6 +165,9 @@ class World {
     explorer.piece_bytes = round_up(block_bytes / 2, kPageBytes);
     x.slot = 0;
     y.slot = block_bytes;
+#ifdef PENSTOCK_SIMULATED_PAGES
+    simulate_pages(probe.base(), std::size_t{1} << 30);
+#endif
     catch_faults();
     serve_in_place = [this](const char* address, bool is_write) {
       auto* const tensor = x.holds(address, this->block_bytes) ? &x : y.holds(address, this->block_bytes) ? &y : nullptr;
@@ -230,13 +277,23 @@ class World {
     return answer == Arena::Answer::kYes;
   }
 
+  // Of memory that is lent.
+  std::uint64_t read_lent(Tensor& tensor, const char* address) {
+    std::uint64_t value = 0;
+    for (int tries = 0; !load(address, &value); ++tries) {
+      need(tries < 50 && serve(tensor, address, false), "memory that is lent cannot be read");
+      explorer.step("read again");
+    }
+    return value;
+  }
+
   // -- what must hold
   static void need(bool condition, const char* what) {
     if (!condition) throw Violation(what);
   }
 
   void check() {
-    std::uint64_t in_memory = 0, out = 0, foreign = 0, in_use = 0, landing = 0, packed = 0;
+    std::uint64_t in_memory = 0, out = 0, foreign = 0, in_use = 0, packed = 0;
     probe.each_block([&](const Block& block) {
       if (block.place == Block::Place::kReleased) return need(block.lends > 0, "a released block that nobody reads");
       in_use += block.requested_bytes;
@@ -257,16 +314,12 @@ class World {
         for (const auto* tensor : {&x, &y})
           if (tensor->alive && probe.block(tensor->address) == &block) check_copy(*tensor, *block.copy);
       }
-      if (block.moving == Block::Moving::kReading) {
-        need(!block.is_in() || probe.reads() > 0, "in memory, and read");
-        landing += block.requested_bytes;
-      }
     });
     for (const auto& [address, staging] : probe.stagings()) in_memory += staging.counted_bytes;
     need(in_use == probe.in_use() && out == probe.out() && foreign == probe.foreign(), "counts of blocks are wrong");
     const auto counted = probe.in_memory();
     need(counted >= in_memory, "in_memory_bytes is too small");
-    need(counted <= in_memory + packed_or(packed) + landing, "in_memory_bytes is too large");
+    need(counted <= in_memory + packed_or(packed) + probe.reads() * block_bytes, "in_memory_bytes is too large");
   }
 
   std::uint64_t state() const {
@@ -281,7 +334,7 @@ class World {
       hash << tensor->alive << tensor->cells[0] << tensor->cells[1] << tensor->busy << tensor->in_slot
            << slots.at(tensor->slot) << slots.at(tensor->slot + block_bytes - 8);
     hash << probe.in_memory() << probe.writes() << probe.reads() << probe.swap_used() << probe.stagings().size()
-         << probe.loans() << probe.budget() << probe.swaps() << closed << lingers << server.held << owner.held << child;
+         << probe.fresh_loans() << probe.fresh_stagings() << probe.budget() << probe.swaps() << closed << lingers << server.held << owner.held << child;
     return hash.value();
   }
 
@@ -323,7 +376,11 @@ class World {
 
  private:
   std::uint64_t packed_or(std::uint64_t packed) const {
-    return packed + (packing ? 2 * block_bytes : 0);  // those that the copy engine holds
+#ifdef PENSTOCK_SIMULATED_PAGES
+    return packed;
+#else
+    return packed + 2 * block_bytes;  // those that the copy engine holds
+#endif
   }
 
   template <class Try>
@@ -413,7 +470,6 @@ class World {
   }
 
  public:
-  bool packing = false;  // the program packs: the engine may hold packed copies that the blocks do not have
   std::function<void(Tensor&)> on_write;  // recipes are settled before what they read is written
 };
 
