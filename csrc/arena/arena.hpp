@@ -131,7 +131,8 @@ class Arena {
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
   int bring_in_moved(std::span<const std::uintptr_t> addresses);
 
-  // Writes are noticed from now on. The caller is about to make a copy: no other one is kept.
+  // Writes are noticed from now on. The caller is about to make a copy: no other one is kept. kNo if the block is not in
+  // memory; then there is nothing to copy, even if it comes a moment later.
   Answer guard(void* address);
   // Brings it in first if it is out.
   Answer unguard(void* address, int* error);
@@ -257,7 +258,8 @@ class Arena {
   bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
   Need need_of(FaultHistory& history, const Block& block);
   Block* victim(Need need, bool memory_wanted, std::int64_t now, const std::vector<std::uint64_t>& tried) const;
-  bool evict(Lock& lock, Block& block, Need need);
+  enum class Evicted { kYes, kNo, kChanged };
+  Evicted evict(Lock& lock, Block& block, Need need);
   int write_unlocked(Lock& lock, Block& block, const char* data, const Copy& copy);
   std::shared_ptr<Copy> new_copy(const Block& block);
   void end_copy(const Copy* copy);

@@ -351,7 +351,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_lend", &lend, nb::arg("address"));
   module.def("arena_lent_back", [](std::uint64_t loan) { return arena().lent_back(loan); }, nb::arg("loan"));
   module.def(
-      "arena_guard", [](std::uintptr_t address) { check(arena().guard(pointer(address)), address); },
+      "arena_guard", [](std::uintptr_t address) { return check(arena().guard(pointer(address)), address); },
       nb::arg("address"));
   module.def(
       "arena_unguard", [](std::uintptr_t address) { without_gil(&Arena::unguard, address); }, nb::arg("address"));

@@ -20,6 +20,8 @@ namespace {
 constexpr std::int64_t kFaultedLatelyNs = 50'000'000;
 constexpr std::int64_t kInstructionNs = 1'000'000;
 constexpr std::uint32_t kStuckRepeats = 64;
+// Where nothing else can leave, what others changed while it was written is tried again so often.
+constexpr int kMostRounds = 8;
 // Smaller blocks leave last: they free little, and nobody announces who uses them.
 constexpr std::size_t kReluctantBytes = std::size_t{64} << 10;
 
@@ -79,6 +81,8 @@ Block* Arena::victim(Need need, bool memory_wanted, std::int64_t now,
 // far as blocks can leave.
 bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need) {
   std::vector<std::uint64_t> tried;
+  std::vector<std::uint64_t> changed;  // of these
+  int rounds = 0;
   const auto began = now_ns();
   bool possible = is_fault(need);
   while (pages() && !fits(requested_bytes, memory_bytes)) {
@@ -102,7 +106,12 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       changed_.wait(lock, wait_ns);
     } else if (found != nullptr) {
       const auto serial = found->serial;
-      if (!evict(lock, *found, need)) tried.push_back(serial);
+      const auto evicted = evict(lock, *found, need);
+      if (evicted != Evicted::kYes) tried.push_back(serial);
+      if (evicted == Evicted::kChanged) changed.push_back(serial);
+    } else if (!changed.empty() && rounds++ < kMostRounds) {
+      std::erase_if(tried, [&](auto serial) { return std::ranges::find(changed, serial) != changed.end(); });
+      changed.clear();
     } else if (over && evict_packed(lock)) {
       continue;
     } else if (over && writes_ + reads_ > 0) {
@@ -115,33 +124,35 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
   return true;
 }
 
-// Releases the lock while it writes. False if the block stayed for a reason that may last.
-bool Arena::evict(Lock& lock, Block& block, Need need) {
-  if (block.copy) return put_out(block, true);
+// Releases the lock while it writes. kNo if the block stayed for a reason that may last, kChanged if somebody used it
+// meanwhile.
+Arena::Evicted Arena::evict(Lock& lock, Block& block, Need need) {
+  const auto leave = [this](Block& left) { return put_out(left, true) ? Evicted::kYes : Evicted::kNo; };
+  if (block.copy) return leave(block);
   const auto offset = block.offset, capacity = block.capacity_bytes;
   const auto serial = block.serial;
   const bool pinned = block.pinned_tick == tick_;
   std::shared_ptr<const Copy> copy = new_swap_copy(block, capacity);
-  if (!copy) return false;
+  if (!copy) return Evicted::kNo;
   if (!block.guarded &&
       !protect_or_undo(address_of(block), block.memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
-    return false;
+    return Evicted::kNo;
   block.guarded = true;
   const auto snapshot = block.snapshot;
   const int error = write_unlocked(lock, block, address_of(block), *copy);
   auto* found = again(offset, serial);
-  if (found == nullptr || !found->is_in()) return true;  // released, or left, meanwhile: there is its room
+  if (found == nullptr || !found->is_in()) return Evicted::kYes;  // released, or left, meanwhile: there is its room
   if (error != 0) {
     // Whoever called guard relies on it; nobody else does.
     if (found->written() && found->guarded && !found->copy) make_writable(*found);
-    return false;
+    return Evicted::kNo;
   }
   stats_.swapped_out_bytes += found->requested_bytes;
-  if (found->snapshot != snapshot) return false;
+  if (found->snapshot != snapshot) return Evicted::kChanged;
   if (!found->copy) found->copy = std::move(copy);
-  if (found->holds > 0 || found->foreign) return false;
-  if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return put_out(*found, true);
-  return is_fault(need);  // pinned meanwhile: only if nothing else can leave
+  if (found->holds > 0 || found->foreign) return Evicted::kNo;
+  if (found->pinned_tick != tick_ || (pinned && is_fault(need))) return leave(*found);
+  return is_fault(need) ? Evicted::kYes : Evicted::kNo;  // pinned meanwhile: only if nothing else can leave
 }
 
 // Writes memory to the copy's place in the swap file. 0, or an errno. Releases the lock meanwhile.

@@ -86,14 +86,15 @@ Arena::Answer Arena::guard(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (block->is_in() && !block->guarded &&
+  if (!block->is_in()) return Answer::kNo;  // even if it is on its way: then it comes with the copy that it has
+  if (!block->guarded &&
       !protect_or_undo(address_of(*block), block->memory_bytes, PROT_READ, PROT_READ | PROT_WRITE))
     return Answer::kError;
-  block->guarded = block->is_in();
+  block->guarded = true;
   block->watched = block->version;
   // Whoever guards it is about to write a copy, often to the place of the last one: that one counts for nothing while
   // it is written over. Should the block leave meanwhile, what is written may be anything.
-  if (block->is_in()) block->copy.reset();
+  block->copy.reset();
   return Answer::kYes;
 }
 

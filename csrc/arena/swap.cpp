@@ -81,13 +81,8 @@ int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std:
 int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset) {
   if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset);
   int file = static_cast<int>(direct >= 0 ? direct : buffered);
-  io_step("write");
   while (size_bytes > 0) {
-    // The kernel's own call, which the thread sanitizer does not see: the block may be released, and its
-    // memory taken away, while it is written. Then the copy is of no use, and nobody reads it.
-    const auto wanted = io_piece(size_bytes);
-    const auto count = syscall(SYS_pwrite64, file, data, wanted, static_cast<off_t>(offset));
-    io_step("write");
+    const auto count = io_write(file, data, size_bytes, offset);
     if (count < 0) {
       if (errno == EINTR || errno == EAGAIN) continue;
       if (file == buffered || errno != EINVAL) return errno;
@@ -96,7 +91,7 @@ int write_fully(Handle direct, Handle buffered, const char* data, std::size_t si
     }
     if (count == 0) return EIO;
     // What is left of a short direct write need not be aligned.
-    if (static_cast<std::size_t>(count) < wanted) file = static_cast<int>(buffered);
+    if (static_cast<std::size_t>(count) < size_bytes) file = static_cast<int>(buffered);
     data += count;
     offset += static_cast<std::uint64_t>(count);
     size_bytes -= static_cast<std::size_t>(count);
@@ -136,10 +131,8 @@ int read_unaligned(int file, char* data, std::size_t size_bytes, std::uint64_t o
 }
 
 int read_fully(int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
-  io_step("read");
   while (size_bytes > 0) {
-    const auto count = pread(file, data, io_piece(size_bytes), static_cast<off_t>(offset));
-    io_step("read");
+    const auto count = io_read(file, data, size_bytes, offset);
     if (count < 0) {
       if (errno == EINTR || errno == EAGAIN) continue;
       if (errno == EINVAL) return read_unaligned(file, data, size_bytes, offset);

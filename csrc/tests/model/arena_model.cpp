@@ -4,11 +4,14 @@
 //
 // Each program sets the blocks up, then lets three actors do one thing each (with --deep, two actors two things each
 // as well). Prints what was explored; ends with 1, and the steps that led there, where something is wrong.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "model/arena_world.hpp"
@@ -26,10 +29,6 @@ struct Operation {
   std::string group;  // of those that only differ in the block
 };
 
-Arena::State state_of(World& world, const Tensor& tensor) {
-  Arena::State state{};
-  return world.arena.state(tensor.address, &state) == Arena::Answer::kYes ? state : Arena::State::kIn;
-}
 
 void read_both(World& world, Tensor& tensor) {
   for (std::size_t i = 0; i < 2; ++i) world.read_cell(tensor, i);
@@ -72,20 +71,16 @@ void leave(World& world, Tensor& tensor, bool direct, bool release) {
   const auto done = [&] { tensor.busy = false; };
   if (arena.guard(address) != Arena::Answer::kYes) return done();
   tensor.in_slot = false;
-  const auto state = state_of(world, tensor);
-  if (state == Arena::State::kOut || state == Arena::State::kDropped) return done();
   const auto loan = arena.lend(address);
   if (loan == 0) return done();
   bool whole = true;
-  for (std::size_t at = 0; at < world.block_bytes && whole; at += world.explorer.piece_bytes) {
-    world.explorer.step("copy out");
-    const auto size = world.explorer.piece_bytes;
-    if (direct) {
-      whole = write_file(world.slots.number, address + at, size, tensor.slot + at);
-    } else {
-      const auto place = at == 0 ? 0 : world.block_bytes - 8;
+  if (direct) {
+    whole = world.write_file(address, tensor.slot);
+  } else {
+    for (const std::size_t place : {std::size_t{0}, world.block_bytes - 8}) {
+      world.explorer.step("copy out");
       const auto value = world.read_lent(tensor, address + place);
-      World::need(pwrite(world.slots.number, &value, 8, static_cast<off_t>(tensor.slot + place)) == 8, "pwrite");
+      World::need(raw_write(world.slots.number, reinterpret_cast<const char*>(&value), 8, tensor.slot + place) == 8, "write");
     }
   }
   world.explorer.step("copied out");
@@ -115,12 +110,9 @@ void come(World& world, Tensor& tensor, bool guard) {
   int error = 0;
   if (arena.stage(tensor.address, false, &staging) == Arena::Answer::kYes && staging != nullptr) {
     world.read_into.emplace_back(staging, world.block_bytes);
-    for (std::size_t at = 0; at < world.block_bytes; at += world.explorer.piece_bytes) {
-      world.explorer.step("read in");
-      const auto size = world.explorer.piece_bytes;
-      World::need(read_file(world.slots.number, staging + at, size, tensor.slot + at),
-                  "a staging area cannot be read into");
-    }
+    World::need(world.explorer.read(world.slots.number, staging, world.block_bytes, tensor.slot) ==
+                    static_cast<long>(world.block_bytes),
+                "a staging area cannot be read into");
     world.explorer.step("read");
     std::erase_if(world.read_into, [&](const auto& each) { return each.first == staging; });
     World::need(arena.arrive(staging, guard, &error) != Arena::Answer::kUnknown, "a staging area is gone");
@@ -147,7 +139,7 @@ void pack(World& world, Tensor& tensor, bool keeps) {
   const auto size = round_up(packed->packing.packed_bytes, kPageBytes);
   auto* const memory = arena.packed_address(*packed);
   const auto begin = world.block_bytes - size;
-  if (memory != nullptr && write_file(world.slots.number, memory, size, tensor.slot + begin)) {
+  if (memory != nullptr && world.explorer.write(world.slots.number, memory, size, tensor.slot + begin) == static_cast<long>(size)) {
     world.explorer.step("written packed");
     if (tensor.alive && arena.packed_address(*packed) != nullptr)
       arena.packed_written(address, packed, {{world.slots.number, tensor.slot + begin, begin, size}}, keeps);
@@ -185,9 +177,10 @@ void receive(World& world, Tensor& tensor) {
     for (std::size_t i = 0; i < 2; ++i) {
       world.explorer.step("receive");
       const auto value = world.fresh_value();
-      World::need(pwrite(world.slots.number, &value, 8, static_cast<off_t>(2 * world.block_bytes)) == 8, "pwrite");
+      const auto scratch = 2 * world.block_bytes;  // of the file
+      World::need(raw_write(world.slots.number, reinterpret_cast<const char*>(&value), 8, scratch) == 8, "write");
       auto* const page = world.cell(tensor.address, i);
-      const bool whole = !tensor.alive || (accessible(page, true) && pread(world.slots.number, page, 8, static_cast<off_t>(2 * world.block_bytes)) == 8);
+      const bool whole = !tensor.alive || (accessible(page, true) && raw_read(world.slots.number, page, 8, scratch) == 8);
       World::need(whole, "the system cannot write to what is held writable");
       tensor.cells[i] = value;
     }
@@ -342,6 +335,7 @@ int main(int count, char** arguments) {
   Explorer explorer({runs, 2'000});
   World world(block_bytes, explorer);
   const auto all = operations();
+  const auto all_setups = setups();
   Totals totals;
   std::size_t number = 0, left_out = 0;
   const auto try_it = [&](const Setup& setup, const Actors& actors, std::size_t budget) {
@@ -356,20 +350,24 @@ int main(int count, char** arguments) {
     }
     explore(world, explorer, setup, actors, budget, totals);
   };
-  // Pairs first: they are quick, and show the shortest way.
-  for (const auto& setup : setups())
+  // Pairs first: they are quick, and show the shortest way. The others in an order that is drawn, but always the same:
+  // so a run that is cut off has seen something of each kind.
+  for (const auto& setup : all_setups)
     for (std::size_t a = 0; a < all.size(); ++a)
       for (std::size_t b = a; b < all.size(); ++b) try_it(setup, {{&all[a]}, {&all[b]}}, 2);
-  for (const auto& setup : setups())
+  std::vector<std::tuple<const Setup*, Actors, std::size_t>> longer;
+  for (const auto& setup : all_setups)
     for (std::size_t a = 0; a < all.size(); ++a)
-      for (std::size_t b = a; b < all.size(); ++b)
-        for (std::size_t c = b; c < all.size(); ++c)
-          for (const std::size_t budget : {2, 3}) try_it(setup, {{&all[a]}, {&all[b]}, {&all[c]}}, budget);
-  if (deep)
-    for (const auto& setup : setups())
-      for (std::size_t a = 0; a < all.size(); ++a)
-        for (std::size_t b = 0; b < all.size(); ++b)
-          for (std::size_t c = b; c < all.size(); ++c) try_it(setup, {{&all[a], &all[b]}, {&all[c]}}, 2);
+      for (std::size_t b = 0; b < all.size(); ++b)
+        for (std::size_t c = b; c < all.size(); ++c) {
+          for (const std::size_t budget : {2, 3})
+            if (a <= b) longer.emplace_back(&setup, Actors{{&all[a]}, {&all[b]}, {&all[c]}}, budget);
+          if (deep) longer.emplace_back(&setup, Actors{{&all[b], &all[c]}, {&all[a]}}, 2);
+          if (deep && b != c) longer.emplace_back(&setup, Actors{{&all[c], &all[b]}, {&all[a]}}, 2);
+        }
+  std::mt19937 random(1);
+  std::shuffle(longer.begin(), longer.end(), random);
+  for (const auto& [setup, actors, budget] : longer) try_it(*setup, actors, budget);
   std::printf("%llu programs, %llu runs, %llu states, %llu steps in %.1f s", static_cast<unsigned long long>(totals.programs),
               static_cast<unsigned long long>(totals.runs), static_cast<unsigned long long>(totals.states),
               static_cast<unsigned long long>(totals.steps), elapsed());

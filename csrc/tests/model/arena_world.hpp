@@ -89,6 +89,7 @@ inline bool store(char* address, std::uint64_t value) {
 }
 #else
 inline bool accessible(const char*, bool) { return true; }  // the system says so
+inline std::uint64_t frames_at(const char*, std::size_t) { return 0; }
 inline bool load(const char* address, std::uint64_t* value) {
   if (sigsetjmp(access_failed, 0) != 0) return false;
   ends_access = true;
@@ -104,18 +105,6 @@ inline bool store(char* address, std::uint64_t value) {
   return true;
 }
 #endif
-
-// As the system reads and writes memory for a program: not what is protected.
-inline bool write_file(int file, const char* address, std::size_t size_bytes, std::uint64_t offset) {
-  for (std::size_t at = 0; at < size_bytes; at += kPageBytes)
-    if (!accessible(address + at, false)) return false;
-  return pwrite(file, address, size_bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(size_bytes);
-}
-inline bool read_file(int file, char* address, std::size_t size_bytes, std::uint64_t offset) {
-  for (std::size_t at = 0; at < size_bytes; at += kPageBytes)
-    if (!accessible(address + at, true)) return false;
-  return pread(file, address, size_bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(size_bytes);
-}
 
 inline void catch_faults() {
   struct sigaction action {};
@@ -169,6 +158,12 @@ class World {
     simulate_pages(probe.base(), std::size_t{1} << 30);
 #endif
     catch_faults();
+    explorer.write_piece = [this](int file, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+      return move_piece(file, const_cast<char*>(data), size_bytes, offset, true);
+    };
+    explorer.read_piece = [this](int file, char* data, std::size_t size_bytes, std::uint64_t offset) {
+      return move_piece(file, data, size_bytes, offset, false);
+    };
     serve_in_place = [this](const char* address, bool is_write) {
       auto* const tensor = x.holds(address, this->block_bytes) ? &x : y.holds(address, this->block_bytes) ? &y : nullptr;
       if (tensor == nullptr) std::fprintf(stderr, "an access to %p, which is nobody's\n", address), std::abort();
@@ -275,6 +270,23 @@ class World {
     const auto answer = tensor.alive ? arena.take(tensor.address, made, &error) : Arena::Answer::kNo;
     arena.release(made);
     return answer == Arena::Answer::kYes;
+  }
+
+  // The system begins with the frames that are there, and goes on with them. If others are there at the end, what it
+  // wrote to the file may be anybody's, and what it read is gone.
+  long move_piece(int file, char* data, std::size_t size_bytes, std::uint64_t offset, bool write) {
+    explorer.step(write ? "write" : "read");
+    for (std::size_t at = 0; at < size_bytes; at += kPageBytes)
+      if (!accessible(data + at, !write)) return errno = EFAULT, -1;
+    const auto before = frames_at(data, size_bytes);
+    explorer.step(write ? "writing" : "reading");
+    if (frames_at(data, size_bytes) == before)
+      return write ? raw_write(file, data, size_bytes, offset) : raw_read(file, data, size_bytes, offset);
+    const std::vector<char> garbage(size_bytes, 'g');
+    return write ? raw_write(file, garbage.data(), size_bytes, offset) : static_cast<long>(size_bytes);
+  }
+  bool write_file(const char* address, std::uint64_t offset) {
+    return explorer.write(slots.number, address, block_bytes, offset) == static_cast<long>(block_bytes);
   }
 
   // Of memory that is lent.
@@ -406,7 +418,7 @@ class World {
     need(answer != Arena::Answer::kError, problem);
     if (answer != Arena::Answer::kAsk) return true;
     if (is_write && on_write) on_write(tensor);
-    need(fill(tensor) || !tensor.alive, "what was dropped cannot be made");
+    fill(tensor);  // if there was no room just now, the access asks again
     return true;
   }
 
@@ -433,7 +445,6 @@ class World {
     void wait(std::atomic<std::uint32_t>&, std::uint32_t, std::int64_t) override { _exit(3); }
     void notify(std::atomic<std::uint32_t>&) override {}
     void io_step(const char*) override { world->tell(kStep); }
-    std::size_t io_piece(std::size_t size_bytes) override { return std::min(size_bytes, world->explorer.piece_bytes); }
   };
 
   // In the child: says where it is, and waits for the word to go on.

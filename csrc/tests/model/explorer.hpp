@@ -134,7 +134,22 @@ class Explorer : public Interleaver {
   void io_step(const char* what) override { step(what); }
   pthread_t this_thread() override { return static_cast<pthread_t>(actor() + 1); }
   std::int64_t now_ns(std::int64_t) override { return clock_ns_; }
-  std::size_t io_piece(std::size_t size_bytes) override { return size_bytes > piece_bytes ? piece_bytes : size_bytes; }
+  // In pieces, each with a step before and behind it.
+  long write(int file, const char* data, std::size_t size_bytes, std::uint64_t offset) override {
+    std::size_t done = 0;
+    for (; done < size_bytes; done += piece_bytes)
+      if (const auto count = write_piece(file, data + done, piece_bytes, offset + done); count < 0) return count;
+    return static_cast<long>(done);
+  }
+  long read(int file, char* data, std::size_t size_bytes, std::uint64_t offset) override {
+    std::size_t done = 0;
+    for (; done < size_bytes; done += piece_bytes)
+      if (const auto count = read_piece(file, data + done, piece_bytes, offset + done); count < 0) return count;
+    return static_cast<long>(done);
+  }
+  // By the system, which reads and writes memory whatever happens to its addresses meanwhile.
+  std::function<long(int, const char*, std::size_t, std::uint64_t)> write_piece;
+  std::function<long(int, char*, std::size_t, std::uint64_t)> read_piece;
   std::size_t piece_bytes = 4096;
   // States count as the same only if each actor has also seen the same in what it is doing now; without it, if it is as
   // far in it.

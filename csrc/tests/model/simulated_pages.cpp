@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace {
 char* begin = nullptr;
 std::size_t bytes = 0;
 std::vector<unsigned char> protections;  // of each page
+std::vector<std::uint32_t> moves;         // of each page: how often it got other memory
 std::vector<char*> scratches;            // of one size, that are free
 constexpr std::size_t kScratchBytes = std::size_t{16} << 20, kScratchSlot = std::size_t{64} << 10;
 
@@ -37,12 +39,17 @@ void set(char* address, std::size_t size_bytes, int protection) {
   std::memset(protections.data() + page_of(address), protection, size_bytes / kPageBytes);
 }
 
+void moved(const char* address, std::size_t size_bytes) {
+  for (std::size_t at = 0; at < size_bytes; at += kPageBytes) ++moves[page_of(address + at)];
+}
+
 }  // namespace
 
 void simulate_pages(char* arena, std::size_t arena_bytes) {
   begin = arena;
   bytes = arena_bytes;
   protections.assign(bytes / kPageBytes, PROT_NONE);
+  moves.assign(bytes / kPageBytes, 0);
   mprotect(begin, bytes, PROT_READ | PROT_WRITE);
   madvise(begin, bytes, MADV_NOHUGEPAGE);
   // The last of its addresses: no run gets there.
@@ -55,6 +62,12 @@ bool accessible(const char* address, bool is_write) {
   return (protection & (is_write ? PROT_WRITE : PROT_READ)) != 0;
 }
 
+std::uint64_t frames_at(const char* address, std::size_t size_bytes) {
+  std::uint64_t all = 0;
+  for (std::size_t at = 0; is_ours(address) && at < size_bytes; at += kPageBytes) all += moves[page_of(address + at)];
+  return all;
+}
+
 }  // namespace model
 
 using namespace model;
@@ -63,9 +76,13 @@ bool map_nothing(char* address, std::size_t size_bytes) {
   if (!is_ours(address)) return true;
   clear(address, size_bytes);
   set(address, size_bytes, PROT_NONE);
+  moved(address, size_bytes);
   return true;
 }
-void give_pages(char* address, std::size_t size_bytes) { clear(address, size_bytes); }
+void give_pages(char* address, std::size_t size_bytes) {
+  clear(address, size_bytes);
+  moved(address, size_bytes);
+}
 bool map_fresh(char* address, std::size_t size_bytes) { return protect(address, size_bytes, PROT_READ | PROT_WRITE); }
 void make_huge(char*, std::size_t) {}
 
@@ -84,6 +101,8 @@ std::size_t move_memory(char* from, char* to, std::size_t size_bytes, std::size_
     std::memcpy(to + at + kPageBytes - 8, from + at + kPageBytes - 8, 8);
   }
   clear(from, size_bytes);
+  moved(from, size_bytes);
+  moved(to, size_bytes);
   std::memcpy(protections.data() + page_of(to), protections.data() + page_of(from), size_bytes / kPageBytes);
   return size_bytes;
 }

@@ -216,8 +216,7 @@ class CpuDevice:
         if self._is_elsewhere(managed, storage):
             managed.void = True
             return False
-        _native.arena_guard(managed.address)
-        if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago
+        if not _native.arena_guard(managed.address):  # the arena took it a moment ago
             managed.void = True
             self.notice()
             return False
