@@ -294,11 +294,9 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
   if (!block->is_dropped() || block == other || block->requested_bytes != other->requested_bytes) return Answer::kNo;
   const auto offset = block->offset, other_offset = other->offset;
   const auto serial = block->serial, other_serial = other->serial;
-  while (!other->is_in() || other->moving != Block::Moving::kNot) {  // the arena needed its memory just now
-    if (other->is_in())
-      changed_.wait(lock);
-    else if ((*error = bring_in(lock, other_offset, other_serial, Need::kAccess, nullptr, 0)) != 0)
-      return *error == ENODATA ? Answer::kNo : Answer::kError;
+  while (!other->is_in()) {  // the arena needed its memory just now
+    *error = bring_in(lock, other_offset, other_serial, Need::kAccess, nullptr, 0);
+    if (*error != 0) return *error == ENODATA ? Answer::kNo : Answer::kError;
     block = again(offset, serial);
     other = again(other_offset, other_serial);
     if (block == nullptr || other == nullptr) return Answer::kUnknown;

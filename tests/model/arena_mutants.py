@@ -45,7 +45,9 @@ MUTANTS = [
         "    empty_landing(staging.landing);\n",
         "    drop_landing(staging.landing);\n",
     ),
-    Mutant("memory that is lent ends with its block", "arena.cpp", "  if (block->lends > 0)\n", "  if (false)\n"),
+    Mutant(
+        "memory that is lent ends with its block", "arena.cpp", "  if (block->lends > 0)\n", "  if (false)\n"
+    ),
     Mutant(
         "memory that is lent cannot be read once its block is released",
         "arena.cpp",
@@ -97,12 +99,6 @@ MUTANTS = [
     ),
     # Made again.
     Mutant(
-        "what is made again is taken while it is written",
-        "paging.cpp",
-        "  while (!other->is_in() || other->moving != Block::Moving::kNot) {",
-        "  while (!other->is_in()) {",
-    ),
-    Mutant(
         "what is made again keeps a number",
         "paging.cpp",
         "  block->guarded = guarded;\n  change_bytes(*block);\n",
@@ -110,13 +106,6 @@ MUTANTS = [
     ),
     # Counters.
     Mutant("what leaves and does not count is counted out", "gate.cpp", "  own(block);\n", ""),
-    Mutant(
-        "what was disowned leaves",
-        "gate.cpp",
-        "  if (found->holds > 0 || found->foreign) return Evicted::kNo;\n",
-        "  if (found->holds > 0) return Evicted::kNo;\n",
-    ),
-    Mutant("what is held leaves", "gate.cpp", "  if (found->holds > 0 || found->foreign) return Evicted::kNo;\n", ""),
     # System calls.
     Mutant(
         "what is held for the system stays protected",
@@ -124,16 +113,8 @@ MUTANTS = [
         "  if (*error == 0 && block->guarded && !make_writable(*block)) *error = errno;\n",
         "",
     ),
-    Mutant("what is held leaves by its owner's copy", "copies.cpp", "block->is_dropped() || block->holds > 0 || in_child_) return Answer::kNo;\n  const auto made", "block->is_dropped() || in_child_) return Answer::kNo;\n  const auto made"),
-    Mutant("what is held is dropped", "paging.cpp", "!block->is_in() || block->holds > 0 || in_child_", "!block->is_in() || in_child_"),
     # The end.
     Mutant("closing waits for no write", "paging.cpp", "    while (writes_ > 0) changed_.wait(lock);\n", ""),
-    Mutant(
-        "a swap file goes while blocks are in it",
-        "swap.cpp",
-        "  if (used_bytes_ > 0) return false;\n",
-        "",
-    ),
     Mutant(
         "who waits for I/O is not told of its end",
         "arena.hpp",

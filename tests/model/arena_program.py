@@ -76,7 +76,9 @@ def build(folder: Path, *, real: bool = False, mutant: Mutant | None = None) -> 
 
 
 def explore(program: Path, *arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 def _run(command: list[str]) -> None:

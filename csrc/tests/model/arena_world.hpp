@@ -280,10 +280,19 @@ class World {
       if (!accessible(data + at, !write)) return errno = EFAULT, -1;
     const auto before = frames_at(data, size_bytes);
     explorer.step(write ? "writing" : "reading");
-    if (frames_at(data, size_bytes) == before)
-      return write ? raw_write(file, data, size_bytes, offset) : raw_read(file, data, size_bytes, offset);
+    if (frames_at(data, size_bytes) == before) {
+      if (write) return raw_write(file, data, size_bytes, offset);
+      const auto count = raw_read(file, data, size_bytes, offset);
+      explorer.learn((Hash() << at(data) << at(data + size_bytes - 8)).value());
+      return count;
+    }
     const std::vector<char> garbage(size_bytes, 'g');
     return write ? raw_write(file, garbage.data(), size_bytes, offset) : static_cast<long>(size_bytes);
+  }
+  static std::uint64_t at(const char* address) {
+    std::uint64_t value;
+    std::memcpy(&value, address, sizeof value);
+    return value;
   }
   bool write_file(const char* address, std::uint64_t offset) {
     return explorer.write(slots.number, address, block_bytes, offset) == static_cast<long>(block_bytes);
@@ -296,6 +305,7 @@ class World {
       need(tries < 50 && serve(tensor, address, false), "memory that is lent cannot be read");
       explorer.step("read again");
     }
+    explorer.learn(value);
     return value;
   }
 

@@ -108,6 +108,10 @@ class Explorer : public Interleaver {
     current_->steps = 0;
     ++current_->operation;
   }
+  // The actor knows this from here on.
+  void learn(std::uint64_t what) {
+    if (current_ != nullptr) current_->past = (Hash() << current_->past << what).value();
+  }
   std::size_t actor() const { return current_ == nullptr ? 0 : current_->number; }
   std::string told() const {
     std::string text;
