@@ -281,8 +281,7 @@ void Transfers::serve(Worker& worker, Io& io) {
     while (auto* part = next_part(worker)) start(io, *part);
     {
       const std::lock_guard lock(mutex_);
-      worker.idle = worker.in_flight.empty();
-      if (closed_ && worker.idle && !anything_waits()) return;
+      if (closed_ && worker.in_flight.empty() && !anything_waits()) return;
     }
     io.wait();
     Result result;
@@ -319,10 +318,10 @@ bool Transfers::may_begin(const Worker& worker, const Lane& lane, std::size_t pr
   return part.piece.method != Method::staged || !staging_.empty();
 }
 
-// The next part that may begin now: the most urgent of all targets', each in its turn.
+// The next part that may begin now: the most urgent of all targets', each in its turn. None: what is submitted
+// from then on, by whoever gets the lock next, wakes the thread up if nothing else will.
 Transfers::Part* Transfers::next_part(Worker& worker) {
   const std::lock_guard lock(mutex_);
-  worker.idle = false;
   auto best = lanes_.end();
   std::size_t best_priority = kPriorities;
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
@@ -332,6 +331,7 @@ Transfers::Part* Transfers::next_part(Worker& worker) {
     best = lane;
     best_priority = priority;
   }
+  worker.idle = best == lanes_.end() && worker.in_flight.empty();
   if (best == lanes_.end()) return nullptr;
   lanes_.splice(lanes_.end(), lanes_, best);
   auto& queue = best->waiting[best_priority];
