@@ -166,6 +166,11 @@ std::list<Finished> Transfers::wait() {
   return std::exchange(finished_, {});
 }
 
+int Transfers::broken() {
+  const std::lock_guard lock(mutex_);
+  return broken_;
+}
+
 bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
   if (process_ != getpid()) {  // after a fork: the threads are the parent's, and here not even to be detached
     for (auto& worker : workers_)
@@ -228,7 +233,8 @@ void Transfers::drop_waiting(Transfer& transfer) {
 
 void Transfers::finish(Transfer& transfer) {
   const auto token = transfer.request.token;
-  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned};
+  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned,
+                             transfer.unsettled};
   finished_.splice(finished_.end(), transfer.result);
   transfers_.erase(token);
 }
@@ -265,6 +271,7 @@ void Transfers::run(Worker& worker) {
   worker.io = nullptr;
   if (error != 0) {
     closed_ = true;
+    broken_ = error;
     while (!worker.in_flight.empty()) end_part(worker.in_flight, worker.in_flight.front(), error, true);
     for (auto& lane : lanes_)
       for (auto& queue : lane.waiting)
@@ -287,7 +294,7 @@ void Transfers::serve(Worker& worker, Io& io) {
     Result result;
     while (io.next(result)) {
       auto& part = *reinterpret_cast<Part*>(result.tag);
-      if (advance(worker, part, result.moved)) issue(io, part);
+      if (advance(worker, part, result)) issue(io, part);
     }
     hand_out();
   }
@@ -376,8 +383,10 @@ void Transfers::issue(Io& io, const Part& part) {
 }
 
 // Short moves, interrupted and busy ones are dealt with here, and nowhere else. Whether the part has to go on.
-bool Transfers::advance(Worker& worker, Part& part, int moved) {
+bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   io_step("advance");
+  const auto moved = result.moved;
+  part.unsettled = part.unsettled || result.unsettled;
   const auto& piece = part.piece;
   const auto& request = part.transfer->request;
   if (moved == -EINTR || moved == -EAGAIN) {
@@ -428,8 +437,9 @@ void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
     --transfer.lane->in_flight[part.worker->number];
   }
   if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
-  parts.erase(part.self);
   transfer.abandoned = transfer.abandoned || abandoned;
+  transfer.unsettled = transfer.unsettled || part.unsettled;
+  parts.erase(part.self);
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
     if (begun) drop_waiting(transfer);  // the rest is not worth the effort

@@ -14,6 +14,7 @@
 #include "io/poller.hpp"
 #include "io/ring.hpp"
 #include "nvme/controller.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -86,6 +87,7 @@ class NvmeIo final : public Io {
     Remote* remote;
     std::uint32_t size_bytes, commands_left;
     int error;
+    bool unsettled = false;  // a command that was lost may write yet
   };
   struct Part {
     Task* task;
@@ -209,6 +211,7 @@ void NvmeIo::prepare(const Operation& operation, std::uint64_t tag) {
 }
 
 void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag) {
+  io_step("nvme begin");
   auto& name_space = *remote.name_space;
   const std::uint64_t block_bytes = name_space.block_bytes(), size_bytes = name_space.size_bytes();
   const auto first = operation.offset, end = operation.offset + operation.size_bytes;
@@ -550,6 +553,7 @@ bool NvmeIo::close_if_quiet(Queue& queue) {
 }
 
 void NvmeIo::retry(Target& target, Part* part) {
+  if (part->command.direction == Direction::to_controller) part->task->unsettled = true;
   if (part->tries >= kMostTries) {
     end_part(part, ECONNRESET, "given up after " + std::to_string(kMostTries) + " tries; last: " + target.why);
     return;
@@ -584,7 +588,8 @@ void NvmeIo::end_part(Part* part, int error, const std::string& why) {
   }
   parts_.give(part);
   if (--task.commands_left > 0) return;
-  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes)});
+  io_step("nvme end");
+  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes), task.unsettled});
   tasks_.give(&task);
 }
 
