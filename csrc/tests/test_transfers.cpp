@@ -506,14 +506,34 @@ std::vector<int> descriptors(std::string_view kind) {
   return found;
 }
 
+class TellingRing final : public Io {
+ public:
+  explicit TellingRing(std::atomic<bool>& prepared) : prepared_(prepared) {}
+  bool register_memory(std::byte* address, std::size_t size) override { return ring_.register_memory(address, size); }
+  void prepare(const Operation& operation, std::uint64_t tag) override {
+    ring_.prepare(operation, tag);
+    prepared_ = true;
+  }
+  void submit() override { ring_.submit(); }
+  void wait() override { ring_.wait(); }
+  bool next(Result& result) override { return ring_.next(result); }
+  void wake() override { ring_.wake(); }
+
+ private:
+  std::atomic<bool>& prepared_;
+  Ring ring_{8};
+};
+
 TEST(a_ring_that_the_program_closes_gives_its_memory_up_for_lost) {
   for (const bool busy : {true, false}) {
     int pipe_ends[2];
     CHECK_EQUAL(pipe(pipe_ends), 0);
     std::vector<std::byte> memory(8 * kPiece);
-    Transfers transfers([]() -> std::unique_ptr<Io> { return std::make_unique<Ring>(8); }, {4, kPiece, kPiece, 1});
+    std::atomic<bool> prepared = false;
+    Transfers transfers([&] { return std::make_unique<TellingRing>(prepared); }, {4, kPiece, kPiece, 1});
     const Request asked{1, false, Method::buffered, false, {pipe_ends[0], -1, kAlignment}, 0, memory.data(), kPiece};
     if (busy) CHECK(transfers.submit({&asked, 1}));
+    while (busy && !prepared) std::this_thread::yield();
     for (const auto* kind : {"anon_inode:[io_uring]", "anon_inode:[eventfd]"})
       for (const auto number : descriptors(kind)) close(number);
     // The thread may find out before, or only now.
