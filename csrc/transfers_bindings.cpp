@@ -83,8 +83,14 @@ void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint
   const auto call = [callable](const std::list<Finished>& finished) {
     static thread_local ThreadState known;
     const nb::gil_scoped_acquire acquire;
+    nb::object list;
     try {
-      (*callable)(list_of(finished));
+      list = list_of(finished);
+    } catch (const std::exception&) {
+      throw std::bad_alloc();
+    }
+    try {
+      (*callable)(list);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("a completion");
     }

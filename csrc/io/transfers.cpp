@@ -48,9 +48,9 @@ Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
       staging_(limits.slots, limits.slot_bytes),
       process_(getpid()) {
   try {
-    for (unsigned number = 0; number < limits.threads; ++number) {
-      auto& worker = workers_.emplace_back();
-      worker.number = number;
+    // All, before one of them looks at the others.
+    for (unsigned number = 0; number < limits.threads; ++number) workers_.emplace_back().number = number;
+    for (auto& worker : workers_) {
       {
         const std::lock_guard lock(mutex_);
         ++running_;
@@ -311,7 +311,14 @@ void Transfers::hand_out() {
       changed_.notify_all();
     }
   }
-  if (!last.empty()) deliver_(last);
+  if (last.empty()) return;
+  try {
+    deliver_(last);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    finished_.splice(finished_.begin(), last);
+    throw;
+  }
 }
 
 // Whether the first part of those of this priority may.

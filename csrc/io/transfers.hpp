@@ -50,7 +50,7 @@ class Transfers {
   using Deliver = std::function<void(const std::list<Finished>&)>;
 
   // `make_io` is called on each thread; what it throws is thrown here. `deliver` is called on the threads, with
-  // what finished last; without it all waits for `wait`.
+  // what finished last; without it all waits for `wait`, and so does what it throws for, which ends the thread.
   Transfers(MakeIo make_io, Limits limits, Deliver deliver = {});
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;

@@ -173,7 +173,7 @@ bool prepare_to_wait() {
     std::thread([made] { tell(made->transfers); }).detach();
     std::thread([made] { lend(*made->loans); }).detach();
     mover.store(made);
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     return false;
   }
   return true;

@@ -416,6 +416,17 @@ TEST(close_from_a_delivery_does_not_wait_for_itself) {
   CHECK_EQUAL(refused, 1);
 }
 
+TEST(what_cannot_be_delivered_is_waited_for) {
+  std::vector<std::byte> file = random_bytes(kPiece, 1), memory = file;
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); }, {1, kPiece, kPiece, 1, 2},
+                      [](const std::list<Finished>&) { throw std::bad_alloc(); });
+  const auto asked = asked_of(0, Priority::demand, memory.data());
+  CHECK(transfers.submit({&asked, 1}));
+  CHECK_EQUAL(wait_for(transfers, 1).at(0), 0);
+  CHECK(transfers.close());
+  CHECK_EQUAL(transfers.broken(), ENOMEM);
+}
+
 TEST(the_end_of_a_file) {
   auto file = random_bytes(3 * kAlignment + 100, 1);
   std::vector<std::byte> memory(8 * kAlignment);
