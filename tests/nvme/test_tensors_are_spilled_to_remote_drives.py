@@ -19,7 +19,7 @@ from penstock import cli
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.samples import upload, verify
-from penstock.storage import region
+from penstock.storage import region, spill_namespace
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.nvme.marker import own_marker
@@ -181,6 +181,18 @@ def test_an_extent_is_written_in_its_own_place_again_once_nothing_can_land(
         assert moved(space, "read", extent) == b"\3" * BLOCK
         space.release(extent)
         assert space.used_bytes == 0
+
+
+def test_the_next_run_waits_until_nothing_can_land(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpillSpace(url_of(target)) as space:
+        target.fault("hold", "write")
+        moved(space, "write", space.allocate(BLOCK), b"\1" * BLOCK)
+    naps_s: list[float] = []
+    monkeypatch.setattr(spill_namespace.time, "sleep", naps_s.append)
+    for most_s in (3 * 15 + 10 + 1, spill_namespace._OTHERS_S):  # the second has nothing to wait for
+        with SpillSpace(url_of(target)):
+            assert most_s - 5 < max(naps_s) <= most_s
+        naps_s.clear()
 
 
 FORKING = """

@@ -431,7 +431,7 @@ class SpillSpace:
         that is not the program's."""
         extent, size_bytes = transfer.extent, transfer.size_bytes
         region = self._regions[extent.space]
-        if failed is not None and (failed.abandoned or failed.error_number == errno.EBADF):
+        if failed is not None and (transfer.abandoned or failed.error_number == errno.EBADF):
             error = SpillError(broken_text(failed.error_number))
             error.errno = failed.error_number
             return error
