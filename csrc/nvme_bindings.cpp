@@ -128,6 +128,7 @@ nb::dict facts_of(PyController& self) {
   result["io_capsule_bytes"] = facts.in_capsule_bytes;
   result["max_queues"] = facts.queues;
   result["queue_entries"] = facts.most_entries;
+  result["quiesce_s"] = facts.quiesce_s;
   result["volatile_write_cache"] = facts.data.volatile_write_cache;
   result["header_digest"] = facts.header_digest;
   result["data_digest"] = facts.data_digest;

@@ -55,7 +55,8 @@ class ThreadState {
 nb::list list_of(const std::list<Finished>& finished) {
   nb::list result;
   for (const auto& one : finished) {
-    result.append(nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned));
+    result.append(
+        nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned, one.unsettled));
   }
   return result;
 }
@@ -82,8 +83,14 @@ void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint
   const auto call = [callable](const std::list<Finished>& finished) {
     static thread_local ThreadState known;
     const nb::gil_scoped_acquire acquire;
+    nb::object list;
     try {
-      (*callable)(list_of(finished));
+      list = list_of(finished);
+    } catch (const std::exception&) {
+      throw std::bad_alloc();
+    }
+    try {
+      (*callable)(list);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("a completion");
     }
@@ -167,7 +174,8 @@ void bind_transfers(nb::module_& module) {
           "hurry",
           [](Transfers& self, const std::vector<std::uint64_t>& tokens) { self.hurry(tokens); },
           nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
-      .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool]]"))
+      .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool, bool]]"))
+      .def("broken", &Transfers::broken)
       .def(
           "close",
           [](Transfers& self, double timeout_s) { return self.close(std::chrono::duration<double>(timeout_s)); },

@@ -23,8 +23,8 @@ void Bell::ring() const {
 
 void Bell::clear() const {
   std::uint64_t count;
-  while (read(number_, &count, sizeof count) < 0 && errno == EINTR) {
-  }
+  while (read(number_, &count, sizeof count) < 0 && errno != EAGAIN)
+    if (errno != EINTR) throw std::system_error(errno, std::generic_category(), "reading an eventfd");
 }
 
 }  // namespace penstock

@@ -11,7 +11,7 @@ class Bell {
   ~Bell();
   int number() const { return number_; }
   void ring() const;
-  void clear() const;
+  void clear() const;  // throws std::system_error where the program has closed its descriptor
 
  private:
   const int number_;

@@ -1,11 +1,10 @@
 // Reads, writes and mappings by calls that wait, one at a time: works on any POSIX system.
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
 #include <optional>
 
 #include "io/io.hpp"
+#include "sync.hpp"
 
 namespace penstock {
 
@@ -26,8 +25,8 @@ class BlockingIo final : public Io {
   std::optional<Operation> prepared_;
   std::optional<int> moved_;
   std::uint64_t tag_ = 0;
-  std::mutex mutex_;
-  std::condition_variable woken_up_;
+  Mutex mutex_;
+  Condition woken_up_;
   bool woken_ = false;
 };
 

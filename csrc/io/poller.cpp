@@ -9,6 +9,13 @@
 
 namespace penstock {
 
+namespace {
+
+// A program that closes all descriptors closes the one that wakes this thread, too: it looks by itself now and then.
+constexpr int kLongestWaitMs = 1000;
+
+}  // namespace
+
 void PollIo::prepare(const Operation& operation, std::uint64_t tag) {
   results_.push_back({tag, move(operation)});
 }
@@ -44,7 +51,7 @@ void PollIo::wait() {
   for (const auto& message : waiting_)
     polled.push_back({message.socket, static_cast<short>(message.send ? POLLOUT : POLLIN), 0});
   polled.push_back({bell_.number(), POLLIN, 0});
-  if (poll(polled.data(), polled.size(), results_.empty() ? -1 : 0) < 0) {
+  if (poll(polled.data(), polled.size(), results_.empty() ? kLongestWaitMs : 0) < 0) {
     if (errno == EINTR) return;
     throw std::system_error(errno, std::generic_category(), "poll");
   }

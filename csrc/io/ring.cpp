@@ -16,6 +16,8 @@ namespace penstock {
 
 namespace {
 
+// A program that closes all descriptors closes the one that wakes this thread, too: it looks by itself now and then.
+constexpr __kernel_timespec kLongestWait{1, 0};
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0}, kCancelTag = kWakeTag - 1;
 
 [[noreturn]] void fail(int number, const char* what) {
@@ -53,6 +55,7 @@ Ring::Ring(unsigned depth) {
   io_uring_params parameters;
   ring_.number = setup(depth + 1, parameters);  // one more: the wait for a wake
   if (!(parameters.features & IORING_FEAT_RW_CUR_POS)) fail(ENOSYS, "io_uring of this kernel");  // 5.6
+  limits_waits_ = (parameters.features & IORING_FEAT_EXT_ARG) != 0;  // 5.11
   event_.number = eventfd(0, EFD_CLOEXEC);
   if (event_.number < 0) fail(errno, "eventfd");
   const auto& sq = parameters.sq_off;
@@ -131,14 +134,20 @@ void Ring::await_wake() {
 }
 
 void Ring::enter(unsigned wait_for) {
-  const unsigned flags = wait_for > 0 ? IORING_ENTER_GETEVENTS : 0;
+  io_uring_getevents_arg limit{};
+  limit.ts = reinterpret_cast<std::uintptr_t>(&kLongestWait);
+  const bool limited = wait_for > 0 && limits_waits_;
+  const unsigned flags = (wait_for > 0 ? IORING_ENTER_GETEVENTS : 0U) | (limited ? IORING_ENTER_EXT_ARG : 0U);
   std::atomic_ref<unsigned>(*submission_tail_).fetch_add(prepared_, std::memory_order_release);
   auto left = std::exchange(prepared_, 0U);
   while (left > 0 || wait_for > 0) {
-    const auto taken = syscall(SYS_io_uring_enter, ring_.number, left, wait_for, flags, nullptr, 0);
+    const auto taken = syscall(SYS_io_uring_enter, ring_.number, left, wait_for, flags, limited ? &limit : nullptr,
+                               limited ? sizeof limit : 0);
     if (taken >= 0) {
       left -= std::min(left, static_cast<unsigned>(taken));
       if (left == 0) return;
+    } else if (errno == ETIME) {
+      return;
     } else if (errno == EBUSY || errno == EAGAIN) {
       usleep(100);  // the kernel is short of memory for now
     } else if (errno != EINTR) {
@@ -161,6 +170,8 @@ bool Ring::next(Result& result) {
     std::atomic_ref<unsigned>(*completion_head_).store(head + 1, std::memory_order_release);
     if (result.tag == kCancelTag) continue;  // the message's own result says how it ended
     if (result.tag != kWakeTag) return true;
+    if (result.moved < 0 && result.moved != -EINTR && result.moved != -EAGAIN)
+      fail(-result.moved, "reading what wakes an io_uring");
     woken_ = false;
     await_wake();
   }

@@ -45,7 +45,7 @@ class Ring final : public SocketIo {
   // Of the ring's memory, shared with the kernel.
   Mapping map(std::size_t size_bytes, std::uint64_t what) const;
   io_uring_sqe& next_entry(std::uint64_t tag);
-  void enter(unsigned wait_for);
+  void enter(unsigned wait_for);  // which ends by itself after a while
   void await_wake();
 
   Descriptor ring_, event_;
@@ -55,6 +55,7 @@ class Ring final : public SocketIo {
   io_uring_sqe* submission_entries_;
   io_uring_cqe* completion_entries_;
   unsigned entries_of_queue_;
+  bool limits_waits_;
   unsigned prepared_ = 0;  // entries the kernel has not been told of
   std::uint64_t event_value_ = 0;
   std::atomic<bool> woken_ = false;

@@ -48,9 +48,9 @@ Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
       staging_(limits.slots, limits.slot_bytes),
       process_(getpid()) {
   try {
-    for (unsigned number = 0; number < limits.threads; ++number) {
-      auto& worker = workers_.emplace_back();
-      worker.number = number;
+    // All, before one of them looks at the others.
+    for (unsigned number = 0; number < limits.threads; ++number) workers_.emplace_back().number = number;
+    for (auto& worker : workers_) {
       {
         const std::lock_guard lock(mutex_);
         ++running_;
@@ -166,6 +166,11 @@ std::list<Finished> Transfers::wait() {
   return std::exchange(finished_, {});
 }
 
+int Transfers::broken() {
+  const std::lock_guard lock(mutex_);
+  return broken_;
+}
+
 bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
   if (process_ != getpid()) {  // after a fork: the threads are the parent's, and here not even to be detached
     for (auto& worker : workers_)
@@ -228,7 +233,8 @@ void Transfers::drop_waiting(Transfer& transfer) {
 
 void Transfers::finish(Transfer& transfer) {
   const auto token = transfer.request.token;
-  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned};
+  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned,
+                             transfer.unsettled};
   finished_.splice(finished_.end(), transfer.result);
   transfers_.erase(token);
 }
@@ -265,6 +271,7 @@ void Transfers::run(Worker& worker) {
   worker.io = nullptr;
   if (error != 0) {
     closed_ = true;
+    broken_ = error;
     while (!worker.in_flight.empty()) end_part(worker.in_flight, worker.in_flight.front(), error, true);
     for (auto& lane : lanes_)
       for (auto& queue : lane.waiting)
@@ -281,14 +288,13 @@ void Transfers::serve(Worker& worker, Io& io) {
     while (auto* part = next_part(worker)) start(io, *part);
     {
       const std::lock_guard lock(mutex_);
-      worker.idle = worker.in_flight.empty();
-      if (closed_ && worker.idle && !anything_waits()) return;
+      if (closed_ && worker.in_flight.empty() && !anything_waits()) return;
     }
     io.wait();
     Result result;
     while (io.next(result)) {
       auto& part = *reinterpret_cast<Part*>(result.tag);
-      if (advance(worker, part, result.moved)) issue(io, part);
+      if (advance(worker, part, result)) issue(io, part);
     }
     hand_out();
   }
@@ -305,7 +311,14 @@ void Transfers::hand_out() {
       changed_.notify_all();
     }
   }
-  if (!last.empty()) deliver_(last);
+  if (last.empty()) return;
+  try {
+    deliver_(last);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    finished_.splice(finished_.begin(), last);
+    throw;
+  }
 }
 
 // Whether the first part of those of this priority may.
@@ -319,10 +332,10 @@ bool Transfers::may_begin(const Worker& worker, const Lane& lane, std::size_t pr
   return part.piece.method != Method::staged || !staging_.empty();
 }
 
-// The next part that may begin now: the most urgent of all targets', each in its turn.
+// The next part that may begin now: the most urgent of all targets', each in its turn. None: what is submitted
+// from then on, by whoever gets the lock next, wakes the thread up if nothing else will.
 Transfers::Part* Transfers::next_part(Worker& worker) {
   const std::lock_guard lock(mutex_);
-  worker.idle = false;
   auto best = lanes_.end();
   std::size_t best_priority = kPriorities;
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
@@ -332,6 +345,7 @@ Transfers::Part* Transfers::next_part(Worker& worker) {
     best = lane;
     best_priority = priority;
   }
+  worker.idle = best == lanes_.end() && worker.in_flight.empty();
   if (best == lanes_.end()) return nullptr;
   lanes_.splice(lanes_.end(), lanes_, best);
   auto& queue = best->waiting[best_priority];
@@ -376,8 +390,10 @@ void Transfers::issue(Io& io, const Part& part) {
 }
 
 // Short moves, interrupted and busy ones are dealt with here, and nowhere else. Whether the part has to go on.
-bool Transfers::advance(Worker& worker, Part& part, int moved) {
+bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   io_step("advance");
+  const auto moved = result.moved;
+  part.unsettled = part.unsettled || result.unsettled;
   const auto& piece = part.piece;
   const auto& request = part.transfer->request;
   if (moved == -EINTR || moved == -EAGAIN) {
@@ -428,8 +444,9 @@ void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
     --transfer.lane->in_flight[part.worker->number];
   }
   if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
-  parts.erase(part.self);
   transfer.abandoned = transfer.abandoned || abandoned;
+  transfer.unsettled = transfer.unsettled || part.unsettled;
+  parts.erase(part.self);
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
     if (begun) drop_waiting(transfer);  // the rest is not worth the effort

@@ -40,7 +40,8 @@ struct Finished {
   std::uint64_t token;
   int error;                     // 0, or an errno
   double started_s, finished_s;  // on the monotonic clock
-  bool abandoned;                // its thread broke: the memory may still be read or written, for ever
+  bool abandoned;                // its thread broke: the memory may still be read or written, for ever; so the target
+  bool unsettled = false;        // as of Result: what is written to that place next may be overwritten
 };
 
 class Transfers {
@@ -49,7 +50,7 @@ class Transfers {
   using Deliver = std::function<void(const std::list<Finished>&)>;
 
   // `make_io` is called on each thread; what it throws is thrown here. `deliver` is called on the threads, with
-  // what finished last; without it all waits for `wait`.
+  // what finished last; without it all waits for `wait`, and so does what it throws for, which ends the thread.
   Transfers(MakeIo make_io, Limits limits, Deliver deliver = {});
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
@@ -65,6 +66,8 @@ class Transfers {
   void hurry(std::span<const std::uint64_t> tokens);
   // What has finished and was not delivered: at least one, waiting for it; none after close.
   std::list<Finished> wait();
+  // An errno where a thread broke: nothing is carried out any more. 0: none did.
+  int broken();
   // Waits for everything that was submitted. Idempotent, for any threads at once. False where the time was
   // too short: then the object must stay as long as the process. False also from a delivery, which what
   // was submitted may itself wait for.
@@ -86,7 +89,7 @@ class Transfers {
     Lane* lane = nullptr;
     std::size_t pieces_left = 0, pieces_begun = 0;
     int error = 0;
-    bool abandoned = false;
+    bool abandoned = false, unsettled = false;
     double started_s = 0;
     std::list<Finished> result;  // one: room for how it ends
   };
@@ -96,6 +99,7 @@ class Transfers {
     Parts::iterator self{};
     std::uint64_t done_bytes = 0;  // from piece.begin on
     int retries = 0;
+    bool unsettled = false;
     std::byte* slot = nullptr;
     Worker* worker = nullptr;  // where it has begun
   };
@@ -119,7 +123,7 @@ class Transfers {
   Part* next_part(Worker& worker);
   void start(Io& io, Part& part);
   void issue(Io& io, const Part& part);
-  bool advance(Worker& worker, Part& part, int moved);
+  bool advance(Worker& worker, Part& part, const Result& result);
   void finish_part(Worker& worker, Part& part, int error);
   void end_part(Parts& parts, Part& part, int error, bool abandoned);
   void drop_waiting(Transfer& transfer);
@@ -137,7 +141,7 @@ class Transfers {
   std::list<Worker> workers_;
   std::uint64_t in_flight_bytes_ = 0;
   unsigned started_ = 0, running_ = 0;
-  int start_error_ = 0;
+  int start_error_ = 0, broken_ = 0;
   bool registered_ = true, closed_ = false;
   const int process_;
   std::mutex joining_;

@@ -19,6 +19,9 @@ constexpr std::uint16_t kInvalidParameters = 0x182;
 constexpr std::size_t kMostNamespaces = 1U << 16;
 constexpr std::uint64_t kMostLogEntries = 1U << 14;
 constexpr unsigned kMostPage = 4;  // 64 KiB
+// It notices a loss after up to three keep alive timeouts, and needs its Command Quiesce Time then (NVM Express Base
+// 2.1, "Communication Loss Handling").
+constexpr double kTimeoutsToNotice = 3, kUntoldKeepAliveS = 30, kUntoldQuiesceS = 10;
 constexpr auto kFirstRetryPause = std::chrono::milliseconds(10);
 
 // Of an admin or I/O queue. Gives the number of the controller.
@@ -176,6 +179,8 @@ void Association::prepare_for_io(const Patience& patience) {
   const auto shift = static_cast<unsigned>(std::bit_width(facts_.most_data_bytes) - 1) + data.most_data;
   facts_.most_data_bytes = data.most_data == 0 || shift > 30 ? 0 : 1U << shift;
   facts_.data = data;
+  facts_.quiesce_s = kTimeoutsToNotice * (options_.keep_alive_s > 0 ? options_.keep_alive_s : kUntoldKeepAliveS) +
+                     (data.quiesce_ms > 0 ? data.quiesce_ms / 1000.0 : kUntoldQuiesceS);
   facts_.queues = static_cast<std::uint16_t>(granted);
   const auto capsule_bytes =
       std::min<std::uint64_t>(std::uint64_t{data.in_capsule_units} * 16, kMostInCapsuleBytes);

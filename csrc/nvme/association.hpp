@@ -40,6 +40,8 @@ struct Facts {
   std::uint16_t most_entries = 0, queues = 0, controller = 0;
   std::uint32_t version = 0;
   bool header_digest = false, data_digest = false;
+  // After a loss, for so long, the controller may still carry out commands that it had.
+  double quiesce_s = 0;
   std::array<std::uint16_t, 3> retry_delays{};  // of 100 ms, by the number that a status gives, less one; 0: none
 
   // Before a command that ended with this status for the so manieth time is sent again.

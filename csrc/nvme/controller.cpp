@@ -56,11 +56,10 @@ std::shared_ptr<Controller> Controller::open(const Options& options) {
   controller->thread_ = std::thread([controller] { controller->run(); });
   std::unique_lock lock(controller->mutex_);
   controller->changed_.wait(lock, [&] { return controller->state_ != State::starting || controller->ended_; });
-  if (controller->start_error_) {
-    const Error error = *controller->start_error_;
+  if (const auto error = controller->start_error_) {
     lock.unlock();
     controller->thread_.join();
-    throw error;
+    std::rethrow_exception(error);
   }
   lock.unlock();
   place->controller = controller;
@@ -109,11 +108,8 @@ Patience Controller::patience(double timeout_s) {
 void Controller::watch() {
   const std::lock_guard lock(mutex_);
   if (closing_ && state_ != State::closed) throw Error(Kind::closed, "it is closed");
-  if (reported_ && lost_generation_ == generation_ && state_ == State::up) {
-    const Error error = *reported_;
-    reported_.reset();
-    throw error;
-  }
+  if (reported_ && lost_generation_ == generation_ && state_ == State::up)
+    std::rethrow_exception(std::exchange(reported_, nullptr));
   const auto now = Clock::now();
   if (now < next_tick_) return;
   next_tick_ =
@@ -128,43 +124,26 @@ Error Controller::described(const Error& error) const {
 void Controller::run() {
   begin_thread("penstock-nvme");
   auto pause = Clock::duration(kFirstPause);
-  while (true) {
-    const auto begun = Clock::now();
-    try {
-      establish();
-      pause = kFirstPause;
-      serve();
-    } catch (const Error& error) {
-      std::unique_lock lock(mutex_);
-      if (state_ == State::starting && !closing_) {
-        start_error_ = std::make_unique<Error>(described(error));
-        break;
+  std::exception_ptr broken;
+  try {
+    while (true) {
+      const auto begun = Clock::now();
+      try {
+        establish();
+        pause = kFirstPause;
+        serve();
+      } catch (const Error& error) {
+        if (!go_on(error, begun, pause)) break;
+      } catch (const std::bad_alloc&) {
+        if (!go_on(Error(Kind::lost, "memory is short"), begun, pause)) break;
       }
-      if (closing_) {
-        lock.unlock();
-        shut_down();
-        break;
-      }
-      lock.unlock();
-      if (state_ == State::up) {
-        lose(error);
-      } else {
-        lock.lock();
-        last_attempt_ = described(error).text;
-        if (Clock::now() - down_since_ > seconds(options_.reconnect_timeout_s)) {
-          given_up_before_ = begun;
-          seats_.tell_all();
-        }
-        lock.unlock();
-        pause =
-            std::min<Clock::duration>({pause * 2, kLongestPause, seconds(options_.reconnect_timeout_s / 4)});
-      }
-      association_.reset();
-      if (!wait_before_retry(pause)) break;
     }
+  } catch (...) {  // such as a bell that the program has closed, or memory that is short for an error, too
+    broken = std::current_exception();
   }
   association_.reset();
   const std::lock_guard lock(mutex_);
+  if (state_ == State::starting && !start_error_) start_error_ = broken;
   state_ = State::closed;
   ended_ = true;
   for (const auto handle : opened_) remove_namespace(handle);
@@ -172,15 +151,52 @@ void Controller::run() {
   changed_.notify_all();
 }
 
+// After an error. False: that was all.
+bool Controller::go_on(const Error& error, Clock::time_point begun, Clock::duration& pause) {
+  std::unique_lock lock(mutex_);
+  if (closing_) {
+    lock.unlock();
+    shut_down();
+    return false;
+  }
+  if (state_ == State::starting) {
+    start_error_ = std::make_exception_ptr(described(error));
+    return false;
+  }
+  if (state_ == State::up) {
+    lock.unlock();
+    lose(error);
+  } else {
+    note(last_attempt_, error);
+    if (Clock::now() - down_since_ > seconds(options_.reconnect_timeout_s)) {
+      given_up_before_ = begun;
+      seats_.tell_all();
+    }
+    lock.unlock();
+    pause = std::min<Clock::duration>({pause * 2, kLongestPause, seconds(options_.reconnect_timeout_s / 4)});
+  }
+  association_.reset();
+  return wait_before_retry(pause);
+}
+
+// Without a text where memory is short for it.
+void Controller::note(std::string& text, const Error& error) noexcept {
+  text.clear();
+  try {
+    text = described(error).text;
+  } catch (const std::bad_alloc&) {
+  }
+}
+
 void Controller::lose(const Error& error) {
   const std::lock_guard lock(mutex_);
   state_ = State::down;
-  loss_ = described(error).text;
-  last_attempt_ = loss_;
+  note(loss_, error);
+  note(last_attempt_, error);
   down_since_ = Clock::now();
   if (error.kind == Kind::protocol) ++counters.violations;
   if (error.kind == Kind::timeout) ++counters.timeouts;
-  reported_.reset();
+  reported_ = nullptr;
   seats_.lose();
 }
 
@@ -195,6 +211,9 @@ bool Controller::wait_before_retry(Clock::duration pause) {
     while (!hastened_.exchange(false) && Clock::now() < waiting.until) wait_for(-1, 0, waiting);
   } catch (const Error&) {
     return false;
+  } catch (const std::bad_alloc&) {  // maybe for that error
+    const std::lock_guard lock(mutex_);
+    return !closing_;
   }
   return true;
 }
@@ -291,7 +310,7 @@ void Controller::shut_down() {
   if (!association_ || !association_->at_rest()) return;
   try {
     association_->shut_down(patience(std::chrono::duration<double>(kShutDownWait).count()));
-  } catch (const Error&) {  // it ends all the same
+  } catch (const std::exception&) {  // it ends all the same
   }
 }
 
@@ -349,7 +368,12 @@ Handle Controller::open_namespace(std::uint32_t nsid) {
   });
   const auto handle = add_namespace(std::make_shared<Namespace>(shared_from_this(), nsid, *identity));
   const std::lock_guard lock(mutex_);
-  opened_.insert(handle);
+  try {
+    opened_.insert(handle);
+  } catch (...) {
+    remove_namespace(handle);
+    throw;
+  }
   return handle;
 }
 
@@ -412,9 +436,13 @@ void Controller::give_back(Seat& seat, std::uint64_t generation, std::unique_ptr
 }
 
 void Controller::leave_seat(const std::shared_ptr<Seat>& seat) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  const bool whole = seat->held == seat->channels.size();
+  const auto generation = generation_;
   seats_.leave(seat);
   call_thread();
+  lock.unlock();
+  if (!whole) report_loss(generation, Kind::lost, "who used a queue has ended");
 }
 
 View Controller::look(Seat& seat) {
@@ -451,11 +479,15 @@ std::string Controller::why_down() {
   return last_attempt_;
 }
 
-void Controller::report_loss(std::uint64_t generation, Kind kind, const std::string& why) {
+void Controller::report_loss(std::uint64_t generation, Kind kind, std::string_view why) {
   const std::lock_guard lock(mutex_);
   if (generation != generation_ || state_ != State::up || reported_) return;
   lost_generation_ = generation;
-  reported_ = std::make_unique<Error>(kind, why);
+  try {
+    reported_ = std::make_exception_ptr(Error(kind, std::string(why)));
+  } catch (const std::bad_alloc&) {
+    reported_ = std::current_exception();
+  }
   bell_.ring();
 }
 

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -64,11 +65,12 @@ class Controller : public std::enable_shared_from_this<Controller> {
   void ask_for_queue(Seat& seat);
   // A quiet one, of the association of that generation.
   void give_back(Seat& seat, std::uint64_t generation, std::unique_ptr<Channel> channel);
+  // What it held and did not give back is lost, and with it the association.
   void leave_seat(const std::shared_ptr<Seat>& seat);
   View look(Seat& seat);
   std::string why_down();
   void hasten();  // the next attempt to connect: somebody waits for it
-  void report_loss(std::uint64_t generation, Kind kind, const std::string& why);
+  void report_loss(std::uint64_t generation, Kind kind, std::string_view why);
   void wake_by(Clock::time_point time);  // Ios that have something under way
   std::uint32_t most_command_bytes(const Namespace& name_space) const;
   // Before a command that ended with this status for the so manieth time is sent again.
@@ -90,6 +92,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   void serve();
   void serve_seats();
   void serve_jobs();
+  bool go_on(const Error& error, Clock::time_point begun, Clock::duration& pause);
   void lose(const Error& error);
   void shut_down();
   void run_job(std::function<void()> work);
@@ -97,6 +100,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   void call_thread();
   void watch();
   bool wait_before_retry(Clock::duration pause);
+  void note(std::string& text, const Error& error) noexcept;
 
   const Options options_;
   const int process_;
@@ -112,7 +116,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   unsigned users_ = 1;
   std::uint64_t generation_ = 0;
   std::uint64_t lost_generation_ = 0;  // that an Io has reported
-  std::unique_ptr<Error> reported_, start_error_;
+  std::exception_ptr reported_, start_error_;
   std::string loss_, last_attempt_;
   Clock::time_point down_since_{}, given_up_before_{};
   Seats seats_;

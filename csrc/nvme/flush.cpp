@@ -11,7 +11,8 @@ void flush(Controller& controller, std::uint32_t nsid) {
   std::unique_ptr<Channel> channel;
   View view{};
   const auto leave = [&] {
-    if (channel) controller.give_back(*seat, view.generation, std::move(channel));
+    if (channel && channel->connection().quiet() && channel->connection().violation().empty())
+      controller.give_back(*seat, view.generation, std::move(channel));
     controller.leave_seat(seat);
   };
   const auto take_queue = [&] {

@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <deque>
 #include <list>
+#include <mutex>
+#include <new>
 #include <string>
 #include <system_error>
 #include <unordered_map>
@@ -14,6 +16,7 @@
 #include "io/poller.hpp"
 #include "io/ring.hpp"
 #include "nvme/controller.hpp"
+#include "sync.hpp"
 
 namespace penstock::nvme {
 
@@ -86,6 +89,7 @@ class NvmeIo final : public Io {
     Remote* remote;
     std::uint32_t size_bytes, commands_left;
     int error;
+    bool unsettled = false;  // a command that was lost may write yet
   };
   struct Part {
     Task* task;
@@ -136,12 +140,14 @@ class NvmeIo final : public Io {
   void take_completions(Queue& queue);
   void lose(Queue& queue, Kind kind, const std::string& why);
   void drop_queues(Target& target);
+  void close(Queue& queue);
   bool close_if_quiet(Queue& queue);
   void return_queue(Target& target);
   bool return_if_quiet(Queue& queue);
   void retry(Target& target, Part* part);
   void end_part(Part* part, int error, const std::string& why);
   std::string describe(const Part& part) const;
+  static std::list<Queue>& left_behind();
 
   const unsigned depth_;
   bool wants_ring_;
@@ -182,10 +188,15 @@ NvmeIo::Remote* NvmeIo::find(Handle handle) {
     choose(controller->options().io_uring);
     target = targets_.emplace(targets_.end());
     target->controller = controller;
-    target->seat = controller->take_seat([this] {
-      attention_ = true;
-      current_.load()->wake();
-    });
+    try {
+      target->seat = controller->take_seat([this] {
+        attention_ = true;
+        current_.load()->wake();
+      });
+    } catch (...) {
+      targets_.pop_back();
+      throw;
+    }
     controller->counters.uses_io_uring = ring_ != nullptr;
   }
   const auto most_bytes = controller->most_command_bytes(*name_space);
@@ -209,6 +220,7 @@ void NvmeIo::prepare(const Operation& operation, std::uint64_t tag) {
 }
 
 void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag) {
+  io_step("nvme begin");
   auto& name_space = *remote.name_space;
   const std::uint64_t block_bytes = name_space.block_bytes(), size_bytes = name_space.size_bytes();
   const auto first = operation.offset, end = operation.offset + operation.size_bytes;
@@ -454,17 +466,17 @@ void NvmeIo::arm(Queue& queue) {
   if (!queue.sending) {
     const auto count = connection.send_from(queue.send_pieces, kMostPieces);
     if (count > 0) {
-      queue.sending = true;
       queue.send_message.msg_iov = queue.send_pieces;
       queue.send_message.msg_iovlen = count;
       current_.load()->prepare_message(true, queue.channel->socket(), &queue.send_message, tag | kSendTag);
+      queue.sending = true;
     }
   }
   if (!queue.receiving && !queue.cancelled) {
-    queue.receiving = true;
     queue.receive_message.msg_iov = queue.receive_pieces;
     queue.receive_message.msg_iovlen = connection.receive_into(queue.receive_pieces);
     current_.load()->prepare_message(false, queue.channel->socket(), &queue.receive_message, tag);
+    queue.receiving = true;
   }
 }
 
@@ -533,10 +545,14 @@ void NvmeIo::lose(Queue& queue, Kind kind, const std::string& why) {
 void NvmeIo::drop_queues(Target& target) {
   for (auto queue = target.queues.begin(); queue != target.queues.end();) {
     auto& each = *queue++;  // it may be erased
-    each.closing = true;
-    each.channel->shut_down();
-    close_if_quiet(each);
+    close(each);
   }
+}
+
+void NvmeIo::close(Queue& queue) {
+  queue.closing = true;
+  queue.channel->shut_down();
+  close_if_quiet(queue);
 }
 
 // Memory of commands is the caller's again once neither the kernel nor the connection can touch it.
@@ -545,11 +561,13 @@ bool NvmeIo::close_if_quiet(Queue& queue) {
   auto& target = *queue.target;
   auto parts = std::move(queue.under_way);
   target.queues.remove_if([&](const auto& each) { return &each == &queue; });
+  if (leaving_) return true;
   for (auto part = parts.rbegin(); part != parts.rend(); ++part) retry(target, *part);
   return true;
 }
 
 void NvmeIo::retry(Target& target, Part* part) {
+  if (part->command.direction == Direction::to_controller) part->task->unsettled = true;
   if (part->tries >= kMostTries) {
     end_part(part, ECONNRESET, "given up after " + std::to_string(kMostTries) + " tries; last: " + target.why);
     return;
@@ -584,26 +602,42 @@ void NvmeIo::end_part(Part* part, int error, const std::string& why) {
   }
   parts_.give(part);
   if (--task.commands_left > 0) return;
-  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes)});
+  io_step("nvme end");
+  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes), task.unsettled});
   tasks_.give(&task);
 }
 
-// Queues that are at rest go back; what is left of others is lost.
+// Never destroyed, and needs no memory of its own.
+std::list<NvmeIo::Queue>& NvmeIo::left_behind() {
+  alignas(std::list<Queue>) static std::byte memory[sizeof(std::list<Queue>)];
+  static auto* const queues = new (memory) std::list<Queue>;
+  return *queues;
+}
+
+// Queues that are at rest go back; what is left of others is lost. So too after an error in the midst of anything.
 NvmeIo::~NvmeIo() {
   leaving_ = true;
   for (auto& target : targets_) {
-    for (auto& queue : target.queues) queue.returning = true;
     try {
-      const auto busy = std::ranges::find_if(target.queues, [](const auto& queue) {
-        return !queue.closing && (!queue.under_way.empty() || !queue.channel->connection().quiet());
-      });
-      if (busy != target.queues.end()) lose(*busy, Kind::lost, "who used the queue has ended");
-      drive(target);
+      for (auto queue = target.queues.begin(); queue != target.queues.end();) {
+        auto& each = *queue++;  // it may be erased
+        if (ring_ == nullptr) each.sending = each.receiving = false;  // the kernel has nothing
+        each.returning = !each.closing && each.under_way.empty() && each.channel->connection().quiet();
+        if (each.returning) {
+          return_if_quiet(each);
+        } else {
+          close(each);
+        }
+      }
       while (!target.queues.empty()) {
         current_.load()->wait();
         collect();
       }
-    } catch (const std::system_error&) {  // the ring is closed: nothing comes any more
+    } catch (const std::exception&) {  // the ring is closed, or memory is short: nothing can be waited for
+      for (auto& queue : target.queues) queue.channel->shut_down();
+      static std::mutex leaving;
+      const std::lock_guard lock(leaving);
+      if (ring_ != nullptr) left_behind().splice(left_behind().end(), target.queues);  // the kernel's, for ever
     }
     target.controller->leave_seat(target.seat);
   }

@@ -21,6 +21,7 @@ void Seats::give_back(Seat& seat, std::unique_ptr<Channel> channel) {
 }
 
 void Seats::add(Seat& seat, std::unique_ptr<Channel> channel) {
+  spare_.reserve(connected_ + 1);  // what is given back needs no memory
   ++connected_;
   const auto taken = std::ranges::any_of(seats_, [&](const auto& each) { return each.get() == &seat; });
   if (taken) {
@@ -55,9 +56,9 @@ bool Seats::needs_queue(Seat& seat, unsigned most) {
 }
 
 void Seats::hand_out(Seat& seat, std::unique_ptr<Channel> channel) {
+  seat.channels.push_back(std::move(channel));
   seat.asked = false;
   ++seat.held;
-  seat.channels.push_back(std::move(channel));
   seat.tell();
 }
 

@@ -18,6 +18,7 @@
 
 #include "arena/event.hpp"
 #include "io/transfers.hpp"
+#include "nvme/controller.hpp"
 #include "nvme/namespaces.hpp"
 #include "nvme/nvme_io.hpp"
 #include "sync.hpp"
@@ -33,6 +34,7 @@ struct Wait {
   Condition changed;
   bool over = false;
   int error = 0;
+  bool abandoned = false, unsettled = false;
 };
 
 constexpr std::size_t kLentBytes = std::size_t{256} << 10;
@@ -84,6 +86,8 @@ void tell(Transfers& transfers) {
       auto& wait = *reinterpret_cast<Wait*>(one.token);
       const std::lock_guard lock(wait.mutex);
       wait.error = one.error;
+      wait.abandoned = one.abandoned;
+      wait.unsettled = one.unsettled;
       wait.over = true;
       wait.changed.notify_one();  // with the lock: who waits then ends the object
     }
@@ -169,13 +173,14 @@ bool prepare_to_wait() {
     std::thread([made] { tell(made->transfers); }).detach();
     std::thread([made] { lend(*made->loans); }).detach();
     mover.store(made);
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     return false;
   }
   return true;
 }
 
-int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset) {
+int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset,
+                  Remains* remains) {
   auto* const made = mover.load();
   if (made == nullptr) return ESTALE;
   if (made->process != getpid()) return write ? ESTALE : borrow(*made, handle, address, size_bytes, offset);
@@ -199,6 +204,8 @@ int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t siz
   }
   std::unique_lock lock(wait.mutex);
   wait.changed.wait(lock, [&wait] { return wait.over; });
+  if (remains != nullptr && (wait.abandoned || wait.unsettled))
+    *remains = {remains->abandoned || wait.abandoned, found->controller->facts().quiesce_s};
   return wait.error;
 }
 

@@ -259,7 +259,8 @@ ControllerData load_controller(std::span<const std::byte, kIdentifyBytes> data) 
           (load<std::uint8_t>(at + 525) & 1) != 0,
           (load<std::uint32_t>(at + 536) & 3) != 0,
           load<std::uint16_t>(at + 78),
-          {load<std::uint16_t>(at + 128), load<std::uint16_t>(at + 130), load<std::uint16_t>(at + 132)}};
+          {load<std::uint16_t>(at + 128), load<std::uint16_t>(at + 130), load<std::uint16_t>(at + 132)},
+          load<std::uint16_t>(at + 386)};
 }
 
 NamespaceData load_namespace(std::span<const std::byte, kIdentifyBytes> data) {

@@ -124,6 +124,7 @@ struct ControllerData {
   bool volatile_write_cache, data_by_pointer;                  // by_pointer: by SGL, as everything over TCP
   std::uint16_t controller;
   std::array<std::uint16_t, 3> retry_delays;  // of 100 ms; 0: none
+  std::uint16_t quiesce_ms;                   // of commands, once it has noticed a loss; 0: it does not say
 };
 ControllerData load_controller(std::span<const std::byte, kIdentifyBytes> data);
 

@@ -1,4 +1,6 @@
 // Whatever the device does, every request ends once, with its bytes or with an error.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -18,6 +20,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "io/ring.hpp"
 #include "io/transfers.hpp"
 
 using namespace penstock;
@@ -413,6 +416,17 @@ TEST(close_from_a_delivery_does_not_wait_for_itself) {
   CHECK_EQUAL(refused, 1);
 }
 
+TEST(what_cannot_be_delivered_is_waited_for) {
+  std::vector<std::byte> file = random_bytes(kPiece, 1), memory = file;
+  Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); }, {1, kPiece, kPiece, 1, 2},
+                      [](const std::list<Finished>&) { throw std::bad_alloc(); });
+  const auto asked = asked_of(0, Priority::demand, memory.data());
+  CHECK(transfers.submit({&asked, 1}));
+  CHECK_EQUAL(wait_for(transfers, 1).at(0), 0);
+  CHECK(transfers.close());
+  CHECK_EQUAL(transfers.broken(), ENOMEM);
+}
+
 TEST(the_end_of_a_file) {
   auto file = random_bytes(3 * kAlignment + 100, 1);
   std::vector<std::byte> memory(8 * kAlignment);
@@ -490,6 +504,60 @@ TEST(a_broken_ring_ends_everything) {
   CHECK(finished.size() == 1 && finished.front().error == EBADF && finished.front().abandoned);
   transfers.close();
   CHECK(!transfers.submit({&asked, 1}));
+}
+
+// This process's descriptors of that kind.
+std::vector<int> descriptors(std::string_view kind) {
+  std::vector<int> found;
+  for (int number = 0; number < 256; ++number) {
+    char name[64];
+    const auto length = readlink(("/proc/self/fd/" + std::to_string(number)).c_str(), name, sizeof name);
+    if (length > 0 && std::string_view(name, static_cast<std::size_t>(length)) == kind) found.push_back(number);
+  }
+  return found;
+}
+
+class TellingRing final : public Io {
+ public:
+  explicit TellingRing(std::atomic<bool>& prepared) : prepared_(prepared) {}
+  bool register_memory(std::byte* address, std::size_t size) override { return ring_.register_memory(address, size); }
+  void prepare(const Operation& operation, std::uint64_t tag) override {
+    ring_.prepare(operation, tag);
+    prepared_ = true;
+  }
+  void submit() override { ring_.submit(); }
+  void wait() override { ring_.wait(); }
+  bool next(Result& result) override { return ring_.next(result); }
+  void wake() override { ring_.wake(); }
+
+ private:
+  std::atomic<bool>& prepared_;
+  Ring ring_{8};
+};
+
+TEST(a_ring_that_the_program_closes_gives_its_memory_up_for_lost) {
+  for (const bool busy : {true, false}) {
+    int pipe_ends[2];
+    CHECK_EQUAL(pipe(pipe_ends), 0);
+    std::vector<std::byte> memory(8 * kPiece);
+    std::atomic<bool> prepared = false;
+    Transfers transfers([&] { return std::make_unique<TellingRing>(prepared); }, {4, kPiece, kPiece, 1});
+    const Request asked{1, false, Method::buffered, false, {pipe_ends[0], -1, kAlignment}, 0, memory.data(), kPiece};
+    if (busy) CHECK(transfers.submit({&asked, 1}));
+    while (busy && !prepared) std::this_thread::yield();
+    for (const auto* kind : {"anon_inode:[io_uring]", "anon_inode:[eventfd]"})
+      for (const auto number : descriptors(kind)) close(number);
+    // The thread may find out before, or only now.
+    const bool begun = busy || transfers.submit({&asked, 1});
+    const auto finished = transfers.wait();
+    CHECK_EQUAL(finished.size(), begun ? 1U : 0U);
+    if (begun) CHECK_EQUAL(finished.front().error, EBADF);
+    if (busy) CHECK(finished.front().abandoned);
+    CHECK_EQUAL(transfers.broken(), EBADF);
+    CHECK(transfers.close());
+    close(pipe_ends[0]);
+    close(pipe_ends[1]);
+  }
 }
 
 TEST(a_refusal_is_thrown) {

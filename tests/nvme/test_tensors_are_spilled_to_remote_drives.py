@@ -19,7 +19,9 @@ from penstock import cli
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.samples import upload, verify
+from penstock.storage import region, spill_namespace
 from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.extents import Extent
 from penstock.storage.nvme.marker import own_marker
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from tests.support.checked import checked_run
@@ -124,6 +126,73 @@ def test_training_goes_on_where_the_target_comes_back(target: Target, lose: str)
     assert differences(expected, found) == []
     if lose == "reset":
         assert target.armed() == 0
+
+
+BLOCK = 4096  # goes in a capsule
+
+
+def moved(
+    space: SpillSpace, kind: str, extent: Extent, content: bytes | None = None, checksum: bool = False
+) -> bytes:
+    buffer, over = AlignedBuffer(BLOCK), Moved()
+    if content is not None:
+        buffer.view()[:] = content
+    options = {"checksum": checksum} if kind == "write" else {}
+    getattr(space, kind)(extent, buffer.address, BLOCK, buffer, over, **options)
+    over.wait()
+    return bytes(buffer.view())
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_a_write_that_was_lost_lands_on_nothing_newer(target: Target, whose: str, checksum: bool) -> None:
+    old, new = b"\1" * BLOCK, b"\2" * BLOCK
+    with SpillSpace(url_of(target)) as space:
+        extent = space.allocate(BLOCK)
+        target.fault("hold", "write")
+        moved(space, "write", extent, old)  # lost with its connection, and sent again
+        assert target.armed() == 0
+        if whose == "another's":
+            space.release(extent)
+            extent = space.allocate(BLOCK)
+        moved(space, "write", extent, new, checksum)
+        assert target.land() == 1
+        assert moved(space, "read", extent) == new
+
+
+def test_an_extent_is_written_in_its_own_place_again_once_nothing_can_land(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1e6
+    monkeypatch.setattr(region, "monotonic", lambda: now_s)
+    with SpillSpace(url_of(target)) as space:
+        extent = space.allocate(BLOCK)
+        place = space.segments(extent, BLOCK)
+        target.fault("hold", "write")
+        moved(space, "write", extent, b"\1" * BLOCK)
+        assert space.segments(extent, BLOCK) == place
+        moved(space, "write", extent, b"\2" * BLOCK)
+        assert space.segments(extent, BLOCK) != place
+        assert space.used_bytes == 2 * BLOCK
+        target.land()
+        now_s += 3 * 15 + 10
+        moved(space, "write", extent, b"\3" * BLOCK)
+        assert space.segments(extent, BLOCK) == place
+        assert moved(space, "read", extent) == b"\3" * BLOCK
+        space.release(extent)
+        assert space.used_bytes == 0
+
+
+def test_the_next_run_waits_until_nothing_can_land(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpillSpace(url_of(target)) as space:
+        target.fault("hold", "write")
+        moved(space, "write", space.allocate(BLOCK), b"\1" * BLOCK)
+    naps_s: list[float] = []
+    monkeypatch.setattr(spill_namespace.time, "sleep", naps_s.append)
+    for most_s in (3 * 15 + 10 + 1, spill_namespace._OTHERS_S):  # the second has nothing to wait for
+        with SpillSpace(url_of(target)):
+            assert most_s - 5 < max(naps_s) <= most_s
+        naps_s.clear()
 
 
 FORKING = """

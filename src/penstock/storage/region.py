@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 
 from penstock.errors import SpillError, SpillSpaceFull
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
@@ -36,6 +38,7 @@ class SpillFile:
     """
 
     begin = 0
+    quiesce_s = 0.0
 
     def __init__(self, directory: Path) -> None:
         """Raises SpillError where ``directory`` cannot hold a file."""
@@ -138,6 +141,7 @@ class Region:
     files          one in each directory, or a namespace
     direct         every file can bypass the page cache
     written_bytes  of the space: beyond, nothing was ever written
+    held_bytes     released, or left for another extent, and given to nobody: an old write may land there yet
     """
 
     def __init__(
@@ -149,6 +153,8 @@ class Region:
         self.extents = Extents(capacity_bytes, space=medium)
         self.files: list[SpillFile | SpillNamespace] = []
         self.written_bytes = 0
+        self._settled_s: dict[Extent, float] = {}  # when, of those where an old write may land before
+        self._held: list[Extent] = []
         self._stripes = Stripes(len(places))
         self._backed_bytes = 0  # of the space: the files reach that far
         try:
@@ -168,7 +174,18 @@ class Region:
 
     def allocate(self, size_bytes: int) -> Extent:
         """Raises SpillSpaceFull."""
-        extent = self.extents.allocate(size_bytes)
+        for held in list(self._held):
+            if self.is_settled(held):
+                self._held.remove(held)
+                self.extents.release(held)
+        try:
+            extent = self.extents.allocate(size_bytes)
+        except SpillSpaceFull as error:
+            if not self._held:
+                raise
+            raise SpillSpaceFull(
+                f"{error} {format_bytes(self.held_bytes)} are held back: old writes may land there yet."
+            ) from error
         try:
             while not self._back(extent.end):
                 pass
@@ -176,6 +193,28 @@ class Region:
             self.extents.release(extent)
             raise
         return extent
+
+    def release(self, extent: Extent) -> None:
+        """Take it back, for others once no old write may land there."""
+        if self.is_settled(extent):
+            self.extents.release(extent)
+        else:
+            self._held.append(extent)
+
+    def unsettle(self, extent: Extent, for_ever: bool) -> None:
+        """A write of it may land once more: for ever, or as long as its drive may take."""
+        quiesce_s = math.inf if for_ever else max(file.quiesce_s for file in self.files)
+        self._settled_s[extent] = monotonic() + quiesce_s
+
+    def is_settled(self, extent: Extent) -> bool:
+        if self._settled_s.get(extent, 0.0) > monotonic():
+            return False
+        self._settled_s.pop(extent, None)
+        return True
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(extent.size_bytes for extent in self._held)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether the capacity allows it, if its free space is in one piece."""
@@ -216,8 +255,12 @@ class Region:
         return file.failure(failed.request, failed.error_number)
 
     def close(self) -> None:
+        settled_s = max(self._settled_s.values(), default=0.0) - monotonic()
         for file in self.files:
-            file.close()
+            if isinstance(file, SpillNamespace):
+                file.close(min(max(settled_s, 0.0), file.quiesce_s))
+            else:
+                file.close()
 
     def _back(self, end: int) -> bool:
         """Have the files reach ``end``. False: another try may do, without a file that is full."""

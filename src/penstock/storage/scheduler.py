@@ -19,7 +19,7 @@ from time import perf_counter
 from penstock.errors import SpillError
 from penstock.storage.extents import Extent
 from penstock.storage.io_paths import IoPath
-from penstock.storage.transports import DEMAND, EVICT, Completion, Kind, Request
+from penstock.storage.transports import DEMAND, EVICT, Completion, Kind, Request, TransportBroken
 
 logger = logging.getLogger("penstock")
 
@@ -31,6 +31,9 @@ class Transfer:
     """A write or a read of spill space: asked for, under way, or over.
 
     error                  None, or what went wrong: then the destination holds anything
+    extent                 where in the space its bytes lie
+    abandoned              it has failed, and the system may use its memory until the process ends
+    unsettled              a write that may land once more, as of Completion
     started_s, finished_s  time.perf_counter() when its first piece began and its last one ended; 0 until then
     priority               DEMAND, PREFETCH or EVICT
     explores               its I/O path is not known to be the best
@@ -61,6 +64,8 @@ class Transfer:
     queued_s: float = 0.0
     requests: Sequence[Request] = ()  # none once it is over
     left: int = 0  # of several requests
+    abandoned: bool = False
+    unsettled: bool = False
     failed: Completion | None = None
 
     def hurry(self) -> None:
@@ -259,7 +264,8 @@ class Scheduler:
                     transfer.path.transport.hurry(requests)
             except ValueError as error:  # closed meanwhile
                 transfer.started_s = transfer.finished_s = transfer.began_s
-                self._end(transfer, None, SpillError(f"{CLOSED}: {error}"))
+                broken = isinstance(error, TransportBroken)
+                self._end(transfer, None, SpillError(str(error) if broken else f"{CLOSED}: {error}"))
             except BaseException as error:  # an interrupt: whether the transfer began is not known
                 interrupt = error
                 with self.lock:
@@ -275,12 +281,16 @@ class Scheduler:
         failed: Completion | None
         if len(transfer.requests) == 1:
             transfer.started_s, transfer.finished_s = completion.started_s, completion.finished_s
+            transfer.abandoned = completion.abandoned
+            transfer.unsettled = transfer.unsettled or completion.unsettled
             failed = completion if completion.error_number else None
         else:
             with self.lock:
                 transfer.left -= 1
                 transfer.started_s = min(transfer.started_s or math.inf, completion.started_s)
                 transfer.finished_s = max(transfer.finished_s, completion.finished_s)
+                transfer.abandoned = transfer.abandoned or completion.abandoned
+                transfer.unsettled = transfer.unsettled or completion.unsettled
                 if completion.error_number and transfer.failed is None:
                     transfer.failed = completion
                 if transfer.left:

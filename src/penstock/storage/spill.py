@@ -23,6 +23,7 @@ from penstock.storage.region import Region, SpillFile
 from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transports import DEMAND, EVICT, REMOTE_TRANSPORTS, TRANSPORTS, Completion
+from penstock.storage.transports.contract import broken_text
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 __all__ = ["Directories", "OnDone", "SpillOptions", "SpillSpace", "Transfer", "as_paths"]
@@ -169,6 +170,7 @@ class SpillSpace:
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
+        self._away: dict[Extent, Extent] = {}  # where those lie that an old write may land in
         self._asked = {"write": 0, "read": 0}
         self._first = directories[0]
         self._exchange: Exchange | None = None
@@ -257,8 +259,8 @@ class SpillSpace:
     def release(self, extent: Extent) -> None:
         """Take the space back. No transfer of the extent may be in flight."""
         with self._lock:
-            self._checksums.pop((extent.space, extent.offset), None)
-            self._regions[extent.space].extents.release(extent)
+            self._leave_place(extent)
+            self._regions[extent.space].release(extent)
             self._withdraw(extent)
 
     def write(
@@ -287,7 +289,7 @@ class SpillSpace:
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
         with self._lock:
-            self._checksums.pop((extent.space, extent.offset), None)
+            place = self._place_to_write(extent)
             if on_gpu:
                 self._withdraw(extent)
                 path, explores = self._path_to_gpu(extent), False
@@ -298,12 +300,12 @@ class SpillSpace:
                 explores = self.choice.explores
             self._asked["write"] += not on_gpu
             measured = explores or (not on_gpu and not self._asked["write"] % _MEASURED_EVERY)
-            region, end = self._regions[extent.space], extent.offset + extent.size_bytes
+            region, end = self._regions[extent.space], place.end
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             rehearsed = measured and end > region.written_bytes
             region.written_bytes = max(region.written_bytes, end)
         transfer = Transfer(
-            self._scheduler, "write", path, extent, address, size_bytes, keep, on_done, priority, measured
+            self._scheduler, "write", path, place, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores, transfer.rehearsed = explores, rehearsed
         transfer.checked = not on_gpu and (checksum or self.options.verify)
@@ -328,6 +330,7 @@ class SpillSpace:
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
         with self._lock:
+            place = self._away.get(extent, extent)
             if on_gpu:
                 path, explores = self._path_to_gpu(extent), False
             else:
@@ -338,10 +341,10 @@ class SpillSpace:
             self._asked["read"] += not on_gpu
             measured = explores or (not on_gpu and not self._asked["read"] % _MEASURED_EVERY)
         transfer = Transfer(
-            self._scheduler, "read", path, extent, address, size_bytes, keep, on_done, priority, measured
+            self._scheduler, "read", path, place, address, size_bytes, keep, on_done, priority, measured
         )
         transfer.explores = explores
-        transfer.checked = not on_gpu and (extent.space, extent.offset) in self._checksums
+        transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
         transfer.requests = self._regions[extent.space].requests(transfer, path.method)
         self._scheduler.submit(transfer)
         return transfer
@@ -349,7 +352,7 @@ class SpillSpace:
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
-        return self._regions[extent.space].segments(extent, size_bytes)
+        return self._regions[extent.space].segments(self._away.get(extent, extent), size_bytes)
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""
@@ -428,6 +431,10 @@ class SpillSpace:
         that is not the program's."""
         extent, size_bytes = transfer.extent, transfer.size_bytes
         region = self._regions[extent.space]
+        if failed is not None and (transfer.abandoned or failed.error_number == errno.EBADF):
+            error = SpillError(broken_text(failed.error_number))
+            error.errno = failed.error_number
+            return error
         if failed is not None:
             hung = failed.error_number == errno.ECANCELED and self._scheduler.hangs
             return self.hang_error() if hung else region.error(failed)
@@ -448,6 +455,8 @@ class SpillSpace:
     def _note(self, transfer: Transfer, now_s: float) -> None:
         """What a transfer cost that is over. Called with the lock."""
         kind, name, moved = transfer.kind, transfer.path.name, transfer.error is None
+        if kind == "write" and (transfer.abandoned or transfer.unsettled):
+            self._regions[transfer.extent.space].unsettle(transfer.extent, transfer.abandoned)
         if moved and transfer.measured:
             self.choice.observe(kind, transfer.extent.size_bytes, name, now_s - transfer.began_s)
         elif transfer.explores:
@@ -458,6 +467,22 @@ class SpillSpace:
             else:
                 self.read_bytes += transfer.size_bytes
             self.moved_bytes_by_path[name] += transfer.size_bytes
+
+    def _place_to_write(self, extent: Extent) -> Extent:
+        """Where it is written to: elsewhere, while an old write may land in its own place."""
+        self._leave_place(extent)
+        region = self._regions[extent.space]
+        if region.is_settled(extent):
+            return extent
+        place = self._away[extent] = region.allocate(extent.size_bytes)
+        return place
+
+    def _leave_place(self, extent: Extent) -> None:
+        """What was written of it is of no use any more."""
+        place = self._away.pop(extent, extent)
+        self._checksums.pop((place.space, place.offset), None)
+        if place is not extent:
+            self._regions[place.space].release(place)
 
     def _withdraw(self, extent: Extent) -> None:
         """The extent is not going to be written by the I/O path that was chosen."""

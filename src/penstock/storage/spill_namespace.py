@@ -21,6 +21,7 @@ logger = logging.getLogger("penstock")
 
 _SMALLEST_BYTES = HEAD_BYTES + (1 << 20)
 _OTHERS_S = 0.25  # in which another that has found it empty too has written its marker
+_LONGEST_SETTLING_S = 300.0  # clocks of machines differ
 _SWAP_PARTS = 4  # one of so many is the arena's
 
 
@@ -106,11 +107,20 @@ class SpillNamespace:
         error.errno = error_number
         return error
 
-    def close(self) -> None:
-        """Say that the run has ended, and let go. Idempotent."""
+    @property
+    def quiesce_s(self) -> float:
+        """As of Namespace."""
+        return self._namespace.quiesce_s
+
+    def close(self, unsettled_s: float = 0.0) -> None:
+        """Say that the run has ended, and let go. Idempotent.
+
+        unsettled_s   so long, what was lost may land yet: whoever comes next waits for it
+        """
         if self._namespace.is_usable:
+            settled_s = int(time.time() + unsettled_s) + 1 if unsettled_s > 0 else 0
             try:
-                self._write(self._marker._replace(in_use=False).encoded())
+                self._write(self._marker._replace(in_use=False, settled_s=settled_s).encoded())
             except TargetError as error:
                 logger.warning("%s still says that this run spills to it: %s", self.place, error)
         self._namespace.close()
@@ -143,6 +153,11 @@ class SpillNamespace:
                 "Use an empty namespace; if nobody needs this one, clear its first "
                 f"{format_bytes(HEAD_BYTES)}."
             )
+        last = marker_of(head)
+        settling_s = min(last.settled_s - time.time(), _LONGEST_SETTLING_S) if last is not None else 0.0
+        if settling_s > 0:
+            logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", settling_s, self.place)
+            time.sleep(settling_s)
         self._marker = own_marker()
         self._write(self._marker.encoded())
         time.sleep(_OTHERS_S)

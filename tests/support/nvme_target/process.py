@@ -151,6 +151,10 @@ class Target:
     def clear(self) -> None:
         self.control("clear")
 
+    def land(self) -> int:
+        """Carries out the writes that the fault "hold" kept: they came in capsules. How many."""
+        return int(self.control("land")["landed"])
+
     def armed(self) -> int:
         """How many faults have not been met as often as they were asked for."""
         return int(self.control("armed")["armed"])

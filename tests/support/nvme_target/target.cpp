@@ -219,7 +219,13 @@ struct Patch {
   std::vector<u8> bytes;
 };
 
+struct Held {  // a write that the target carries out later
+  u8* memory;
+  std::vector<u8> data;
+};
+
 std::mutex g_mutex;  // of everything below
+std::vector<Held> g_held;
 std::deque<std::unique_ptr<Subsystem>> g_subsystems;
 std::map<u16, std::shared_ptr<Controller>> g_controllers;
 std::deque<Fault> g_faults;
@@ -1406,6 +1412,14 @@ bool Connection::transfer(const u8* sqe, const u8* data, std::size_t data_bytes)
     return true;
   }
   if (data_bytes) {
+    if (command.fault && command.fault->kind == "hold") {  // until "land"; the connection is lost
+      {
+        const std::lock_guard lock(g_mutex);
+        g_held.push_back({ns.memory + command.begin, {data, data + data_bytes}});
+      }
+      end(true);
+      return false;
+    }
     if (command.fault && !hostile_write(command)) return true;
     std::memcpy(ns.memory + command.begin, data, data_bytes);
     command.received = command.length;
@@ -1682,7 +1696,7 @@ int listen_on(const std::string& address, u16 port) {
 // set OPTION NUMBER | fault KIND [op=read after=N count=N value=N size=N qid=N hex=BYTES] | clear
 // (`size` of a status that names a delay of retries: that delay, in milliseconds)
 // patch identify1 OFFSET HEX | resize NQN NSID BLOCKS | identity NQN NSID HEX (16 bytes) | hide NQN | show NQN
-// allow NQN HOSTNQN | drop_connections | listen 0|1 | stats | armed
+// allow NQN HOSTNQN | drop_connections | listen 0|1 | stats | armed | land
 std::string control(const std::string& line) {
   std::stringstream stream(line);
   std::string verb, name;
@@ -1745,6 +1759,12 @@ std::string control(const std::string& line) {
     g_patches[name].push_back({offset, bytes_of(hex)});
     ++g_patched;
     return "{}";
+  }
+  if (verb == "land") {
+    for (const auto& held : g_held) std::memcpy(held.memory, held.data.data(), held.data.size());
+    const auto count = g_held.size();
+    g_held.clear();
+    return "{\"landed\": " + std::to_string(count) + "}";
   }
   if (verb == "drop_connections") {
     for (const auto& [cntlid, one] : g_controllers)

@@ -32,6 +32,7 @@ class Marker(NamedTuple):
     process        number of the process there
     started_ticks  when that began, as of /proc
     host           name of the machine, for messages
+    settled_s      time.time() until which a write of a run that has ended may land; 0: none does
     """
 
     in_use: bool
@@ -40,13 +41,14 @@ class Marker(NamedTuple):
     process: int
     started_ticks: int
     host: str
+    settled_s: int = 0
 
     def encoded(self) -> bytes:
         """[4096 bytes]"""
         packed = _MARKER.pack(
             SPILL_MAGIC,
             _VERSION,
-            self.in_use,
+            int(self.in_use) or self.settled_s,
             self.random,
             self.place,
             self.process,
@@ -65,7 +67,13 @@ def marker_of(head: bytes | bytearray) -> Marker | None:
     if version != _VERSION:
         return None
     return Marker(
-        bool(in_use), random, place, process, started_ticks, host.rstrip(b"\0").decode("utf-8", "replace")
+        in_use == 1,
+        random,
+        place,
+        process,
+        started_ticks,
+        host.rstrip(b"\0").decode("utf-8", "replace"),
+        in_use if in_use > 1 else 0,
     )
 
 

@@ -51,6 +51,7 @@ class Namespace:
     size_bytes   of all its blocks
     block_bytes  what is written is a multiple of: a power of two, 512 to 65536
     queues       I/O queues that its target grants
+    quiesce_s    after a connection is lost, the longest that the target may still carry out what it had got
     """
 
     def __init__(self, url: Url, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -74,7 +75,8 @@ class Namespace:
         self.block_bytes: int = found["block_bytes"]
         self.size_bytes: int = found["block_bytes"] * found["blocks"]
         self.file = File(-1, found["handle"], self.block_bytes)
-        self.queues = int(str(self._controller.identify()["max_queues"]))
+        facts = self._controller.identify()
+        self.queues, self.quiesce_s = int(str(facts["max_queues"])), float(str(facts["quiesce_s"]))
         self._is_open = True
 
     @property

@@ -16,6 +16,7 @@ from penstock.storage.transports.contract import (
     OnComplete,
     Request,
     Transport,
+    TransportBroken,
     TransportUnavailable,
 )
 from penstock.storage.transports.gpudirect import GpuDirectTransport
@@ -61,5 +62,6 @@ __all__ = [
     "OnComplete",
     "Request",
     "Transport",
+    "TransportBroken",
     "TransportUnavailable",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -27,6 +28,20 @@ class TransportUnavailable(Exception):
     def __init__(self, reason: str, expected: bool = False) -> None:
         super().__init__(reason)
         self.expected = expected
+
+
+class TransportBroken(ValueError):
+    """The transport carries out nothing any more: says why, and what to do."""
+
+
+def broken_text(error_number: int) -> str:
+    """What to say where what carries out transfers has broken."""
+    remedy = "Give the process more memory"
+    if error_number == errno.EBADF:
+        remedy = (
+            "Something closed descriptors of penstock's, as os.closerange does: have it close its own only"
+        )
+    return f"transfers broke: {os.strerror(error_number)}. {remedy}, and run this again."
 
 
 class File(NamedTuple):
@@ -67,17 +82,23 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A request is over, and its memory free to be used.
+    """A request is over, and its memory free to be used, unless it is abandoned.
 
     error_number           0, or an errno; ECANCELED where it was cancelled before it began. EIO also
                            where the file ends before the request does
     started_s, finished_s  time.perf_counter() when the transport began and ended it
+    abandoned              what carried it out broke: the system may use its memory, and write to the file,
+                           until the process ends
+    unsettled              a write that was sent to a remote drive, and lost with its connection, may land yet
+                           (`Namespace.quiesce_s`), over what is written there next
     """
 
     request: Request
     error_number: int
     started_s: float
     finished_s: float
+    abandoned: bool = False
+    unsettled: bool = False
 
 
 OnComplete = Callable[[Completion], None]
@@ -106,7 +127,8 @@ class Transport(Protocol):
         before this returns where that is quicker; of a request that is cancelled, it may be on the thread
         of who cancels.
 
-        Raises ValueError after `close`, or where a method is unknown, before any of the requests begins.
+        Raises ValueError after `close`, or where a method is unknown, before any of the requests begins;
+        TransportBroken where nothing can be carried out any more.
         """
 
     def cancel(self, requests: Sequence[Request]) -> int:

@@ -18,7 +18,9 @@ from penstock.storage.transports.contract import (
     Completion,
     OnComplete,
     Request,
+    TransportBroken,
     TransportUnavailable,
+    broken_text,
 )
 
 logger = logging.getLogger("penstock")
@@ -75,6 +77,8 @@ class _NativeTransport:
                 for token in tokens:
                     del self._requests[token]
         if finished is None:
+            if error_number := self._transfers.broken():
+                raise TransportBroken(broken_text(error_number))
             raise ValueError("the transport is closed")
         if finished:
             _complete(self._requests, finished)
@@ -151,17 +155,17 @@ class NvmeSpillTransport(NvmeTransport):
 
 
 def _complete(requests: dict[int, tuple[Request, OnComplete]], finished: _native.Finished) -> None:
-    for token, error_number, started_s, finished_s, abandoned in finished:
+    for token, error_number, started_s, finished_s, abandoned, unsettled in finished:
         request, on_complete = requests.pop(token)
         if abandoned:
             _abandoned.append(request)
         try:
-            on_complete(Completion(request, error_number, started_s, finished_s))
+            on_complete(Completion(request, error_number, started_s, finished_s, abandoned, unsettled))
         except Exception:  # the requester's fault: the other requests go on
             logger.exception("the completion of %s failed", request[:7])
 
 
-# The memory of what was in flight when a ring broke: nobody knows when the kernel is done with it.
+# What was in flight when a ring broke, and keeps its memory: nobody knows when the kernel is done with it.
 _abandoned: list[Request] = []
 
 _open: weakref.WeakSet[_NativeTransport] = weakref.WeakSet()
