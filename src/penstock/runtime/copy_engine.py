@@ -180,6 +180,7 @@ class CopyEngine:
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
+    remark            what else to say where the budget is too small
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """
@@ -198,6 +199,7 @@ class CopyEngine:
         self.check_interrupt: Callable[[], None] = lambda: None
         self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
         self.wait_for_others: Callable[[], bool] = lambda: False
+        self.remark: Callable[[], str] = lambda: ""
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -682,7 +684,8 @@ class CopyEngine:
         raise BudgetTooSmall(
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
-            f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size.",
+            f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size."
+            f"{self.remark()}",
             needed_bytes,
         )
 

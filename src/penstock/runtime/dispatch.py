@@ -97,6 +97,7 @@ class Clock(TorchDispatchMode):
         device.storages = self.storages
         engine.victims = self._victims
         engine.wait_for_others = self._wait_for_a_collective
+        engine.remark = self._remark
         self._collectives = Collectives(device, engine.budget_bytes)
         self.recomputation = Recomputation(device, engine)
         self._kernels = _native.KernelClock(
@@ -413,6 +414,14 @@ class Clock(TorchDispatchMode):
     def _land(self, used: list[ManagedStorage]) -> None:
         self._collectives.land(used)
         self._kernels.in_flight = bool(self._collectives)
+
+    def _remark(self) -> str:
+        """A program that caught an error may have forgotten the run."""
+        if self._kernels.in_step:
+            return ""
+        return (
+            " This run is still open, though none of its steps is: penstock.close() ends it, and its budget."
+        )
 
     def _wait_for_a_collective(self) -> bool:
         with self._interrupts:

@@ -496,7 +496,8 @@ class CpuDevice:
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
                 f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
-                f"{format_bytes_up(needed_bytes)}, or lower the batch size.",
+                f"{format_bytes_up(needed_bytes)}, or lower the batch size."
+                + (self.engine.remark() if self.engine is not None else ""),
                 needed_bytes,
             ) from None
 
@@ -540,23 +541,10 @@ class CpuDevice:
     def settle(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
-        stats = arena.stats()
-        own_bytes = stats.in_use_bytes - stats.foreign_bytes
-        if stats.budget_bytes is not None and own_bytes > stats.budget_bytes:
-            self._lease.linger()
-            return False
-        _native.arena_kernel_over()
-        try:
-            _native.arena_bring_in_all()  # those, too, that no kernel has used
-        except OSError as error:
-            logger.warning(
-                "tensors that are away cannot be brought back now, and come when they are touched: %s", error
-            )
-            self._lease.linger()
-            return False
-        return True
+        return self._lease.close(brings_back=True)
 
     def close(self) -> None:
+        self._reader.shutdown(wait=False)
         self._lease.close()
 
 
