@@ -400,6 +400,12 @@ class Clock(TorchDispatchMode):
             need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
             self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
 
+    def _launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
+        self._collectives.launching(used, written)
+
+    def _not_launched(self) -> None:
+        self._collectives.not_launched()
+
     def _launched(
         self,
         facts: Operator,

@@ -393,9 +393,14 @@ class CpuDevice:
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.address)
 
-    def hold(self, managed: ManagedStorage, change: int) -> None:
-        if managed.address:
-            _native.arena_hold(managed.address, change)
+    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
+        if (storage := managed.storage()) is not None:  # a small one, too, that only the arena moves
+            address = storage.data_ptr()
+            try:
+                if _native.arena_hold(address, change, writable) and change > 0 and not writable:
+                    _native.arena_bring_in(address)
+            except OSError as error:
+                self.cannot_use(error)
 
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone
