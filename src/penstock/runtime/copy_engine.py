@@ -346,6 +346,8 @@ class CopyEngine:
             self._device.drop_packed(managed)
             self._packed_gone(managed)
         elif (storage := managed.storage()) is not None:
+            if managed.slot is None:
+                managed.slot = self._reserve(managed, self.tier)
             managed.writing, managed.void, managed.hold = True, False, storage
             self._mark_released(managed)
             self._queue(managed)
@@ -524,8 +526,8 @@ class CopyEngine:
             self.demand([managed])
         if managed.state <= LEAVING:
             self.will_write(managed)
-            while managed.hold is not None:
-                self._wait()
+        while managed.hold is not None:
+            self._wait()
 
     def _bring(self, managed: ManagedStorage, priority: int) -> bool:
         storage = managed.storage()
@@ -718,7 +720,9 @@ class CopyEngine:
     def _start_prefetches(self) -> None:
         while self.prefetches:
             managed = self.prefetches[0]
-            if managed.state == AWAY and managed.queued and not managed.packed_bytes:
+            if (
+                managed.state == AWAY and managed.queued and not managed.packed_bytes and not managed.pins
+            ):  # else who uses it demands it
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
@@ -816,6 +820,15 @@ class CopyEngine:
             managed.clean = clean and (managed.clean or not managed.packed_bytes)
             if managed.packed_bytes:
                 self._packed_gone(managed)
+
+    def note_elsewhere(self, managed: ManagedStorage) -> None:
+        """The program gave the storage other memory: there it is, and no copy counts. Those under way end."""
+        self._unmark_released(managed)
+        managed.clean, managed.void = False, True
+        if managed.packed_bytes:
+            self._packed_gone(managed)
+        if managed.state in (AWAY, DROPPED):
+            managed.state = RESIDENT
 
     def note_gone(self, managed: ManagedStorage) -> None:
         """The device took the storage's memory by itself, and keeps a copy of its own."""
