@@ -172,7 +172,7 @@ SANITIZED = $(addprefix tests/checkpoint/test_checkpoints_,go_on_in_the_backgrou
     threads_carry_out_requests_in_order.py transport_contract.py)
 
 test-asan: UNFIT := copy_is_freed
-test-tsan: UNFIT := copy_is_freed or forked_process_makes
+test-tsan: UNFIT := copy_is_freed or forked_process_makes or workers_made_by_fork
 test-asan test-tsan: test-%: module-%
 	$(BIN)/python tools/sanitized.py $* build/module-$*/venv/bin/python -m pytest -n 2 --dist worksteal \
 	  -m 'not slow and not kernel_target' -k 'not ($(UNFIT))' $(SANITIZED)
