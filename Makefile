@@ -157,6 +157,42 @@ build-asan build-tsan: build-%:
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
 
+# Python's tests with the module instrumented, but not Python or torch: of what has threads, forks, or memory of its
+# own. Others: make test-tsan SANITIZED=tests/samples. There those fail that limit or measure the memory of a process,
+# or measure disks, since a sanitizer needs memory and time of its own; and under the thread sanitizer those whose
+# forked children start threads, which it does not know, such as the workers of a DataLoader. The module is built
+# beside the installed one, in an environment that has the packages of that one.
+.PHONY: test-asan test-tsan module-asan module-tsan
+SANITIZED = $(addprefix tests/checkpoint/test_checkpoints_,go_on_in_the_background.py survive_failing_disks.py) \
+  $(addprefix tests/nvme/test_,initiator_reads_and_writes.py lost_targets.py tensors_are_spilled_to_remote_drives.py) \
+  $(addprefix tests/runtime/test_,back_pressure_keeps_the_budget.py compressed_copies_keep_every_bit.py \
+    packed_tensors_in_memory_are_safe.py unplanned_accesses_get_the_right_bytes.py) \
+  $(addprefix tests/samples/test_samples_,are_read_as_stored.py come_once_an_epoch.py resume_exactly.py) \
+  $(addprefix tests/storage/test_,demands_go_first.py spill_space_keeps_every_byte.py \
+    threads_carry_out_requests_in_order.py transport_contract.py)
+
+test-asan: UNFIT := copy_is_freed
+test-tsan: UNFIT := copy_is_freed or forked_process_makes or workers_made_by_fork
+test-asan test-tsan: test-%: module-%
+	$(BIN)/python tools/sanitized.py $* build/module-$*/venv/bin/python -m pytest -n 2 --dist worksteal \
+	  -m 'not slow and not kernel_target' -k 'not ($(UNFIT))' $(SANITIZED)
+
+module-asan: SANITIZERS := address,undefined
+module-tsan: SANITIZERS := thread
+module-asan module-tsan: module-%: setup build/nanobind/.installed
+	$(CMAKE) -S . -B build/module-$* -D CMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
+	  -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D nanobind_DIR=$(CURDIR)/build/nanobind/nanobind/cmake
+	$(CMAKE) --build build/module-$* --parallel 2
+	test -e build/module-$*/venv || $(BIN)/python -m venv --without-pip build/module-$*/venv
+	set -e; packages=$$(echo build/module-$*/venv/lib/python3*/site-packages); mkdir -p $$packages/penstock; \
+	  ls -d $(CURDIR)/.venv/lib/python3*/site-packages > $$packages/packages.pth; \
+	  ln -sf $(CURDIR)/src/penstock/* $(CURDIR)/build/module-$*/_native*.so $$packages/penstock/
+
+build/nanobind/.installed: constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --upgrade --target build/nanobind nanobind
+	touch $@
+
 # Pythons that wheels are built and tried with: those that this machine can start. With pyenv:
 # PYENV_VERSION=3.10.13:3.12.1 make wheels
 # make takes a shell that ends with 127, as a command that is missing does, for one that said nothing.

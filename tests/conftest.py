@@ -103,5 +103,19 @@ def steps_are_planned_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_sanitizer_reports() -> Iterator[None]:
+    """Under tools/sanitized.py: what is reported while a test runs is the test's, or of one beside it."""
+    folder = os.environ.get("PENSTOCK_SANITIZER_REPORTS")
+    before = sizes_of(folder)
+    yield
+    reported = {path for path, size_bytes in sizes_of(folder).items() if size_bytes != before.get(path)}
+    assert not reported, "the sanitizer has a report: " + ", ".join(map(str, sorted(reported)))
+
+
+def sizes_of(folder: str | None) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in Path(folder).iterdir()} if folder else {}
+
+
+@pytest.fixture(autouse=True)
 def deterministic() -> None:
     torch.manual_seed(0)
