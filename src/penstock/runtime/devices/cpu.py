@@ -364,8 +364,8 @@ class CpuDevice:
         if staging is None:  # the arena has read, or expanded, its own copy
             clean = managed.clean and not managed.gone
             self._forget_packed(managed)
-            managed.guarded = True
-            managed.gone = False
+            managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again
+            managed.guarded = not managed.gone
             if clean and not managed.keeps_copy:
                 self.will_write(managed)
             return clean and managed.keeps_copy
