@@ -308,7 +308,7 @@ class CopyEngine:
         if managed.writing:
             managed.writing = False  # what is packed is the only copy
         else:
-            managed.state = RESIDENT
+            managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
         managed.hold = None
 
     def _packed(self, managed: ManagedStorage, writes: bool, packed_bytes: int) -> None:
