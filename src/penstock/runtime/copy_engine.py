@@ -587,8 +587,8 @@ class CopyEngine:
                 except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
                     error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
             if error is not None:
-                self._device.give_up(managed, storage)
                 managed.state = AWAY
+                self._device.give_up(managed, storage)
                 if priority == DEMAND:
                     self._error = self._error or error
                 else:

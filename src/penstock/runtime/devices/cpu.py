@@ -386,6 +386,11 @@ class CpuDevice:
         self._pending.pop(managed.key, None)
         if (staging := self._staging.pop(managed.key, None)) is not None:
             _native.arena_unstage(staging[0])
+            state = _native.arena_state(managed.address)
+            if state in ("in", "guarded"):  # somebody touched it meanwhile
+                assert self.engine is not None
+                managed.guarded = state == "guarded"
+                self.engine.note_arrived(managed, clean=False)
 
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
