@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -35,6 +35,11 @@ files_with = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
 
 test: lint
 	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target'
+
+# Every order of what the program, other threads and the disk do to the copy layer, as far as minutes go; and each of
+# its mends taken out, which must be found.
+test-model: setup
+	$(BIN)/python -m tests.model
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup

@@ -310,7 +310,7 @@ class CopyEngine:
         if managed.writing:
             managed.writing = False  # what is packed is the only copy
         else:
-            managed.state = RESIDENT
+            managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
         managed.hold = None
 
     def _packed(self, managed: ManagedStorage, writes: bool, packed_bytes: int) -> None:
@@ -591,8 +591,8 @@ class CopyEngine:
                 except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
                     error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
             if error is not None:
-                self._device.give_up(managed, storage)
                 managed.state = AWAY
+                self._device.give_up(managed, storage)
                 if priority == DEMAND:
                     self._error = self._error or error
                 else:

@@ -420,8 +420,8 @@ class CpuDevice:
         if not staging:  # the arena has read, or expanded, its own copy
             clean = managed.clean and not managed.gone
             self._forget_packed(managed)
-            managed.guarded = True
-            managed.gone = False
+            managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again
+            managed.guarded = not managed.gone
             if clean and not managed.keeps_copy:
                 self.will_write(managed)
             return clean and managed.keeps_copy
@@ -438,6 +438,11 @@ class CpuDevice:
         self._pending.pop(managed.key, None)
         if (staging := self._staging.pop(managed.key, None)) is not None:
             _native.arena_unstage(staging[0])
+            state = _native.arena_state(managed.address)
+            if state in ("in", "guarded"):  # somebody touched it meanwhile
+                assert self.engine is not None
+                managed.guarded = state == "guarded"
+                self.engine.note_arrived(managed, clean=False)
 
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
@@ -508,8 +513,8 @@ class CpuDevice:
         assert self.engine is not None and self.storages is not None
         for address, what in _native.arena_events():
             managed = self.storages.at(address)
-            if managed is None:
-                continue
+            if managed is None or (what == "in") != (_native.arena_state(address) in ("in", "guarded")):
+                continue  # nobody's any more, or moved back since, as it was asked to
             if managed.state == LEAVING and not managed.queued:
                 managed.void = True  # it left while it was copied
             if what == "out":

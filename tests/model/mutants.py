@@ -1,0 +1,191 @@
+"""Mends of Python's layer, taken out one at a time: the search must find each.
+
+Not here is what the arena sees to as well: that a copy is void of which it knows that the bytes were written,
+that what a recipe reads is there while it runs. It serves any access: that costs a fault, not bytes. Nor what
+takes three storages (test_the_copy_engine_waits_for_the_right_thing), or two threads that compute at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file`, `old` becomes `new`; a run of `configuration` shows it."""
+
+    name: str
+    configuration: str
+    file: str
+    old: str
+    new: str
+    fast: bool = False  # found in a second
+
+
+MUTANTS = [
+    Mutant(
+        "a copy that was begun again, and then taken by the arena, is marked away",
+        "taken, touched",
+        "copy_engine",
+        "if managed.state != LEAVING:  # else another copy has begun, which says so when it is over",
+        "if True:",
+    ),
+    Mutant(
+        "what the arena took while it was copied is resident",
+        "taken",
+        "copy_engine",
+        "                if self._device.is_gone(managed):\n                    managed.state, managed.clean",
+        "                if False:\n                    managed.state, managed.clean",
+        fast=True,
+    ),
+    Mutant(
+        "what the arena took before it was packed is resident",
+        "packed, taken",
+        "copy_engine",
+        "managed.state = AWAY if self._device.is_gone(managed) else RESIDENT",
+        "managed.state = RESIDENT",
+        fast=True,
+    ),
+    Mutant(
+        "a copy that is void counts",
+        "taken",
+        "copy_engine",
+        "            elif not managed.void:\n                managed.clean = True\n                if",
+        "            else:\n                managed.clean = True\n                if",
+        fast=True,
+    ),
+    Mutant(
+        "what came back by itself is written later all the same",
+        "packed, touched",
+        "copy_engine",
+        "            if managed.writing and managed.queued:\n"
+        "                self._evictions.remove(managed)\n"
+        "                self._stay(managed)\n            managed.state = RESIDENT",
+        "            managed.state = RESIDENT",
+    ),
+    Mutant(
+        "copies that are given up are watched for writes",
+        "full",
+        "copy_engine",
+        "                managed.clean = False\n                self._device.will_write(managed)\n"
+        "                self._device.forget",
+        "                if managed.clean:\n                    managed.clean = False\n"
+        "                    self._device.will_write(managed)\n                self._device.forget",
+    ),
+    Mutant(
+        "nothing keeps alive what is still written",
+        "dying, packed",
+        "copy_engine",
+        "            if not managed.writing:\n                managed.hold = None\n            if error is",
+        "            managed.hold = None\n            if error is",
+    ),
+    Mutant(
+        "what the arena took again on the way back is resident",
+        "taken, touched",
+        "copy_engine",
+        "is_away = managed.packed_bytes or self._device.is_gone(managed)",
+        "is_away = managed.packed_bytes",
+    ),
+    Mutant(
+        "what is asked back while it leaves, leaves",
+        "copies",
+        "copy_engine",
+        "        if managed.state == LEAVING or managed.writing:  # it stays\n"
+        "            self._unmark_released(managed)",
+        "        if managed.state == LEAVING or managed.writing:  # it stays\n            pass",
+    ),
+    Mutant(
+        "what a kernel uses is released",
+        "copies",
+        "copy_engine",
+        "        if managed.pins:\n            self.unpinned_later.append(managed)\n            return\n",
+        "",
+    ),
+    Mutant(
+        "nobody hears that a copy is over",
+        "copies",
+        "copy_engine",
+        "            self._error = self._error or error\n"
+        "        finally:\n            self._changed.notify_all()",
+        "            self._error = self._error or error",
+        fast=True,
+    ),
+    Mutant(
+        "what is queued when all ends is forgotten",
+        "copies",
+        "copy_engine",
+        "            for managed in self._evictions:\n                self._stay(managed)\n",
+        "",
+        fast=True,
+    ),
+    Mutant(
+        "an event of what has moved back since is believed",
+        "touched at once",
+        "cpu",
+        'if managed is None or (what == "in") != (_native.arena_state(address) in ("in", "guarded")):',
+        "if managed is None:",
+    ),
+    Mutant(
+        "what the arena brought back, and took again, is resident",
+        "taken",
+        "cpu",
+        'managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again',
+        "managed.gone = False",
+    ),
+    Mutant(
+        "what the arena took a moment ago is copied",
+        "taken",
+        "cpu",
+        'if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago',
+        "if False:",
+    ),
+    Mutant(
+        "a copy whose memory the arena took is an error",
+        "taken",
+        "cpu",
+        "if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:",
+        "if False:",
+    ),
+    Mutant(
+        "what left while it was copied is not noticed",
+        "taken",
+        "cpu",
+        "        with self.engine.lock:\n            self.notice()\n            if managed.void and",
+        "        with self.engine.lock:\n            if managed.void and",
+    ),
+    Mutant(
+        "what left while it was copied is copied",
+        "taken",
+        "cpu",
+        "                managed.void = True  # it left while it was copied",
+        "                pass",
+    ),
+    Mutant(
+        "packed bytes are forgotten while they are written",
+        "packed, touched",
+        "cpu",
+        "        if not managed.writing:\n            self._packed.pop(managed.key, None)",
+        "        self._packed.pop(managed.key, None)",
+    ),
+    Mutant(
+        "a read that failed keeps its memory",
+        "failing",
+        "cpu",
+        "            _native.arena_unstage(staging[0])",
+        "            pass",
+    ),
+    Mutant(
+        "what was touched before its read failed is away",
+        "failing",
+        "cpu",
+        'if state in ("in", "guarded"):  # somebody touched it meanwhile',
+        "if False:",
+    ),
+    Mutant(
+        "what is computed from it is forgotten when it is written",
+        "recomputed",
+        "recompute",
+        "            self._finish(recipe)\n        if (own",
+        "            self._forget(recipe)\n        if (own",
+    ),
+]
