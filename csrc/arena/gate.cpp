@@ -161,17 +161,19 @@ int Arena::write_unlocked(Lock& lock, Block& block, const char* data, const Copy
   const auto& segment = copy.segments[0];
   const auto direct = swap_.direct(), buffered = swap_.buffered();
   int error = ENOMEM;
+  double unsettled_s = 0;
   ++writes_;
   {
     const Unlocked unlocked(lock);
     try {
-      error = write_fully(direct, buffered, data, segment.size_bytes, segment.file_offset);
+      error = write_fully(direct, buffered, data, segment.size_bytes, segment.file_offset, &unsettled_s);
     } catch (const std::bad_alloc&) {
     } catch (...) {
       error = EIO;
     }
   }
   --writes_;
+  if (unsettled_s > 0) swap_.unsettle(segment.file_offset, segment.size_bytes, unsettled_s);
   return error;
 }
 

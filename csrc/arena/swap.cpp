@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "arena/event.hpp"
 #include "arena/pages.hpp"
 #include "nvme/waiting.hpp"
 #include "sync.hpp"
@@ -16,16 +17,22 @@ namespace penstock {
 
 bool SwapFile::set(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin) {
   if (used_bytes_ > 0) return false;
+  if (buffered >= 0 && buffered != last_) unsettled_.clear();  // they were of another drive
+  if (buffered >= 0) last_ = buffered;
   direct_ = buffered < 0 ? -1 : direct;
   buffered_ = buffered;
   free_ = {};
   const auto whole = capacity_bytes / kPageBytes * kPageBytes;
-  if (usable() && whole > 0) free_.give(begin, whole);
+  if (!usable() || whole == 0) return true;
+  free_.give(begin, whole);
+  for (const auto& [offset, place] : unsettled_)
+    if (offset >= begin && offset + place.size_bytes <= begin + whole) free_.take(offset, place.size_bytes);
   return true;
 }
 
 std::optional<std::size_t> SwapFile::take(std::size_t size_bytes) {
   if (!usable()) return std::nullopt;
+  if (!unsettled_.empty()) settle();
   for (const auto& [offset, size] : free_.by_offset()) {
     if (size < size_bytes) continue;
     const auto found = offset;
@@ -37,8 +44,27 @@ std::optional<std::size_t> SwapFile::take(std::size_t size_bytes) {
 }
 
 void SwapFile::give(std::size_t offset, std::size_t size_bytes) {
-  free_.give(offset, size_bytes);
   used_bytes_ -= size_bytes;
+  const auto place = unsettled_.find(offset);
+  if (place == unsettled_.end())
+    free_.give(offset, size_bytes);
+  else
+    place->second.given = true;
+}
+
+void SwapFile::unsettle(std::size_t offset, std::size_t size_bytes, double seconds) {
+  unsettled_[offset] = {size_bytes, now_ns() + static_cast<std::int64_t>(seconds * 1e9), false};
+}
+
+// Gives back what nothing can land on any more.
+void SwapFile::settle() {
+  const auto now = now_ns();
+  std::erase_if(unsettled_, [&](const auto& entry) {
+    const auto& [offset, place] = entry;
+    if (now < place.until_ns) return false;
+    if (place.given) free_.give(offset, place.size_bytes);
+    return true;
+  });
 }
 
 namespace {
@@ -46,7 +72,8 @@ namespace {
 constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
 
 // Through a file in memory: the kernel copies what may be taken away meanwhile, and says so.
-int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset) {
+int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset, double* unsettled_s) {
+  nvme::Remains remains;
   const int file = memfd_create("penstock-swap", MFD_CLOEXEC);
   if (file < 0) return errno;
   const auto length = std::min(size_bytes, kBounceBytes);
@@ -66,20 +93,22 @@ int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std:
       else if (errno != EINTR && errno != EAGAIN)
         error = errno;
     }
-    if (error == 0) error = nvme::move_and_wait(true, handle, static_cast<std::byte*>(bounce), wanted, offset);
+    if (error == 0) error = nvme::move_and_wait(true, handle, static_cast<std::byte*>(bounce), wanted, offset, &remains);
     data += wanted;
     offset += wanted;
     size_bytes -= wanted;
   }
   if (bounce != MAP_FAILED) munmap(bounce, length);
   close(file);
+  if (unsettled_s != nullptr) *unsettled_s = remains.unsettled_s;
   return error;
 }
 
 }  // namespace
 
-int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset) {
-  if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset);
+int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset,
+                double* unsettled_s) {
+  if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset, unsettled_s);
   int file = static_cast<int>(direct >= 0 ? direct : buffered);
   while (size_bytes > 0) {
     const auto count = io_write(file, data, size_bytes, offset);

@@ -52,9 +52,8 @@ int move(const Operation& operation) {
   if (operation.mapped) return move_mapped(operation);
   const auto file = static_cast<int>(operation.handle);
   const auto offset = static_cast<off_t>(operation.offset);
-  const auto size_bytes = io_piece(operation.size_bytes);
-  const auto moved = operation.write ? pwrite(file, operation.address, size_bytes, offset)
-                                     : pread(file, operation.address, size_bytes, offset);
+  const auto moved = operation.write ? pwrite(file, operation.address, operation.size_bytes, offset)
+                                     : pread(file, operation.address, operation.size_bytes, offset);
   const int result = moved < 0 ? -errno : static_cast<int>(moved);
   io_step("moved");
   return result;

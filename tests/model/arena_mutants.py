@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "what is written keeps its copy",
         "paging.cpp",
-        "  if (!in_child_) block.copy.reset();  // a child's handler frees nothing, and in a child no block leaves\n",
-        "",
+        "  if (!in_child_) block.copy.reset();  // a child's handler",
+        "  // a child's handler",
     ),
     Mutant(
         "a guarded block keeps a copy that is written over",

@@ -1,5 +1,5 @@
-"""Builds csrc/tests/model/arena_model.cpp, which runs the arena in every order of its steps, from these sources or
-from sources with a mistake."""
+"""Builds csrc/tests/model/arena_model.cpp, which runs the arena in every order of its steps: from these sources,
+or from sources with a mistake."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def compiler() -> str | None:
 
 
 def build(folder: Path, *, real: bool = False, mutant: Mutant | None = None) -> Path:
-    """The program. real: with the system's pages in place of simulated ones, which take more time, and with what
-    encodes."""
+    """The program. real: with the system's pages, and with what encodes; they take more time than simulated
+    ones."""
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     if mutant is not None:

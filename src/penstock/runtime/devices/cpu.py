@@ -294,7 +294,7 @@ class CpuDevice:
         gave the storage others, it holds anything, and so it counts for nothing."""
         assert self.engine is not None
         with self.engine.lock:
-            if _is_abandoned(transfer):
+            if transfer.abandoned:
                 managed.slot = None  # and a loan is never given back
                 if not loan:
                     _left_behind.append(self._packed[managed.key])
@@ -307,14 +307,14 @@ class CpuDevice:
         report(transfer)
 
     def _was_read(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
-        if _is_abandoned(transfer):
+        if transfer.abandoned:
             _native.arena_abandon(self._staging.pop(managed.key)[0])
         self._tell_if_left_behind(transfer)
         report(transfer)
 
     def _tell_if_left_behind(self, transfer: Transfer) -> None:
         """The system may use the memory and the extent of a transfer for ever: nobody else gets them."""
-        if _is_abandoned(transfer) and not self._told:
+        if transfer.abandoned and not self._told:
             self._told = True
             logger.warning(
                 "transfers to or from %s were given up amid: their memory and disk space stay in use until "
@@ -613,11 +613,6 @@ class CpuDevice:
 def _page_bytes(size_bytes: int) -> int:
     """Blocks of the arena may be read and written up to their end: no odd tail to copy apart."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _is_abandoned(transfer: Transfer) -> bool:
-    """Whether the system may still read or write the memory of a transfer that failed."""
-    return transfer.abandoned
 
 
 def _place(managed: ManagedStorage) -> tuple[int, int]:
