@@ -83,7 +83,8 @@ def no_run_stays_open() -> Iterator[None]:
         left.close()
     if run._lingering:  # their tensors are gone with the test
         gc.collect()
-        run._lingering[:] = [left for left in run._lingering if not left._settle()]
+        for left in tuple(run._lingering):
+            left._settle()
 
 
 @pytest.fixture

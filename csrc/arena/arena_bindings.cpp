@@ -234,7 +234,8 @@ nb::object wait_for_question(double seconds) {
     question = next_question(seconds);
   }
   if (!question) return nb::none();
-  return nb::make_tuple(question->number, reinterpret_cast<std::uintptr_t>(question->address), question->is_write);
+  return nb::make_tuple(question->number, reinterpret_cast<std::uintptr_t>(question->address), question->is_write,
+                        static_cast<std::uintptr_t>(question->asker));
 }
 
 bool take(std::uintptr_t address, std::uintptr_t from) {
@@ -402,7 +403,7 @@ void bind_arena(nb::module_& module) {
   module.def("arena_keep_for", &keep_for, nb::arg("address"), nb::arg("change"));
   module.def("arena_compute_dropped", &compute_dropped, nb::arg("computes"));
   module.def("arena_wait_for_question", &wait_for_question, nb::arg("seconds"),
-             nb::sig("def arena_wait_for_question(seconds: float) -> tuple[int, int, bool] | None"));
+             nb::sig("def arena_wait_for_question(seconds: float) -> tuple[int, int, bool, int] | None"));
   module.def("arena_answer", &answer_question, nb::arg("number"), nb::arg("done"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);

@@ -27,6 +27,7 @@ struct Request {
   std::atomic<std::uint32_t> state{kFree};
   const void* address = nullptr;
   bool is_write = false;
+  pthread_t asker = {};
   FaultHistory history;
   Arena::Answer answer = Arena::Answer::kNo;
   char problem[kProblemBytes] = {};
@@ -38,6 +39,7 @@ class Mailbox {
     auto& request = taken();
     request.address = address;
     request.is_write = is_write;
+    request.asker = pthread_self();
     request.history = history;
     request.state.store(Request::kPosted);
     ring();
@@ -298,7 +300,7 @@ std::optional<OwnerQuestion> next_question(double seconds) {
   is_owner = true;
   const auto* const question = questions.next(static_cast<std::int64_t>(seconds * 1e9));
   if (question == nullptr) return std::nullopt;
-  return OwnerQuestion{questions.number_of(*question), question->address, question->is_write};
+  return OwnerQuestion{questions.number_of(*question), question->address, question->is_write, question->asker};
 }
 
 void answer_question(std::size_t number, bool done) {

@@ -1,6 +1,8 @@
 // Accesses that nobody planned: a thread that touches what is out waits until it is back.
 #pragma once
 
+#include <pthread.h>
+
 #include <optional>
 
 #include "arena/arena.hpp"
@@ -38,6 +40,7 @@ struct OwnerQuestion {
   std::size_t number = 0;
   const void* address = nullptr;
   bool is_write = false;
+  pthread_t asker = {};  // it waits
 };
 
 // For the thread of the owner, which must touch nothing that was dropped. None came in that time: nothing.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 #ifdef __linux__
 #include "arena/arena.hpp"
@@ -230,7 +231,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   std::int64_t need_bytes = 0, kernel = 0;
   notes = false;
 
+  bool launching = false;
   const auto over = [&] {
+    if (std::exchange(launching, false)) clock.attr("_not_launched")();
     for (auto* managed : used.storages) {
       --managed->pins;
       storages_.move_to_end(*managed);
@@ -291,6 +294,10 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
+      if (facts.is_collective) {
+        launching = true;
+        clock.attr("_launching")(to_list(used.storages), to_list(written.storages));
+      }
     } catch (...) {
       over();
       throw;
@@ -357,9 +364,11 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       taken_bytes += managed->size_bytes;
     }
     if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before, varies);
-    if (facts.is_collective)
+    if (facts.is_collective) {
       clock.attr("_launched")(facts.facts, result, to_list(used.storages), to_list(written.storages),
                               to_list(made.storages));
+      launching = false;
+    }
   } catch (...) {
     over();
     throw;

@@ -48,3 +48,9 @@ def test_same_bits_in_other_ways(tmp_path: Path) -> None:
 @pytest.mark.skipif((os.cpu_count() or 1) < 4, reason="four processes on fewer cores take minutes")
 def test_same_bits_on_four(tmp_path: Path) -> None:
     same_bits(4, ("fsdp --steps 5",), tmp_path)
+
+
+def test_what_a_collective_uses_stays_where_the_system_finds_it(tmp_path: Path) -> None:
+    """Another thread presses tensors out of memory while gloo has the system read and write them: an access
+    to what is away, or protected, would not be served there."""
+    torchrun(2, Path(__file__).parent / "evicting.py", tmp_path)

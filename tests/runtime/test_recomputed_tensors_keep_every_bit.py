@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import _native
+from penstock.runtime import recompute
+from penstock.runtime.storages import DROPPED
 from tests.support.families import FAMILIES
 from tests.support.forced import recompute_everything
 from tests.support.runs import (
@@ -70,19 +74,19 @@ def test_plans_recompute_where_the_disk_is_slow(name: str, tmp_path: Path) -> No
     program = family_training(name, 6)
     expected = in_memory(program)
     (budget_bytes,) = budgets(program, tmp_path, 0.6)
-    for recompute in (True, False):
+    for recomputes in (True, False):
         torch.manual_seed(7)
         with penstock.offload(
             device_budget=budget_bytes,
             spill_dir=tmp_path,
             hardware=SLOW,
             smallest_bytes=EVERYTHING,
-            recompute=recompute,
+            recompute=recomputes,
         ) as run:
             assert differences(expected, program(run.step)) == []
             report = run.report()
             assert run.plan is not None
-            assert bool(run.plan.recomputations) == recompute
+            assert bool(run.plan.recomputations) == recomputes
             assert report.peak_bytes <= budget_bytes
 
 
@@ -269,6 +273,81 @@ def test_a_run_closes_with_what_was_dropped(tmp_path: Path) -> None:
     with chain_plan(tmp_path) as run, pytest.raises(_Enough):
         chain_training(run.step, leave_with(seen))
     assert differences(bits(plain.values()), bits(seen.values())) == []
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """An access that nobody answers ends this process soon."""
+    _native.arena_set_fault_timeout(20.0)
+    yield
+    _native.arena_set_fault_timeout(120.0)
+
+
+def _views_of_dropped(run: penstock.Offload) -> list[np.ndarray]:
+    dropped = [each.storage() for each in run._clock.storages.all() if each.state == DROPPED]
+    assert len(dropped) > 1
+    return [torch.empty(0).set_(storage).numpy() for storage in dropped if storage is not None]
+
+
+class _Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call, self.cycle = call, self
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def test_a_finalizer_reads_what_was_dropped_amid_the_engines_work(impatient: None, tmp_path: Path) -> None:
+    """Whoever makes it needs the engine's lock, and the finalizer's thread has that."""
+    expected = in_memory(chain_training)
+    seen: list[tuple[float, float]] = []
+    with chain_plan(tmp_path) as run:
+
+        def during(kept: dict[str, torch.Tensor], _: nn.Module) -> None:
+            for view in _views_of_dropped(run) if not seen else ():
+                found: list[float] = []
+                _Cycle(lambda view=view, found=found: found.append(float(view.sum())))
+                with run._engine.lock:
+                    gc.collect()
+                seen.append((*found, float(view.sum())))
+
+        assert differences(expected, chain_training(run.step, during)) == []
+    assert seen and all(first == second for first, second in seen)
+
+
+def test_who_has_the_lock_asks_while_another_is_answered(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = in_memory(chain_training)
+    made_again, done = recompute._made_again, list[bool]()
+    with chain_plan(tmp_path) as run:
+
+        def during(kept: dict[str, torch.Tensor], _: nn.Module) -> None:
+            if done:
+                return
+            done.append(True)
+            first, second = _views_of_dropped(run)[:2]
+            begun, locked = threading.Event(), threading.Event()
+
+            def slowly(*args: Any) -> torch.UntypedStorage:
+                begun.set()
+                assert locked.wait(60)
+                return made_again(*args)
+
+            monkeypatch.setattr(recompute, "_made_again", slowly)
+            found: list[float] = []
+            thread = threading.Thread(target=lambda: found.append(float(first.sum())))
+            thread.start()
+            assert begun.wait(60)
+            with run._engine.lock:
+                locked.set()
+                assert second.sum() == second.sum()
+            thread.join(60)
+            assert found == [float(first.sum())]
+
+        assert differences(expected, chain_training(run.step, during)) == []
 
 
 # -- random numbers, and switches --------------------------------------------------------------

@@ -14,6 +14,7 @@ process; where torch has an allocator of its own, that of ``c10::alloc_cpu`` and
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock._native import ArenaStats
+
+logger = logging.getLogger("penstock")
 
 _LIBRARY = "/libc10.so"
 
@@ -81,27 +84,43 @@ class Lease:
                 _budgets[self] = budget_bytes
                 _apply()
 
-    def linger(self) -> None:
-        """End the lease, but for the blocks there are: what is out stays out until it is touched, and what is
-        in memory is kept within the budget while no other lease is open. No-op once closed."""
-        with _lock:
-            if (budget_bytes := _budgets.pop(self, None)) is not None:
-                _lingering[self] = budget_bytes
-                _native.arena_kernel_over()
-                _apply()
+    def close(self, brings_back: bool = False) -> bool:
+        """End the lease; after the last one, new tensors come from the C library again. False: its swap file
+        is still needed, and so it lingers: what is out stays out until it is touched, and what is in memory
+        is kept within the budget while no other lease is open. Idempotent.
 
-    def close(self) -> None:
-        """End the lease. After the last one, new tensors come from the C library again. Idempotent."""
+        brings_back   what is out first: False, too, where that does not fit the budget, or cannot be read now
+        """
+        problem: OSError | None = None
         with _lock:
-            if _budgets.pop(self, None) is None and _lingering.pop(self, None) is None:
-                return
+            if self not in _budgets and self not in _lingering:
+                return True
+            stats = _native.arena_stats()
+            own_bytes, most_bytes = stats.in_use_bytes - stats.foreign_bytes, stats.budget_bytes
+            ended = not brings_back or most_bytes is None or own_bytes <= most_bytes
+            budget_bytes = _budgets.pop(self) if self in _budgets else _lingering.pop(self)
             if not _budgets:
                 _native.arena_own_all()
+                _native.arena_deactivate()  # nothing leaves any more but what is on its way
+            _native.arena_kernel_over()
+            try:
+                if brings_back and ended:
+                    _native.arena_bring_in_all()  # those, too, that no kernel has used
+            except OSError as error:
+                problem, ended = error, False
+            if ended and self.gives_swap:
+                ended = _native.arena_swap_file(-1, -1, 0)
+            if not ended:
+                _lingering[self] = budget_bytes
             _apply()
-            if self.gives_swap and not _native.arena_swap_file(-1, -1, 0):
-                raise RuntimeError("the swap file holds blocks: bring them in or free them first")
             if not _budgets and not _lingering:
                 _native.arena_leave_faults()
+        if problem is not None:
+            logger.warning(
+                "tensors that are away cannot be brought back now, and come when they are touched: %s",
+                problem,
+            )
+        return ended
 
     def __enter__(self) -> Lease:
         return self

@@ -78,6 +78,7 @@ class Collectives:
         self._device = device
         self._budget_bytes = budget_bytes
         self._flights: list[_Flight] = []
+        self._held: list[ManagedStorage] = []  # for the one that is being launched
         self.allowed_bytes = 0
 
     def follow(self, planned_bytes: int) -> None:
@@ -91,6 +92,18 @@ class Collectives:
 
     def __bool__(self) -> bool:
         return bool(self._flights)
+
+    def launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
+        """A collective is about to begin. Threads of its own have the system read and write the bytes, which
+        fails at a page that is away or protected: nothing brings it back then."""
+        for managed in used:
+            self._device.hold(managed, +1, managed in written)
+            self._held.append(managed)
+
+    def not_launched(self) -> None:
+        """It failed."""
+        while self._held:
+            self._device.hold(self._held.pop(), -1)
 
     def launched(
         self,
@@ -111,8 +124,7 @@ class Collectives:
         flight = _Flight(used + fresh, written or fresh, work)
         for managed in flight.storages:
             managed.pins += 1
-        for managed in used:
-            self._device.hold(managed, +1)
+        self._held.clear()  # they are held until it is done
         self._flights.append(flight)
         while (size_bytes := self._bytes) > self.allowed_bytes:
             if self._device.in_memory_bytes() + size_bytes <= self._budget_bytes or not self.wait():

@@ -180,6 +180,7 @@ class CopyEngine:
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
+    remark            what else to say where the budget is too small
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """
@@ -198,6 +199,7 @@ class CopyEngine:
         self.check_interrupt: Callable[[], None] = lambda: None
         self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
         self.wait_for_others: Callable[[], bool] = lambda: False
+        self.remark: Callable[[], str] = lambda: ""
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -344,6 +346,8 @@ class CopyEngine:
             self._device.drop_packed(managed)
             self._packed_gone(managed)
         elif (storage := managed.storage()) is not None:
+            if managed.slot is None:
+                managed.slot = self._reserve(managed, self.tier)
             managed.writing, managed.void, managed.hold = True, False, storage
             self._mark_released(managed)
             self._queue(managed)
@@ -522,8 +526,8 @@ class CopyEngine:
             self.demand([managed])
         if managed.state <= LEAVING:
             self.will_write(managed)
-            while managed.hold is not None:
-                self._wait()
+        while managed.hold is not None:
+            self._wait()
 
     def _bring(self, managed: ManagedStorage, priority: int) -> bool:
         storage = managed.storage()
@@ -682,7 +686,8 @@ class CopyEngine:
         raise BudgetTooSmall(
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
-            f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size.",
+            f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size."
+            f"{self.remark()}",
             needed_bytes,
         )
 
@@ -715,7 +720,9 @@ class CopyEngine:
     def _start_prefetches(self) -> None:
         while self.prefetches:
             managed = self.prefetches[0]
-            if managed.state == AWAY and managed.queued and not managed.packed_bytes:
+            if (
+                managed.state == AWAY and managed.queued and not managed.packed_bytes and not managed.pins
+            ):  # else who uses it demands it
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
@@ -813,6 +820,15 @@ class CopyEngine:
             managed.clean = clean and (managed.clean or not managed.packed_bytes)
             if managed.packed_bytes:
                 self._packed_gone(managed)
+
+    def note_elsewhere(self, managed: ManagedStorage) -> None:
+        """The program gave the storage other memory: there it is, and no copy counts. Those under way end."""
+        self._unmark_released(managed)
+        managed.clean, managed.void = False, True
+        if managed.packed_bytes:
+            self._packed_gone(managed)
+        if managed.state in (AWAY, DROPPED):
+            managed.state = RESIDENT
 
     def note_gone(self, managed: ManagedStorage) -> None:
         """The device took the storage's memory by itself, and keeps a copy of its own."""

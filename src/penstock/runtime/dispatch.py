@@ -32,6 +32,7 @@ from penstock.capture.slices import join, slices
 from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
+from penstock.errors import BudgetTooSmall
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -97,6 +98,7 @@ class Clock(TorchDispatchMode):
         device.storages = self.storages
         engine.victims = self._victims
         engine.wait_for_others = self._wait_for_a_collective
+        engine.remark = self._remark
         self._collectives = Collectives(device, engine.budget_bytes)
         self.recomputation = Recomputation(device, engine)
         self._kernels = _native.KernelClock(
@@ -123,6 +125,7 @@ class Clock(TorchDispatchMode):
         self._carried: dict[int, ManagedStorage] = {}
         self._recording: Recording | None = None
         self._resized: set[ManagedStorage] = set()  # in this step, and not used since
+        self._storage_methods: dict[str, Any] = {}  # of torch's, while others are in their places
         self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
@@ -134,12 +137,22 @@ class Clock(TorchDispatchMode):
         self.__enter__()
         self._kernels.entered = True
         if self._device.memory.in_arena:
-            torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
+            self._replace("resize_", self._resizing())
+            for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
+                self._replace(name, self._sharing(getattr(torch.UntypedStorage, name)))
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        self._storage_methods[name] = torch.UntypedStorage.__dict__.get(name)
+        setattr(torch.UntypedStorage, name, method)
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
-        if self._kernels.entered and self._device.memory.in_arena:
-            del torch.UntypedStorage.resize_
+        for name, method in self._storage_methods.items():
+            if method is None:
+                delattr(torch.UntypedStorage, name)
+            else:
+                setattr(torch.UntypedStorage, name, method)
+        self._storage_methods.clear()
         if self._is_innermost():
             self.__exit__(None, None, None)
         self._kernels.entered = False
@@ -155,6 +168,7 @@ class Clock(TorchDispatchMode):
                 managed = self.storages.find(storage)
                 if managed is not None:
                     managed.pins += 1
+                    self.recomputation.will_write(managed)
                     self._engine.settle(managed, needed=size > 0)
                 self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
             resize(storage, size)
@@ -169,6 +183,40 @@ class Clock(TorchDispatchMode):
             return storage
 
         return resized
+
+    def _sharing(self, share: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of what gives a storage memory that other processes have too, and frees what it had:
+        on any thread, as queues of multiprocessing do. To the run it is another storage then."""
+
+        def shared(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            with self._interrupts, self._lock:
+                self.storages.bury()
+                managed = self.storages.find(storage)
+                if managed is not None and managed.movable:
+                    managed.pins += 1
+            if managed is None or not managed.movable:
+                return share(storage, *args, **kwargs)
+            try:
+                with self._interrupts, self._lock:
+                    try:
+                        self.recomputation.will_write(managed)
+                        self._engine.settle(managed, needed=True)
+                    except BudgetTooSmall:  # the arena brings it in while it is copied
+                        self._engine.settle(managed, needed=False)
+                    self._engine.make_room(managed.size_bytes, expected=True)
+                return share(storage, *args, **kwargs)
+            finally:
+                with self._interrupts, self._lock:
+                    managed.pins -= 1
+                    if managed.address and storage.data_ptr() != managed.address:
+                        self.recomputation.will_write(managed)
+                        self._engine.settle(managed, needed=False)  # another thread may have demanded it
+                        self.storages.renew(storage)
+                        self.storages.bury()
+                        with contextlib.suppress(BudgetTooSmall):  # what is shared is there
+                            self.storages.meet(storage)
+
+        return shared
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -399,6 +447,12 @@ class Clock(TorchDispatchMode):
             need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
             self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
 
+    def _launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
+        self._collectives.launching(used, written)
+
+    def _not_launched(self) -> None:
+        self._collectives.not_launched()
+
     def _launched(
         self,
         facts: Operator,
@@ -413,6 +467,14 @@ class Clock(TorchDispatchMode):
     def _land(self, used: list[ManagedStorage]) -> None:
         self._collectives.land(used)
         self._kernels.in_flight = bool(self._collectives)
+
+    def _remark(self) -> str:
+        """A program that caught an error may have forgotten the run."""
+        if self._kernels.in_step:
+            return ""
+        return (
+            " This run is still open, though none of its steps is: penstock.close() ends it, and its budget."
+        )
 
     def _wait_for_a_collective(self) -> bool:
         with self._interrupts:
@@ -653,10 +715,15 @@ class Clock(TorchDispatchMode):
                     record.float32 = tensor.dtype is torch.float32
         if recording.zeros:
             for managed in (*written, *made):
-                if managed.address and managed.step == self._kernels.step:
+                # What set_ gives a view of may be away, or dropped: then nobody wrote to it.
+                if not managed.address or managed.step != self._kernels.step or managed.state > LEAVING:
+                    continue
+                with contextlib.suppress(ValueError):  # another thread has given it other memory
+                    loan = _native.arena_lend(managed.address)
                     record = recording.tensors[managed.index]
                     density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
                     record.density = max(record.density or 0.0, density)
+                    _native.arena_lent_back(loan)
         repeats = phase == 0 and facts.can_run_again
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1

@@ -30,7 +30,6 @@ from penstock.errors import PenstockError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
-from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
 
@@ -239,20 +238,27 @@ class Recomputation:
         recipe = self._recipes.get(managed)
         storage = managed.storage()
         held = [read.storage() for read in recipe.reads] if recipe is not None else []
-        if (
-            recipe is None
-            or storage is None
-            or any(read is None for read in held)
-            or not self._device.drop(managed, storage)
-        ):
+        if recipe is None or storage is None or any(read is None for read in held):
             self.kept += 1
             self._engine.release(managed)
             return
-        recipe.held = held
-        managed.state = DROPPED
         if self._device.memory.in_arena:
             start_answering(self)
-        self._engine.memory.reserved_bytes -= managed.size_bytes
+        # Before the memory goes: whoever touches it may ask at once.
+        recipe.held, managed.state = [*recipe.held, *held], DROPPED
+        dropped = False
+        try:
+            dropped = self._device.drop(managed, storage)
+        finally:
+            if not dropped:
+                managed.state = RESIDENT
+        if dropped:
+            self._engine.memory.reserved_bytes -= managed.size_bytes
+            return
+        self.kept += 1
+        self._engine.release(managed)
+        if not recipe.is_needed:
+            recipe.held.clear()
 
     # -- running again -------------------------------------------------------------------------
 
@@ -279,14 +285,10 @@ class Recomputation:
             began_s = time.perf_counter()
             engine.lock.release()
             try:
-                result = _storage_at(tensors_in(_run(recipe)), recipe.makes[managed])
+                result = _made_again(recipe, managed)
             finally:
                 engine.lock.acquire()
             self.recompute_s += time.perf_counter() - began_s
-            if result is None or result.nbytes() != managed.size_bytes:
-                raise PenstockError(
-                    f"{recipe.operator} gives other results when it runs again: train with recompute=False"
-                )
         finally:
             for storage in used:
                 storage.pins -= 1
@@ -300,6 +302,9 @@ class Recomputation:
             engine.make_room(managed.size_bytes)
         while not self._device.fill(managed, target, result):
             engine.make_some_room(managed.size_bytes)
+        self._is_back(managed, recipe)
+
+    def _is_back(self, managed: ManagedStorage, recipe: _Recipe) -> None:
         managed.state = RESIDENT
         managed.clean = False
         self.recomputed_bytes += managed.size_bytes
@@ -355,25 +360,53 @@ class Recomputation:
     def answer(self, address: int, is_write: bool) -> bool:
         """Somebody touches what was dropped, or writes to what a recipe needs: see to it. False: it is no
         storage of ours, or it cannot be made."""
-        with self._engine.lock:
-            block = _native.arena_block(address)
-            storages = self._device.storages
-            managed = storages.at(block[0]) if block is not None and storages is not None else None
-            if managed is None:
-                return False
-            try:
-                if managed.state == DROPPED:
+        try:
+            with self._engine.lock:
+                managed = self._at(address)
+                if managed is not None and managed.state == DROPPED:
                     self.recompute(managed)
-                if is_write:
+                if managed is not None and is_write:
                     self.will_write(managed)
-            except Exception as error:
-                logger.error(
-                    "%s that were dropped are needed, and cannot be recomputed: %s",
-                    format_bytes(managed.size_bytes),
-                    error,
+            return managed is not None and _native.arena_state(managed.address) != "dropped"
+        except Exception as error:
+            logger.error("what was dropped is needed, and cannot be recomputed: %s", error)
+            return False
+
+    def answer_holder(self, address: int, is_write: bool) -> bool:
+        """As `answer`, where who asks holds the engine's lock, as a finalizer does that runs amid the work
+        of the engine. It waits, and so nobody else is at work. Nothing is moved: what it left half done is
+        not touched, and what is away comes by itself."""
+        try:
+            managed = self._at(address)
+            if managed is not None:
+                self._make_for_holder(managed)
+            if managed is None or (is_write and managed.recipes):
+                raise PenstockError(
+                    "a finalizer writes, amid the run's own work, to a tensor that others are recomputed "
+                    "from: write to none there, or train with recompute=False"
                 )
-                return False
-            return True
+            return _native.arena_state(managed.address) != "dropped"
+        except Exception as error:
+            logger.error("what was dropped is needed, and cannot be recomputed: %s", error)
+            return False
+
+    def _make_for_holder(self, managed: ManagedStorage) -> None:
+        storage = managed.storage()
+        if managed.state != DROPPED or storage is None:
+            return
+        recipe = self._recipes[managed]
+        for read in recipe.reads:
+            self._make_for_holder(read)
+        if self._device.fill(managed, storage, _made_again(recipe, managed)):
+            self._is_back(managed, recipe)
+
+    def _at(self, address: int) -> ManagedStorage | None:
+        block, storages = _native.arena_block(address), self._device.storages
+        return storages.at(block[0]) if block is not None and storages is not None else None
+
+    def is_held_by(self, thread: int) -> bool:
+        """Whether that thread has the engine's lock. Python tells whose it is in a text only."""
+        return f"owner={thread} " in repr(self._engine.lock)
 
 
 class _NotRepeatable(Exception):
@@ -386,6 +419,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
     )
+
+
+def _made_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
+    result = _storage_at(tensors_in(_run(recipe)), recipe.makes[managed])
+    if result is None or result.nbytes() != managed.size_bytes:
+        raise PenstockError(
+            f"{recipe.operator} gives other results when it runs again: train with recompute=False"
+        )
+    return result
 
 
 def _storage_at(tensors: Iterator[torch.Tensor], position: int) -> torch.UntypedStorage | None:
@@ -485,9 +527,18 @@ def _answer() -> None:
         question = _native.arena_wait_for_question(ANSWER_S)
         if question is None:
             continue
-        number, address, is_write = question
-        done = False
-        try:
-            done = any(recomputation.answer(address, is_write) for recomputation in list(_answering))
-        finally:
-            _native.arena_answer(number, done)
+        number, address, is_write, asker = question
+        owner = next((known for known in list(_answering) if known._at(address) is not None), None)
+        if owner is not None and owner.is_held_by(asker):
+            _native.arena_answer(number, owner.answer_holder(address, is_write))
+        else:  # on a thread of its own: who has the lock that it waits for may ask too
+            thread = threading.Thread(target=_answer_one, args=(owner, *question[:3]), daemon=True)
+            thread.start()
+
+
+def _answer_one(owner: Recomputation | None, number: int, address: int, is_write: bool) -> None:
+    done = False
+    try:
+        done = owner is not None and owner.answer(address, is_write)
+    finally:
+        _native.arena_answer(number, done)

@@ -80,7 +80,7 @@ LAST_STEPS = 1000
 logger = logging.getLogger("penstock")
 
 _open: list[Offload] = []  # one at most: every operator of the thread belongs to it
-_lingering: list[Offload] = []  # closed, with tensors that are away
+_lingering: list[Offload] = []  # closed, with tensors that are away, or may be
 
 
 def _leave_to_parent() -> None:
@@ -341,7 +341,11 @@ class Offload:
             raise InvalidArgument(
                 f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
             )
-        _lingering[:] = [run for run in _lingering if not run._settle()]
+        for run in tuple(_lingering):
+            try:
+                run._settle()
+            except PenstockError as error:
+                logger.warning("%r cannot give back all it has: %s", run, error)
         self._processes = ranks.on_this_machine()
         remote = next((place for place in spill_dirs if isinstance(place, Url)), None)
         if remote is not None and self._processes > 1:
@@ -776,11 +780,8 @@ class Offload:
                 self._as_many_buffers()
                 self._optimizer_hook.remove()
                 _open.remove(self)
-                recomputed = self._recompute_all()
-                self._engine.drain()
-                if not recomputed or not self._settle():
-                    # More than the budget is away: the run's disk space lasts as long as its tensors.
-                    _lingering.append(self)
+                _lingering.append(self)
+                self._settle()
         finally:
             self._interrupts.remove()
             self._kinds.close()
@@ -798,16 +799,24 @@ class Offload:
             return False
         return True
 
-    def _settle(self) -> bool:
-        """Bring back what is away, and give everything back; False where it does not fit."""
+    def _settle(self) -> None:
+        """Bring back what is away, and give everything back. Where that does not fit, or fails, the run
+        lingers: its disk space lasts as long as its tensors."""
+        recomputed = self._recompute_all()
+        try:
+            self._engine.drain()
+        except SpillError:
+            if self._device.memory.in_arena:  # nobody is kept within a budget that ended
+                self._device.close()
+            raise
         with self._engine.lock:
             self._clock.storages.bury()
-            if not self._device.settle(self._clock.storages.all()):
-                return False
-        self._clock.recomputation.close()
-        self._device.close()
-        self._spill.close()
-        return True
+            storages = self._clock.storages.all()
+        if self._device.settle(storages) and recomputed:
+            self._clock.recomputation.close()
+            self._device.close()
+            _lingering.remove(self)
+            self._spill.close()
 
     def __enter__(self) -> Offload:
         return self

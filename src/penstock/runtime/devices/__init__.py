@@ -55,8 +55,9 @@ class Device(copy_engine.Device, Protocol):
     def end_kernel(self) -> None:
         """The kernel is over, or failed."""
 
-    def hold(self, managed: ManagedStorage, change: int) -> None:
-        """What the kernel uses is used for longer, by one more or one less: it stays where it is."""
+    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
+        """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
+        ``writable`` by the system, too."""
 
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it

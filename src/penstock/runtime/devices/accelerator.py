@@ -366,7 +366,7 @@ class AcceleratorDevice:
     def notice(self) -> None:
         pass
 
-    def hold(self, managed: ManagedStorage, change: int) -> None:
+    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         pass  # nothing leaves but by the engine, which asks for pins
 
     def is_gone(self, managed: ManagedStorage) -> bool:

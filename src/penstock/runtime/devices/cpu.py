@@ -34,6 +34,8 @@ logger = logging.getLogger("penstock")
 
 RAW = _native.Packing()
 
+_left_behind: list[object] = []  # memory of the arena's that the system may read for ever
+
 
 @dataclass(slots=True)
 class Slot:
@@ -85,6 +87,7 @@ class CpuDevice:
         ] = {}  # by key: where it is read to, and whether it stays packed
         self._packed: dict[int, _native.ArenaPacked] = {}  # by key: until they are written
         self._pending: dict[int, Transfer] = {}  # by key: reads under way
+        self._told = False  # that something was left behind
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
@@ -108,8 +111,9 @@ class CpuDevice:
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
-                if self.engine is not None and not made:
-                    self.engine.make_room(managed.size_bytes)
+                if self.engine is not None:
+                    if not made:
+                        self.engine.make_room(managed.size_bytes)
                     self._note_peak()  # without it
                     _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
@@ -160,9 +164,10 @@ class CpuDevice:
         """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
         if not managed.movable or storage.data_ptr() == managed.address:
             return not managed.movable
-        assert self.storages is not None
+        assert self.storages is not None and self.engine is not None
         self.storages.forget_address(managed)
         managed.movable = managed.guarded = managed.gone = False
+        self.engine.note_elsewhere(managed)
         if not self._serial(storage):
             managed.fixed = True
             self._fixed_bytes += managed.size_bytes
@@ -179,8 +184,9 @@ class CpuDevice:
     ) -> None:
         packed = None
         begun_s = time.perf_counter()
-        if self._guard(managed, storage):
+        if loan := self._lend(managed, storage):
             packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
+            _native.arena_lent_back(loan)
         if packed is None:
             done(0)
             return
@@ -190,6 +196,9 @@ class CpuDevice:
         done(_page_bytes(packed.packing.packed_bytes))
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        storage = managed.hold or managed.storage()
+        if storage is None or self._is_elsewhere(managed, storage):
+            return False
         packed, segments = self._packed[managed.key], self._segments(managed)
         if not _native.arena_packed_written(managed.address, packed, segments, keeps):
             return False
@@ -198,7 +207,8 @@ class CpuDevice:
 
     def drop_packed(self, managed: ManagedStorage) -> None:
         if self._packed.pop(managed.key, None) is None:
-            _native.arena_drop_packed(managed.address)
+            with contextlib.suppress(ValueError):  # the program gave the storage other memory
+                _native.arena_drop_packed(managed.address)
 
     def _forget_packed(self, managed: ManagedStorage) -> None:
         if not managed.writing:
@@ -211,18 +221,20 @@ class CpuDevice:
             else 0
         )
 
-    def _guard(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """Notice writes from now on. False: there is nothing to copy."""
-        if self._is_elsewhere(managed, storage):
-            managed.void = True
-            return False
-        _native.arena_guard(managed.address)
-        if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago
-            managed.void = True
-            self.notice()
-            return False
-        managed.guarded = True
-        return True
+    def _lend(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
+        """Notice writes from now on, and keep the bytes where they are read until the loan is given back. 0:
+        there is nothing to copy."""
+        if not self._is_elsewhere(managed, storage):
+            with contextlib.suppress(ValueError):  # the program gives the storage other memory just now
+                _native.arena_guard(managed.address)
+                loan = _native.arena_lend(managed.address)
+                if _native.arena_state(managed.address) != "out":
+                    managed.guarded = True
+                    return loan
+                _native.arena_lent_back(loan)
+                self.notice()  # the arena took it a moment ago
+        managed.void = True
+        return 0
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         slot: Slot = managed.slot
@@ -237,21 +249,33 @@ class CpuDevice:
             report = _report(
                 "disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done)
             )
-            self._spill.write(slot.extent, packed.address, size_bytes, packed, report, checksum=managed.lasts)
+            self._spill.write(
+                slot.extent,
+                packed.address,
+                size_bytes,
+                packed,
+                functools.partial(self._written, managed, 0, report),
+                checksum=managed.lasts,
+            )
             return
-        if not self._guard(managed, storage):
+        loan = self._lend(managed, storage)
+        if not loan:
             done(None, [])
             return
         slot.packing = RAW
         report = _report("disk_write", managed, managed.size_bytes, done)
-        self._spill.write(
-            slot.extent,
-            managed.address,
-            _page_bytes(managed.size_bytes),
-            storage,
-            functools.partial(self._written, managed, report),
-            checksum=managed.lasts,
-        )
+        try:
+            self._spill.write(
+                slot.extent,
+                managed.address,
+                _page_bytes(managed.size_bytes),
+                storage,
+                functools.partial(self._written, managed, loan, report),
+                checksum=managed.lasts,
+            )
+        except BaseException:
+            _native.arena_lent_back(loan)
+            raise
 
     def _note_written(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
@@ -265,15 +289,38 @@ class CpuDevice:
             if error is None or managed.state == RESIDENT:
                 self._packed.pop(managed.key, None)  # else it may be written again
 
-    def _written(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
-        """The copy is complete. Where the arena took the pages meanwhile it holds anything, and so it counts
-        for nothing: the arena has a copy of its own."""
+    def _written(self, managed: ManagedStorage, loan: int, report: Any, transfer: Transfer) -> None:
+        """The copy is complete. Where the arena took the pages meanwhile, or the program wrote to them or
+        gave the storage others, it holds anything, and so it counts for nothing."""
         assert self.engine is not None
         with self.engine.lock:
+            if _is_abandoned(transfer):
+                managed.slot = None  # and a loan is never given back
+                if not loan:
+                    _left_behind.append(self._packed[managed.key])
+            elif loan and not _native.arena_lent_back(loan):
+                managed.void = True
             self.notice()
             if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
                 transfer.error = None
+        self._tell_if_left_behind(transfer)
         report(transfer)
+
+    def _was_read(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
+        if _is_abandoned(transfer):
+            _native.arena_abandon(self._staging.pop(managed.key)[0])
+        self._tell_if_left_behind(transfer)
+        report(transfer)
+
+    def _tell_if_left_behind(self, transfer: Transfer) -> None:
+        """The system may use the memory and the extent of a transfer for ever: nobody else gets them."""
+        if _is_abandoned(transfer) and not self._told:
+            self._told = True
+            logger.warning(
+                "transfers to or from %s were given up amid: their memory and disk space stay in use until "
+                "the process ends",
+                self.place_text,
+            )
 
     def _segments(self, managed: ManagedStorage) -> list[tuple[int, int, int, int]]:
         """Where the copy lies: of each piece the file, its place there and in the storage's pages, bytes."""
@@ -296,7 +343,6 @@ class CpuDevice:
 
     def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         if self._is_elsewhere(managed, storage):
-            managed.state = RESIDENT
             return False
         if managed.gone or managed.packed_bytes:
             return True
@@ -322,7 +368,12 @@ class CpuDevice:
             done = functools.partial(self._expand, managed, done)
         report = _report("disk_read", managed, min(size_bytes, managed.size_bytes), done)
         self._pending[managed.key] = self._spill.read(
-            slot.extent, staging + begin, size_bytes, storage, report, priority=priority
+            slot.extent,
+            staging + begin,
+            size_bytes,
+            storage,
+            functools.partial(self._was_read, managed, report),
+            priority=priority,
         )
 
     def _expand(
@@ -348,20 +399,25 @@ class CpuDevice:
             pending.hurry()
 
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
+        failed: PenstockError | None = None
         try:
-            _native.arena_bring_in(managed.address)
+            with contextlib.suppress(ValueError):  # the program gave the storage other memory: see `arrive`
+                _native.arena_bring_in(managed.address)
         except OSError as error:
-            text = f"bytes could not be read back from {self.place_text}: {error.strerror}"
+            failed = SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}")
             if error.errno == errno.EBADMSG:
-                text = self._damage_text(managed.packed_bytes)
-            done(SpillError(text), [])
-        else:
-            done(None, [])
+                failed = SpillError(self._damage_text(managed.packed_bytes))
+        except Exception as error:
+            failed = SpillError(f"bytes could not be read back from {self.place_text}: {error}")
+        done(failed, [])
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         self._pending.pop(managed.key, None)
-        staging = self._staging.pop(managed.key, None)
-        if staging is None:  # the arena has read, or expanded, its own copy
+        staging, packed = self._staging.pop(managed.key, (0, False))
+        arrived = staging != 0 and _native.arena_arrive(staging, packed or managed.keeps_copy)
+        if self._is_elsewhere(managed, storage):
+            return False
+        if not staging:  # the arena has read, or expanded, its own copy
             clean = managed.clean and not managed.gone
             self._forget_packed(managed)
             managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again
@@ -369,18 +425,14 @@ class CpuDevice:
             if clean and not managed.keeps_copy:
                 self.will_write(managed)
             return clean and managed.keeps_copy
-        if staging[1]:
-            if not _native.arena_arrive(staging[0]):  # touched meanwhile, and maybe taken again
+        if packed:
+            if not arrived:  # touched meanwhile, and maybe taken again
                 managed.gone = _native.arena_state(managed.address) == "out"
                 managed.guarded = not managed.gone
-                return False
-            return True
-        if _native.arena_arrive(staging[0], managed.keeps_copy):
-            managed.guarded = managed.keeps_copy
-            managed.gone = False
-        else:  # touched, written and taken again meanwhile
-            managed.gone = True
-        return managed.keeps_copy
+            return arrived
+        managed.gone = not arrived  # then it was touched, written and taken again meanwhile
+        managed.guarded = arrived and managed.keeps_copy
+        return managed.guarded
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._pending.pop(managed.key, None)
@@ -398,9 +450,14 @@ class CpuDevice:
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.address)
 
-    def hold(self, managed: ManagedStorage, change: int) -> None:
-        if managed.address:
-            _native.arena_hold(managed.address, change)
+    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
+        if (storage := managed.storage()) is not None:  # a small one, too, that only the arena moves
+            address = storage.data_ptr()
+            try:
+                if _native.arena_hold(address, change, writable) and change > 0 and not writable:
+                    _native.arena_bring_in(address)
+            except OSError as error:
+                self.cannot_use(error)
 
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone
@@ -501,7 +558,8 @@ class CpuDevice:
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
                 f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
-                f"{format_bytes_up(needed_bytes)}, or lower the batch size.",
+                f"{format_bytes_up(needed_bytes)}, or lower the batch size."
+                + (self.engine.remark() if self.engine is not None else ""),
                 needed_bytes,
             ) from None
 
@@ -545,29 +603,21 @@ class CpuDevice:
     def settle(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
-        stats = arena.stats()
-        own_bytes = stats.in_use_bytes - stats.foreign_bytes
-        if stats.budget_bytes is not None and own_bytes > stats.budget_bytes:
-            self._lease.linger()
-            return False
-        _native.arena_kernel_over()
-        try:
-            _native.arena_bring_in_all()  # those, too, that no kernel has used
-        except OSError as error:
-            logger.warning(
-                "tensors that are away cannot be brought back now, and come when they are touched: %s", error
-            )
-            self._lease.linger()
-            return False
-        return True
+        return self._lease.close(brings_back=True)
 
     def close(self) -> None:
+        self._reader.shutdown(wait=False)
         self._lease.close()
 
 
 def _page_bytes(size_bytes: int) -> int:
     """Blocks of the arena may be read and written up to their end: no odd tail to copy apart."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _is_abandoned(transfer: Transfer) -> bool:
+    """Whether the system may still read or write the memory of a transfer that failed."""
+    return getattr(transfer, "abandoned", False)
 
 
 def _place(managed: ManagedStorage) -> tuple[int, int]:

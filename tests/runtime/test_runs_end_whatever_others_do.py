@@ -1,0 +1,201 @@
+"""A run that is closed gives back its memory, disk space, threads and files, or lingers until it can:
+whatever other threads do, and however its steps ended. The next run works."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.runtime import arena, run
+from tests.support.runs import (
+    EVERYTHING,
+    HARDWARE,
+    Bits,
+    Step,
+    bits,
+    budgets,
+    family_training,
+    in_memory,
+    offloaded,
+)
+
+MIB = 1 << 20
+
+
+def _files() -> set[str]:
+    """What this process has open, but for what is not ours."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    return {name for name in found if "penstock" in name or "deleted" in name}
+
+
+@pytest.fixture(autouse=True)
+def all_is_given_back(tmp_path: Path) -> Iterator[None]:
+    gc.collect()
+    threads, files = set(threading.enumerate()), _files()
+    yield
+    gc.collect()
+    for left in tuple(run._lingering):
+        left._settle()
+    assert run._lingering == []
+    left_threads = [each.name for each in set(threading.enumerate()) - threads]
+    assert [name for name in left_threads if "penstock" in name] == []
+    assert _files() <= files
+    assert list(tmp_path.iterdir()) == []
+    stats = arena.stats()
+    assert (stats.out_bytes, stats.swap_used_bytes) == (0, 0)
+    assert stats.budget_bytes is None
+
+
+def test_a_thread_allocates_while_runs_close(tmp_path: Path) -> None:
+    """It needs room when a run closes, so that tensors leave for the swap file just then."""
+    ended = threading.Event()
+    wrong: list[object] = []
+
+    def allocate() -> None:
+        kept: list[torch.Tensor] = []
+        number = 0
+        while not ended.is_set():
+            try:
+                kept.append(torch.full((MIB,), number % 100, dtype=torch.uint8))
+            except RuntimeError:  # no room just now
+                kept.clear()
+            number += 1
+            if len(kept) > 20:
+                wrong.extend(tensor for tensor in kept if int(tensor.max()) != int(tensor.min()))
+                kept.clear()
+
+    thread = threading.Thread(target=allocate, daemon=True)
+    thread.start()
+    try:
+        for _ in range(30):
+            with penstock.offload(device_budget=8 * MIB, spill_dir=tmp_path, hardware=HARDWARE):
+                mine = [torch.full((MIB,), float(i)) for i in range(1, 2)]
+            assert all(float(tensor[-1]) == i for i, tensor in enumerate(mine, 1))
+    finally:
+        ended.set()
+        thread.join(60)
+    assert not thread.is_alive() and wrong == []
+
+
+class _Experts(nn.Module):
+    """A mixture of experts, of which each row is seen by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return result
+
+
+def _experts_training(step: Step) -> Bits:
+    torch.manual_seed(3)
+    model = _Experts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(2):
+        with step():
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits(model.parameters())
+
+
+@pytest.mark.parametrize("name", ["experts", "lstm", "gpt"])
+def test_a_failed_run_is_followed_by_others(name: str, tmp_path: Path) -> None:
+    """Its error, and with it the frames that have its model, is kept."""
+    program = _experts_training if name == "experts" else family_training(name, 2)
+    expected = in_memory(program)
+    least, enough = budgets(program, tmp_path, 0.0, 0.5)
+    kept: list[BaseException] = []
+    for _ in range(3):
+        with pytest.raises((penstock.BudgetTooSmall, RuntimeError)) as refused:
+            offloaded(program, least // 2, tmp_path)
+        assert isinstance(refused.value, penstock.BudgetTooSmall)
+        kept.append(refused.value)
+        found, _ = offloaded(program, enough, tmp_path)
+        assert found == expected
+    kept.clear()
+
+
+def test_the_next_run_works_beside_one_that_lingers(tmp_path: Path) -> None:
+    """More is away than fits: its swap file stays, and is the only one."""
+    options = {"spill_dir": tmp_path, "hardware": HARDWARE, "smallest_bytes": EVERYTHING}
+    with penstock.offload(device_budget=4 * MIB, **options):
+        kept = [torch.full((MIB // 4,), float(i)) for i in range(12)]
+    assert len(run._lingering) == 1
+    for _ in range(2):
+        with penstock.offload(device_budget=4 * MIB, **options) as second, second.step():
+            others = [torch.full((MIB // 4,), float(i)) for i in range(8)]
+            assert [float(tensor[3]) for tensor in others] == list(range(8))
+        del others
+    assert [float(tensor[3]) for tensor in kept] == list(range(12))
+    del kept
+    with penstock.offload(device_budget=4 * MIB, **options):
+        pass
+    assert run._lingering == []
+
+
+def test_a_run_whose_disk_hangs_at_its_end_keeps_nobody_within_its_budget(tmp_path: Path) -> None:
+    opened = penstock.offload(device_budget=4 * MIB, spill_dir=tmp_path, hardware=HARDWARE)
+    drain = opened._engine.drain
+
+    def hangs() -> None:
+        raise penstock.SpillError("the disk hangs")
+
+    opened._engine.drain = hangs  # type: ignore[method-assign]
+    with pytest.raises(penstock.SpillError, match="hangs"):
+        opened.close()
+    assert opened.closed
+    assert float(torch.ones(16 * MIB).sum()) == 16 * MIB
+    with penstock.offload(device_budget=4 * MIB, spill_dir=tmp_path, hardware=HARDWARE):
+        pass  # the one before cannot end yet, and that is logged
+    opened._engine.drain = drain  # type: ignore[method-assign]
+
+
+def test_a_lease_whose_swap_file_is_in_use_lingers(tmp_path: Path) -> None:
+    with open(tmp_path / "swap", "wb+") as file:
+        os.unlink(tmp_path / "swap")
+        lease = arena.activate(8 * MIB, (-1, file.fileno(), 1 << 30, 0))
+        tensors = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(12)]
+        assert not lease.close()
+        assert not lease.close(brings_back=True), "it does not fit"
+        assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+        del tensors[4:]
+        assert lease.close(brings_back=True)
+        assert lease.close()
+        assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+
+
+def test_who_forgot_an_open_run_is_told(tmp_path: Path) -> None:
+    opened = penstock.offload(
+        device_budget="40KiB", spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=4096
+    )
+    with pytest.raises(penstock.BudgetTooSmall) as inside, opened.step():
+        nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512))
+    assert "penstock.close()" not in str(inside.value)
+    with pytest.raises(penstock.BudgetTooSmall, match=r"still open.*penstock\.close\(\)"):
+        nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512))
+    penstock.close()
+    assert nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512)).shape == (64, 512)
