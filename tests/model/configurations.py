@@ -32,4 +32,8 @@ CONFIGURATIONS: dict[str, Config] = {
     "full": Config(("evict A", "read B", "release B"), ("look A",), 2 * SIZE, extents=1),
     "dying": Config(each("release", "prefetch", "make"), each("die")),
     "dying, packed": Config(each("pack", "read", "make"), each("die"), in_flight_bytes=BOTH_AT_ONCE),
+    # The program gives a storage other memory.
+    "shared": Config(each("release", "prefetch", "read"), each("share")),
+    "shared, taken": Config(each("release"), each("share"), SIZE),
+    "shared, packed": Config(each("pack", "prefetch"), each("share")),
 }

@@ -136,8 +136,8 @@ MUTANTS = [
         "what the arena took a moment ago is copied",
         "taken",
         "cpu",
-        'if _native.arena_state(managed.address) == "out":  # the arena took it a moment ago',
-        "if False:",
+        'if _native.arena_state(managed.address) != "out":',
+        "if True:",
     ),
     Mutant(
         "a copy whose memory the arena took is an error",
@@ -150,8 +150,8 @@ MUTANTS = [
         "what left while it was copied is not noticed",
         "taken",
         "cpu",
-        "        with self.engine.lock:\n            self.notice()\n            if managed.void and",
-        "        with self.engine.lock:\n            if managed.void and",
+        "managed.void = True\n            self.notice()\n            if managed.void and",
+        "pass\n            if managed.void and",
     ),
     Mutant(
         "what left while it was copied is copied",
@@ -187,5 +187,21 @@ MUTANTS = [
         "recompute",
         "            self._finish(recipe)\n        if (own",
         "            self._forget(recipe)\n        if (own",
+    ),
+    Mutant(
+        "packed bytes of what has other memory now are taken for its bytes",
+        "shared, packed",
+        "cpu",
+        "        if storage is None or self._is_elsewhere(managed, storage):\n"
+        "            return False\n        packed,",
+        "        packed,",
+    ),
+    Mutant(
+        "addresses that are being read are not lent",
+        "shared, taken",
+        "cpu",
+        "                    managed.guarded = True\n                    return loan",
+        "                    managed.guarded = True\n                    _native.arena_lent_back(loan)\n"
+        "                    return 1 << 60",
     ),
 ]
