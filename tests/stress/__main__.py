@@ -1,0 +1,122 @@
+"""Ten small programs under random schedules: make test-stress.
+
+Seeds that fail are printed with the command that repeats them. Every program runs in a process of its own, which is
+started again after a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SEEDS, LIMIT_S = range(1, 1001), 60.0  # of each program; of each seed
+
+
+def work(name: str, seeds: range, limit_s: float) -> None:
+    """Run the program with each seed in this process. The first failure ends it."""
+    import gc
+    import logging
+    import random
+
+    import torch
+
+    from tests.stress import delays, leftovers
+    from tests.stress.programs import PROGRAMS
+
+    faulthandler.enable()
+    logging.getLogger("penstock").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    delays.install()
+    program = PROGRAMS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        faulthandler.dump_traceback_later(max(limit_s, 60), exit=True)
+        program(random.Random(0), place)  # what it makes once for all
+        gc.collect()
+        gc.freeze()
+        before = leftovers.settled(place)
+        for seed in seeds:
+            print("began", seed, flush=True)
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            delays.begin(seed)
+            try:
+                program(random.Random(seed), place)
+            finally:
+                delays.begin(0)
+            leftovers.check(before, place)
+            print("passed", seed, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def drive(name: str, seeds: range, limit_s: float) -> tuple[int, list[int]]:
+    """Run the program with each seed in processes of their own; how many passed, and which failed."""
+    passed, failed, begin = 0, [], seeds.start
+    while (first := begin) < seeds.stop:
+        with tempfile.TemporaryFile("w+") as errors:
+            command = [sys.executable, "-m", "tests.stress", "--work", "--programs", name]
+            command += ["--seeds", f"{begin}:{seeds.stop}", "--limit", str(limit_s)]
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                what, number = line.split()
+                begin = int(number) + 1
+                passed += what == "passed"
+            status = process.wait()
+            with_children(process)
+            if status == 0:
+                break
+            if first == begin:  # it failed before the first seed
+                begin += 1
+            failed.append(begin - 1)
+            errors.seek(0)
+            text = errors.read()
+            how = f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
+            print(f"FAILED: {name}, seed {begin - 1}: {how}\n{text[-12_000:]}\nto repeat: "
+                  f"{sys.executable} -m tests.stress --programs {name} --seeds {begin - 1}:{begin}", flush=True)
+    return passed, failed
+
+
+def with_children(process: subprocess.Popen[str]) -> None:
+    """End what the process has left running."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
+    parser.add_argument("--programs", help="comma-separated; all unless told")
+    parser.add_argument("--seeds", default=f"{SEEDS.start}:{SEEDS.stop}", help="BEGIN:END")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each seed")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    seeds = range(*map(int, options.seeds.split(":")))
+    if options.work:
+        work(options.programs, seeds, options.limit)
+        return 0
+    from tests.stress.programs import PROGRAMS
+
+    all_failed = 0
+    for name in options.programs.split(",") if options.programs else PROGRAMS:
+        began_s = time.monotonic()
+        passed, failed = drive(name, seeds, options.limit)
+        all_failed += len(failed)
+        print(f"{name}: {passed} seeds passed, {len(failed)} failed {failed or ''}, "
+              f"{time.monotonic() - began_s:.0f} s", flush=True)
+    return 1 if all_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
