@@ -1,12 +1,13 @@
 """Ten small programs under random schedules: make test-stress.
 
-Seeds that fail are printed with the command that repeats them. Every program runs in a process of its own, which is
-started again after a failure.
+Seeds that fail are printed with the command that repeats them. Every program runs in a process of its own, which
+is started again after a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import signal
@@ -21,21 +22,52 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SEEDS, LIMIT_S = range(1, 1001), 60.0  # of each program; of each seed
 
 
+def prepare() -> None:
+    import logging
+
+    import torch
+
+    from tests.stress import delays
+
+    faulthandler.enable()
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    delays.install()
+
+
+def serve(address: str, limit_s: float) -> None:
+    """Be the other rank of `tests.stress.programs.ranks`: for each line, a seed and that of the delays."""
+    import random
+
+    from tests.stress import delays, leftovers, programs
+
+    prepare()
+    programs.join(address, 1)
+    before = None
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        for line in sys.stdin:
+            seed, delay = map(int, line.split())
+            faulthandler.dump_traceback_later(max(limit_s, 60.0), exit=True)
+            delays.begin(delay and delay + 1)
+            programs.as_rank(random.Random(seed), place)
+            delays.begin(0)
+            if before is None:
+                before = leftovers.settled(place)
+            leftovers.check(before, place)
+            print("passed", flush=True)
+            faulthandler.cancel_dump_traceback_later()
+
+
 def work(name: str, seeds: range, limit_s: float) -> None:
     """Run the program with each seed in this process. The first failure ends it."""
     import gc
-    import logging
     import random
-
-    import torch
 
     from tests.stress import delays, leftovers
     from tests.stress.programs import PROGRAMS
 
-    faulthandler.enable()
-    logging.getLogger("penstock").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    delays.install()
+    prepare()
     program = PROGRAMS[name]
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -81,18 +113,23 @@ def drive(name: str, seeds: range, limit_s: float) -> tuple[int, list[int]]:
             failed.append(begin - 1)
             errors.seek(0)
             text = errors.read()
-            how = f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
-            print(f"FAILED: {name}, seed {begin - 1}: {how}\n{text[-12_000:]}\nto repeat: "
-                  f"{sys.executable} -m tests.stress --programs {name} --seeds {begin - 1}:{begin}", flush=True)
+            how = (
+                f"ended by signal {-status} ({signal.strsignal(-status)})"
+                if status < 0
+                else f"status {status}"
+            )
+            print(
+                f"FAILED: {name}, seed {begin - 1}: {how}\n{text[-12_000:]}\nto repeat: "
+                f"{sys.executable} -m tests.stress --programs {name} --seeds {begin - 1}:{begin}",
+                flush=True,
+            )
     return passed, failed
 
 
 def with_children(process: subprocess.Popen[str]) -> None:
     """End what the process has left running."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def main() -> int:
@@ -101,7 +138,11 @@ def main() -> int:
     parser.add_argument("--seeds", default=f"{SEEDS.start}:{SEEDS.stop}", help="BEGIN:END")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each seed")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.peer:
+        serve(options.peer, options.limit)
+        return 0
     seeds = range(*map(int, options.seeds.split(":")))
     if options.work:
         work(options.programs, seeds, options.limit)
@@ -113,8 +154,11 @@ def main() -> int:
         began_s = time.monotonic()
         passed, failed = drive(name, seeds, options.limit)
         all_failed += len(failed)
-        print(f"{name}: {passed} seeds passed, {len(failed)} failed {failed or ''}, "
-              f"{time.monotonic() - began_s:.0f} s", flush=True)
+        print(
+            f"{name}: {passed} seeds passed, {len(failed)} failed {failed or ''}, "
+            f"{time.monotonic() - began_s:.0f} s",
+            flush=True,
+        )
     return 1 if all_failed else 0
 
 

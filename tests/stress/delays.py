@@ -1,7 +1,8 @@
 """Other schedules of the same program: delays drawn from a seed wherever threads meet.
 
-In C++ at every lock, unlock, wait and step of I/O, where the extension was built with PENSTOCK_SEAMS; in Python at
-every lock and unlock of penstock's modules; and between bytecodes, by how often the interpreter changes threads.
+In C++ at every lock, unlock, wait and step of I/O, where the extension was built with PENSTOCK_SEAMS; in
+Python at every lock and unlock of penstock's modules; and between bytecodes, by how often the interpreter
+changes threads.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class _Delays:
-    """Those of Python. Threads number themselves as they come, so that a seed gives much the same delays again."""
+    """Those of Python. Threads number themselves as they come: a seed gives much the same delays again."""
 
     def __init__(self) -> None:
         self.begin(0, 0.0, 0.0)
 
     def begin(self, seed: int, share: float, longest_s: float) -> None:
-        self._seed, self._share, self._longest_s = seed, share, longest_s
+        self.seed, self._share, self._longest_s = seed, share, longest_s
         self._threads = 0
         self._own = threading.local()
 
@@ -39,7 +40,7 @@ class _Delays:
         draw = getattr(self._own, "draw", None)
         if draw is None:
             self._threads += 1
-            draw = self._own.draw = random.Random(self._seed * 1000 + self._threads).random
+            draw = self._own.draw = random.Random(self.seed * 1000 + self._threads).random
         if (drawn := draw()) < self._share:
             time.sleep(drawn / self._share * self._longest_s)
 
@@ -85,6 +86,11 @@ def install() -> None:
                 setattr(module, name, _Lock(value))
             elif isinstance(value, threading.Condition):
                 setattr(module, name, wrapped.Condition())
+
+
+def current() -> int:
+    """The seed of the delays in force."""
+    return _delays.seed
 
 
 def begin(seed: int) -> None:

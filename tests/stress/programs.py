@@ -1,33 +1,40 @@
 """Ten small programs that do at once what must not disturb each other.
 
-Each is a function of a seed's random numbers and an empty directory. It raises where a bit differs from the plain
-run's, or where something is left. Budgets are the smallest that the program can run in.
+Each is a function of a seed's random numbers and an empty directory. It raises where a bit differs from the
+plain run's. Budgets are the smallest that the program can run in, and a little more for what other threads hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import random
 import select
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import BudgetTooSmall
 from penstock.runtime import step_kinds
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
+from tests.stress import delays
 from tests.support.runs import EVERYTHING, HARDWARE, Bits, Step, bits, in_memory, offloaded, state_bits
 
 Draw = random.Random
@@ -41,7 +48,11 @@ _scheduled = step_kinds.StepKinds._scheduled
 
 def _draw_schedule(kinds: Any, trace: Any, plan: Any) -> Any:
     """A plan is advice: any actions at any kernel give the same bits."""
-    return _scheduled(kinds, trace, plan) if _drawn_schedules is None else random_schedule(trace, _drawn_schedules)
+    return (
+        _scheduled(kinds, trace, plan)
+        if _drawn_schedules is None
+        else random_schedule(trace, _drawn_schedules)
+    )
 
 
 step_kinds.StepKinds._scheduled = _draw_schedule  # type: ignore[method-assign]
@@ -133,15 +144,20 @@ def _mlp() -> nn.Module:
 
 
 def _train(
-    step: Step, steps: int = 4, in_step: Callable[[int, nn.Module], Any] = lambda number, model: None
+    step: Step,
+    steps: int = 4,
+    in_step: Callable[[int, nn.Module], Any] = lambda number, model: None,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    first: int = 0,
 ) -> Bits:
-    """``in_step`` is called amid each step, and what it gives is part of the result."""
-    model = _mlp()
+    """``in_step`` is called amid each step, and what it gives is part of the result. Batches are numbered
+    from ``first`` on."""
+    model = wrap(_mlp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: Bits = []
     for number in range(steps):
         with step():
-            x = torch.randn(48, 96, generator=torch.Generator().manual_seed(number))
+            x = torch.randn(48, 96, generator=torch.Generator().manual_seed(first + number))
             loss = model(x).square().mean()
             found.append(repr(in_step(number, model)).encode())
             loss.backward()
@@ -169,8 +185,8 @@ def minimum(draw: Draw, place: Path) -> None:
 
 
 def unplanned(draw: Draw, place: Path) -> None:
-    """The same outside of steps: the arena alone decides. Another thread makes, reads and frees large tensors."""
-    wanted, least_bytes = _wanted(_train)
+    """The same outside of steps: the arena alone decides. Another thread makes and frees large tensors."""
+    _, least_bytes = _wanted(_train)
     largest = 1 << 16
     torch.manual_seed(7)
     with inside(draw, place, least_bytes + 8 * largest) as run:
@@ -183,7 +199,9 @@ def unplanned(draw: Draw, place: Path) -> None:
                 held.append(torch.full((own.randrange(1 << 10, largest // 4),), float(value)))
                 if len(held) > own.randrange(10):
                     gone = held.pop(own.randrange(len(held)))
-                    assert bool((numpy_of(gone) == gone[0].item()).all()), "another thread's tensor has changed"
+                    assert bool((numpy_of(gone) == gone[0].item()).all()), (
+                        "another thread's tensor has changed"
+                    )
 
         with beside(allocate):
             found = _train(contextlib.nullcontext, steps=2)
@@ -329,7 +347,7 @@ def _wanted_chain(plain: Callable[[Step], Bits]) -> tuple[Bits, int]:
 ELEMENTS = 1 << 15
 
 
-def _share_and_replace(draw: Draw, place: Path, share: Callable[[list[torch.Tensor]], Any]) -> None:
+def _share_and_replace(draw: Draw, place: Path, here: bool) -> None:
     """Tensors are read, replaced and shared in drawn order; each must hold what was put there."""
     with inside(draw, place, 12 * ELEMENTS * 4) as run:
         values = [float(index) for index in range(24)]
@@ -347,7 +365,7 @@ def _share_and_replace(draw: Draw, place: Path, share: Callable[[list[torch.Tens
                 over.wait(1e-4)
 
         with beside(feed):
-            for count in range(4):
+            for _ in range(4):
                 with run.step():
                     for _ in range(16):
                         number = draw.randrange(24)
@@ -360,11 +378,11 @@ def _share_and_replace(draw: Draw, place: Path, share: Callable[[list[torch.Tens
                         tensors[number] = torch.full((ELEMENTS,), values[number])
                         if len(shared) + len(waiting) < 4 and draw.random() < 0.3:
                             number = draw.randrange(24)
-                            if share is None:
-                                waiting.append(number)
-                            else:
+                            if here:
                                 tensors[number].share_memory_()
                                 shared.append(number)
+                            else:
+                                waiting.append(number)
                         while shared:
                             number = shared.pop()
                             tensors[number] = torch.full((ELEMENTS,), values[number])
@@ -374,13 +392,13 @@ def _share_and_replace(draw: Draw, place: Path, share: Callable[[list[torch.Tens
 
 
 def shared(draw: Draw, place: Path) -> None:
-    """A thread puts tensors into memory that processes share, as queues of multiprocessing do, while they move."""
-    _share_and_replace(draw, place, None)
+    """While tensors move, a thread puts them into memory that processes share, as multiprocessing's queues do."""
+    _share_and_replace(draw, place, here=False)
 
 
 def shared_in_a_step(draw: Draw, place: Path) -> None:
     """The same on the thread of the kernels."""
-    _share_and_replace(draw, place, True)
+    _share_and_replace(draw, place, here=True)
 
 
 def reopened(draw: Draw, place: Path) -> None:
@@ -453,11 +471,60 @@ def forked(draw: Draw, place: Path) -> None:
     require_same(found, wanted)
 
 
+def _train_together(step: Step) -> Bits:
+    def wrap(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, bucket_cap_mb=0.05, init_sync=False)
+
+    return _train(step, steps=3, wrap=wrap, first=100 * dist.get_rank())
+
+
+def as_rank(draw: Draw, place: Path) -> None:
+    """What `ranks` does, in each of its processes."""
+    wanted, least_bytes = _wanted(_train_together)
+    torch.manual_seed(7)
+    with inside(draw, place, least_bytes + (1 << 15)) as run:
+        found = _train_together(run.step)
+    require_same(found, wanted)
+
+
+def ranks(draw: Draw, place: Path) -> None:
+    """Gradients are averaged over two processes by DistributedDataParallel."""
+    tell, hear = _peer()
+    seed = draw.randrange(1 << 30)
+    tell.write(f"{seed} {delays.current()}\n")
+    tell.flush()
+    as_rank(Draw(seed), place)
+    assert hear.readline() == "passed\n", "the other rank has failed"
+
+
+@functools.cache
+def _peer() -> tuple[IO[str], IO[str]]:
+    """The other rank, which lives as long as this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.stress", "--peer", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    join(address, 0)
+    return process.stdin, process.stdout
+
+
+def join(address: str, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=LIMIT_S)
+    )
+
+
 # -- saving, and failing -----------------------------------------------------------------------------
 
 
 def saved(draw: Draw, place: Path) -> None:
-    """Weights are saved in the background while training changes them; a run that fails is followed by another."""
+    """A run that fails is followed by another. Its weights are saved in the background while they change."""
     wanted, least_bytes = _wanted(_train_and_look)
     torch.manual_seed(7)
     handles: list[tuple[Path, Any, list[int]]] = []
@@ -469,7 +536,10 @@ def saved(draw: Draw, place: Path) -> None:
         handles.append((path, handle, known))
         return known
 
-    with contextlib.suppress(BudgetTooSmall), inside(draw, place, least_bytes // draw.choice([2, 3, 8])) as run:
+    with (
+        contextlib.suppress(BudgetTooSmall),
+        inside(draw, place, least_bytes // draw.choice([2, 3, 8])) as run,
+    ):
         _train(run.step)
     torch.manual_seed(7)
     with inside(draw, place, least_bytes) as run:
@@ -484,5 +554,16 @@ def saved(draw: Draw, place: Path) -> None:
 
 PROGRAMS: dict[str, Callable[[Draw, Path], None]] = {
     program.__name__: program
-    for program in (minimum, unplanned, reader, recomputed, shared, shared_in_a_step, reopened, forked, saved)
+    for program in (
+        minimum,
+        unplanned,
+        reader,
+        recomputed,
+        shared,
+        shared_in_a_step,
+        reopened,
+        forked,
+        ranks,
+        saved,
+    )
 }
