@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-slow test-benchmarks test-nvme test-stress test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -48,6 +48,27 @@ test-benchmarks: setup
 # downloads a kernel (once); skips, and says why, where they cannot be had.
 test-nvme: setup
 	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target tests/nvme
+
+# Ten small programs, each under a thousand random schedules: hours. In parts, and one again:
+# make test-stress STRESS='--programs shared --seeds 1:101'
+test-stress: module-seams
+	build/module-seams/venv/bin/python -m tests.stress $(STRESS)
+
+# The module with the seams, beside the installed one, in an environment that has the packages of that one.
+.PHONY: module-seams
+module-seams: MODULE := -D CMAKE_BUILD_TYPE=Release -D PENSTOCK_SEAMS=ON
+module-seams: module-%: setup build/nanobind/.installed
+	$(CMAKE) -S . -B build/module-$* $(MODULE) \
+	  -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D nanobind_DIR=$(CURDIR)/build/nanobind/nanobind/cmake
+	$(CMAKE) --build build/module-$* --parallel 2
+	test -e build/module-$*/venv || $(BIN)/python -m venv --without-pip build/module-$*/venv
+	set -e; packages=$$(echo build/module-$*/venv/lib/python3*/site-packages); mkdir -p $$packages/penstock; \
+	  ls -d $(CURDIR)/$(BIN)/../lib/python3*/site-packages > $$packages/packages.pth; \
+	  ln -sf $(CURDIR)/src/penstock/* $(CURDIR)/build/module-$*/_native*.so $$packages/penstock/
+
+build/nanobind/.installed: constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --upgrade --target build/nanobind nanobind
+	touch $@
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13

@@ -1,7 +1,7 @@
 """Ten small programs that do at once what must not disturb each other.
 
 Each is a function of a seed's random numbers and an empty directory. It raises where a bit differs from the
-plain run's. Budgets are the smallest that the program can run in, and a little more for what other threads hold.
+plain run's. Budgets are the smallest that the program can run in, and more for what other threads hold.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import sys
 import tempfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,57 +34,51 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import step_kinds
+from penstock.runtime import arena, step_kinds
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
 from tests.stress import delays
 from tests.support.runs import EVERYTHING, HARDWARE, Bits, Step, bits, in_memory, offloaded, state_bits
 
 Draw = random.Random
+happened: Counter[str] = Counter()  # copies of the last steps, by link; and in how many runs the rest did
 LIMIT_S = 60.0  # of what should take a moment
 
 # -- what they share ---------------------------------------------------------------------------------
 
-_drawn_schedules: Draw | None = None
-_scheduled = step_kinds.StepKinds._scheduled
-
-
-def _draw_schedule(kinds: Any, trace: Any, plan: Any) -> Any:
-    """A plan is advice: any actions at any kernel give the same bits."""
-    return (
-        _scheduled(kinds, trace, plan)
-        if _drawn_schedules is None
-        else random_schedule(trace, _drawn_schedules)
-    )
-
-
-step_kinds.StepKinds._scheduled = _draw_schedule  # type: ignore[method-assign]
-
 
 @contextlib.contextmanager
 def inside(draw: Draw, place: Path, budget_bytes: int, **options: Any) -> Iterator[penstock.Offload]:
-    """A run with drawn options, of which no extents are left."""
-    global _drawn_schedules
+    """A run with drawn options, of which no extents are left. Its schedules, too, are drawn half of the time:
+    a plan is advice, and any actions at any kernel give the same bits."""
     chosen: dict[str, Any] = {
         "policy": draw.choice(["evict_all", "evict_all", "g10", "optimal"]),
         "io_paths": draw.choice(["io_uring direct", "io_uring staged", "posix direct", "posix staged"]),
         "verify_spill": draw.random() < 0.3,
         "reexplore": 0,
     }
-    _drawn_schedules = Draw(draw.random()) if draw.random() < 0.5 else None
-    least_s, most_s = step_kinds.PLANNING_LIMITS_S
-    step_kinds.PLANNING_LIMITS_S = (0.01, 0.05)
-    try:
-        with penstock.offload(
+    rng, before = Draw(draw.random()), arena.stats()
+    scheduled = step_kinds.StepKinds._scheduled
+    if draw.random() < 0.5:
+
+        def scheduled(kinds: Any, trace: Any, plan: Any) -> Any:
+            return random_schedule(trace, rng)
+
+    with (
+        mock.patch.object(step_kinds.StepKinds, "_scheduled", scheduled),
+        mock.patch.object(step_kinds, "PLANNING_LIMITS_S", (0.01, 0.05)),
+        penstock.offload(
             device_budget=budget_bytes,
             spill_dir=place,
             **{"hardware": HARDWARE, "smallest_bytes": EVERYTHING} | chosen | options,
-        ) as run:
-            yield run
-            if not run.closed:
-                _require_no_extents(run)
-    finally:
-        _drawn_schedules = None
-        step_kinds.PLANNING_LIMITS_S = (least_s, most_s)
+        ) as run,
+    ):
+        yield run
+        _require_no_extents(run)
+        happened.update(Counter(copy.link for copy in run._engine.moved))
+        happened["recomputed"] += run._clock.recomputation.recomputed_bytes > 0
+        now = arena.stats()
+        for what in ("faults", "swapped_out_bytes", "swapped_in_bytes"):
+            happened[what] += getattr(now, what) > getattr(before, what)
 
 
 def _require_no_extents(run: penstock.Offload) -> None:
@@ -90,9 +86,9 @@ def _require_no_extents(run: penstock.Offload) -> None:
     run._engine.drain()
     with run._engine.lock:
         run._clock.storages.bury()
-        held = {id(managed.slot) for managed in run._clock.storages.all() if managed.slot is not None}
-    if not held:
-        assert run._spill.used_bytes == 0, f"{run._spill.used_bytes} bytes of spill space are nobody's"
+        slots = [managed.slot for managed in run._clock.storages.all() if managed.slot is not None]
+        lost_bytes = run._spill.used_bytes - sum(slot.extent.size_bytes for slot in slots)
+        assert lost_bytes == 0, f"{lost_bytes} bytes of spill space are nobody's"
 
 
 def require_same(found: Bits, wanted: Bits, text: str = "") -> None:
@@ -392,7 +388,7 @@ def _share_and_replace(draw: Draw, place: Path, here: bool) -> None:
 
 
 def shared(draw: Draw, place: Path) -> None:
-    """While tensors move, a thread puts them into memory that processes share, as multiprocessing's queues do."""
+    """While tensors move, a thread puts them where processes share them, as multiprocessing's queues do."""
     _share_and_replace(draw, place, here=False)
 
 
@@ -563,7 +559,7 @@ PROGRAMS: dict[str, Callable[[Draw, Path], None]] = {
         shared_in_a_step,
         reopened,
         forked,
-        ranks,
         saved,
+        ranks,  # the last: what its process group changes stays
     )
 }
