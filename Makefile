@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-asan test-tsan test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -40,6 +40,7 @@ test: lint
 # its mends taken out, which must be found.
 test-model: setup
 	$(BIN)/python -m tests.model
+	$(BIN)/python -m tests.model.arena
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
@@ -53,6 +54,11 @@ test-benchmarks: setup
 # downloads a kernel (once); skips, and says why, where they cannot be had.
 test-nvme: setup
 	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target tests/nvme
+
+# Ten small programs, each under a thousand random schedules: hours. In parts, and one again:
+# make test-stress STRESS='--programs shared --seeds 1:101'
+test-stress: module-seams
+	build/module-seams/venv/bin/python -m tests.stress $(STRESS)
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13
@@ -167,7 +173,7 @@ build-asan build-tsan: build-%:
 # or measure disks, since a sanitizer needs memory and time of its own; and under the thread sanitizer those whose
 # forked children start threads, which it does not know, such as the workers of a DataLoader. The module is built
 # beside the installed one, in an environment that has the packages of that one.
-.PHONY: test-asan test-tsan module-asan module-tsan
+.PHONY: module-asan module-tsan module-seams
 SANITIZED = $(addprefix tests/checkpoint/test_checkpoints_,go_on_in_the_background.py survive_failing_disks.py) \
   $(addprefix tests/nvme/test_,initiator_reads_and_writes.py lost_targets.py tensors_are_spilled_to_remote_drives.py) \
   $(addprefix tests/runtime/test_,back_pressure_keeps_the_budget.py compressed_copies_keep_every_bit.py \
@@ -182,16 +188,20 @@ test-asan test-tsan: test-%: module-%
 	$(BIN)/python tools/sanitized.py $* build/module-$*/venv/bin/python -m pytest -n 2 --dist worksteal \
 	  -m 'not slow and not kernel_target' -k 'not ($(UNFIT))' $(SANITIZED)
 
+# The module built otherwise, beside the installed one, in an environment that has the packages of that one.
+SANITIZED_MODULE = -D CMAKE_BUILD_TYPE=RelWithDebInfo -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
+  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all"
 module-asan: SANITIZERS := address,undefined
 module-tsan: SANITIZERS := thread
-module-asan module-tsan: module-%: setup build/nanobind/.installed
-	$(CMAKE) -S . -B build/module-$* -D CMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
+module-asan module-tsan: MODULE = $(SANITIZED_MODULE)
+module-seams: MODULE := -D CMAKE_BUILD_TYPE=Release -D PENSTOCK_SEAMS=ON
+module-asan module-tsan module-seams: module-%: setup build/nanobind/.installed
+	$(CMAKE) -S . -B build/module-$* $(MODULE) \
 	  -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D nanobind_DIR=$(CURDIR)/build/nanobind/nanobind/cmake
 	$(CMAKE) --build build/module-$* --parallel 2
 	test -e build/module-$*/venv || $(BIN)/python -m venv --without-pip build/module-$*/venv
 	set -e; packages=$$(echo build/module-$*/venv/lib/python3*/site-packages); mkdir -p $$packages/penstock; \
-	  ls -d $(CURDIR)/.venv/lib/python3*/site-packages > $$packages/packages.pth; \
+	  ls -d $(CURDIR)/$(BIN)/../lib/python3*/site-packages > $$packages/packages.pth; \
 	  ln -sf $(CURDIR)/src/penstock/* $(CURDIR)/build/module-$*/_native*.so $$packages/penstock/
 
 build/nanobind/.installed: constraints.txt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.arena_program import Mutant
+from tests.model.arena import Mutant
 
 MUTANTS = [
     # What is written to the swap file is overtaken.

@@ -1,5 +1,11 @@
 """Builds csrc/tests/model/arena_model.cpp, which runs the arena in every order of its steps: from these sources,
-or from sources with a mistake."""
+or from sources with a mistake.
+
+    python -m tests.model.arena [NAME]
+
+The long form: everything, in two processes, then each mistake that has NAME in its name. It ends with 1 where the
+sources are wrong, or a mistake does not show.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +49,7 @@ def compiler() -> str | None:
 def build(folder: Path, *, real: bool = False, mutant: Mutant | None = None) -> Path:
     """The program. real: with the system's pages, and with what encodes; they take more time than simulated
     ones."""
+    folder.mkdir(parents=True, exist_ok=True)
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     if mutant is not None:
@@ -62,7 +71,7 @@ def build(folder: Path, *, real: bool = False, mutant: Mutant | None = None) -> 
         digest = hashlib.sha256(repr((flags, headers.hexdigest(), source.read_bytes())).encode()).hexdigest()
         made = OBJECTS / f"{source.stem}-{digest[:16]}.o"
         if not made.exists():
-            part = folder / made.name
+            part = folder / made.name  # whole, or not there
             include = [f"-I{sources}", f"-I{sources}/tests"]
             _run([compiler() or "g++", *flags, *include, "-c", str(source), "-o", str(part)])
             shutil.move(part, made)
@@ -81,6 +90,34 @@ def explore(program: Path, *arguments: str, timeout_s: float = 900) -> subproces
     )
 
 
+def main(name: str = "") -> int:
+    from tests.model.arena_mutants import MUTANTS
+
+    parts = [("--part", f"{i}/2") for i in range(2)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        simulated, real = build(Path(folder) / "simulated"), build(Path(folder) / "real", real=True)
+        jobs = [(simulated, part) for part in parts] + [(real, (*part, "--seconds", "60")) for part in parts]
+        done = [] if name else list(pool.map(lambda job: explore(job[0], *job[1]), jobs))
+        for each in done:
+            print(each.stdout, end="", flush=True)
+
+        def shows(mutant: Mutant) -> bool:
+            with tempfile.TemporaryDirectory() as own:
+                program = build(Path(own) / "mutant", real=mutant.real, mutant=mutant)
+                found = explore(program, *(mutant.arguments or ("--deep", "--seconds", "60"))).returncode != 0
+            print("found " if found else "MISSED", mutant.name, flush=True)
+            return found
+
+        missed = [
+            found for found in pool.map(shows, (each for each in MUTANTS if name in each.name)) if not found
+        ]
+    return int(bool(missed) or any(each.returncode for each in done))
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

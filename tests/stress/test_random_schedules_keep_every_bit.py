@@ -1,0 +1,44 @@
+"""Ten small programs under some random schedules; `make test-stress` runs a thousand of each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stress.programs import PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.runtime
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "tests.stress", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_a_few_schedules() -> None:
+    assert run("--work", "--seeds", "1:3").count("passed") == 2 * len(PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_more_schedules(program: str) -> None:
+    assert f"{program}: 30 seeds passed, 0 failed" in run("--programs", program, "--seeds", "100:130")
+
+
+@pytest.mark.slow
+def test_each_failure_says_how_to_repeat_it() -> None:
+    command = [sys.executable, "-m", "tests.stress", "--programs", "minimum", "--seeds", "1:3"]
+    done = subprocess.run(
+        [*command, "--limit", "0.001"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    for seed in (1, 2):
+        assert f"FAILED: minimum, seed {seed}: status 1" in done.stdout
+        assert f"-m tests.stress --programs minimum --seeds {seed}:{seed + 1}" in done.stdout
+    assert "Timeout" in done.stdout and "tests/stress/programs.py" in done.stdout  # where it was
