@@ -169,6 +169,7 @@ class Transfer:
     """Between the disk and memory, as penstock.storage.scheduler.Transfer."""
 
     started_s = finished_s = 0.0
+    abandoned = False
 
     def __init__(
         self, spill: Spill, kind: str, extent: Extent, address: int, size_bytes: int, keep: Any, on_done: Any

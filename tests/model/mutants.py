@@ -200,8 +200,8 @@ MUTANTS = [
         "addresses that are being read are not lent",
         "shared, taken",
         "cpu",
-        "                    managed.guarded = True\n                    return loan",
-        "                    managed.guarded = True\n                    _native.arena_lent_back(loan)\n"
-        "                    return 1 << 60",
+        "                        managed.guarded = True\n                        return loan",
+        "                        managed.guarded = True\n                        _native.arena_lent_back(loan)\n"
+        "                        return 1 << 60",
     ),
 ]

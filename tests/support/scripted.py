@@ -18,7 +18,7 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.copy_engine import CopyEngine, Done, Moved
-from penstock.runtime.storages import LEAVING, ManagedStorage
+from penstock.runtime.storages import LEAVING, RESIDENT, ManagedStorage
 
 MOST_QUESTIONS = 100_000
 
@@ -179,7 +179,7 @@ class ScriptedDevice:
             self.stays_packed.remove(managed.key)
             return True
         was_packed = managed.key in self.packed
-        if was_packed:
+        if was_packed and not managed.writing:  # else they are read until they are written
             self.drop_packed(managed)
         return managed.clean or not was_packed
 
@@ -231,6 +231,8 @@ class ScriptedDevice:
         del storage
         moved = [Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, copy.size_bytes)]
         copy.done(error, moved if error is None else [])
+        if copy.out and copy.packed and managed.state == RESIDENT and managed.key in self.packed:
+            self.drop_packed(managed)
 
     @contextlib.contextmanager
     def serving(self, engine: CopyEngine) -> Iterator[None]:
