@@ -1,10 +1,10 @@
-"""Builds csrc/tests/model/arena_model.cpp, which runs the arena in every order of its steps: from these sources,
-or from sources with a mistake.
+"""Builds csrc/tests/model/arena_model.cpp, which runs the arena in every order of its steps: from these
+sources, or from sources with a mistake.
 
     python -m tests.model.arena [NAME]
 
-The long form: everything, in two processes, then each mistake that has NAME in its name. It ends with 1 where the
-sources are wrong, or a mistake does not show.
+The long form: everything, in two processes, then each mistake that has NAME in its name. It ends with 1 where
+the sources are wrong, or a mistake does not show.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The arena's own threads, in every order of their steps: pairs of actors whole, of three a part. The whole of it is
-`make test-model`."""
+"""The arena's own threads, in every order of their steps: pairs of actors whole, of three a part. The
+whole of it is `make test-model`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def settled(place: Path) -> dict[str, object]:
 
 def _settle() -> None:
     gc.collect()
-    run._lingering[:] = [left for left in run._lingering if not left._settle()]
+    for left in tuple(run._lingering):
+        left._settle()
 
 
 def check(before: dict[str, object], place: Path) -> None:
@@ -57,5 +58,8 @@ def check(before: dict[str, object], place: Path) -> None:
         if not changed:
             return
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"something is left (before, now): {changed}")
+            names = sorted(
+                task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
+            )
+            raise AssertionError(f"something is left (before, now): {changed}; threads: {names}")
         time.sleep(0.01)
