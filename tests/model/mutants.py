@@ -201,7 +201,8 @@ MUTANTS = [
         "shared, taken",
         "cpu",
         "                        managed.guarded = True\n                        return loan",
-        "                        managed.guarded = True\n                        _native.arena_lent_back(loan)\n"
+        "                        managed.guarded = True\n"
+        "                        _native.arena_lent_back(loan)\n"
         "                        return 1 << 60",
     ),
 ]
