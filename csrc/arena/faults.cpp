@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kProblemBytes = 512;
 constexpr std::size_t kStackBytes = std::size_t{512} << 10;
 constexpr std::int64_t kForever = std::int64_t{1} << 62;
-constexpr int kPlainRepeats = 1000;  // of one access to what is plainly there, before it is not ours
+constexpr int kMostRepeats = 1000;  // of one access that gets no further, before it is not ours
 
 // What a thread that waits and the thread that serves share. Its state is what both wait for.
 struct Request {
@@ -35,13 +35,15 @@ struct Request {
 
 class Mailbox {
  public:
-  Request& post(const void* address, bool is_write, const FaultHistory& history) {
-    auto& request = taken();
-    request.address = address;
-    request.is_write = is_write;
-    request.asker = pthread_self();
-    request.history = history;
-    request.state.store(Request::kPosted);
+  // Null where so many others wait until then that there is no place.
+  Request* post(const void* address, bool is_write, const FaultHistory& history, std::int64_t deadline_ns) {
+    auto* const request = taken(deadline_ns);
+    if (request == nullptr) return nullptr;
+    request->address = address;
+    request->is_write = is_write;
+    request->asker = pthread_self();
+    request->history = history;
+    request->state.store(Request::kPosted);
     ring();
     return request;
   }
@@ -95,12 +97,14 @@ class Mailbox {
   }
 
  private:
-  Request& taken() {
-    for (;; sched_yield())
+  Request* taken(std::int64_t deadline_ns) {
+    for (;; sched_yield()) {
       for (auto& request : requests_) {
         std::uint32_t free = Request::kFree;
-        if (request.state.compare_exchange_strong(free, Request::kTaken)) return request;
+        if (request.state.compare_exchange_strong(free, Request::kTaken)) return &request;
       }
+      if (now_ns() >= deadline_ns) return nullptr;
+    }
   }
 
   void ring() {
@@ -124,8 +128,8 @@ std::atomic<std::int64_t> timeout_ns{120'000'000'000};
 #define PENSTOCK_STATIC_TLS __attribute__((tls_model("initial-exec")))
 PENSTOCK_STATIC_TLS thread_local bool is_server = false;
 PENSTOCK_STATIC_TLS thread_local bool is_owner = false;
-PENSTOCK_STATIC_TLS thread_local const void* plain_address = nullptr;
-PENSTOCK_STATIC_TLS thread_local int plain_count = 0;
+PENSTOCK_STATIC_TLS thread_local const void* repeated_address = nullptr;
+PENSTOCK_STATIC_TLS thread_local int repeats = 0;
 PENSTOCK_STATIC_TLS thread_local constinit FaultHistory history;
 
 bool is_write_access(const void* context) {
@@ -174,12 +178,13 @@ bool ask_owner(const void* address, bool is_write) {
     say_problem("an access to memory that was dropped, and that nobody computes any more");
     return false;
   }
-  auto& question = questions.post(address, is_write, history);
   void* const held = python->is_held() ? python->release() : nullptr;
-  const bool answered = questions.wait(question, now_ns() + timeout_ns.load());
-  const bool done = answered && question.answer == Arena::Answer::kYes;
+  const auto deadline = now_ns() + timeout_ns.load();
+  auto* const question = questions.post(address, is_write, history, deadline);
+  const bool answered = question != nullptr && questions.wait(*question, deadline);
+  const bool done = answered && question->answer == Arena::Answer::kYes;
   if (answered)
-    question.state.store(Request::kFree);
+    question->state.store(Request::kFree);
   else
     say_problem("an access to memory that was dropped got no answer in time: it is not computed");
   if (held != nullptr) python->take(held);
@@ -188,15 +193,16 @@ bool ask_owner(const void* address, bool is_write) {
 
 // Posts a request and waits for its answer.
 Arena::Answer ask(const void* address, bool is_write) {
-  auto& request = faults.post(address, is_write, history);
-  if (!faults.wait(request, now_ns() + timeout_ns.load())) {
+  const auto deadline = now_ns() + timeout_ns.load();
+  auto* const request = faults.post(address, is_write, history, deadline);
+  if (request == nullptr || !faults.wait(*request, deadline)) {
     say_problem("an access to memory that is out got no answer in time: its disk hangs");
     return Arena::Answer::kError;
   }
-  const auto answer = request.answer;
-  history = request.history;
-  if (answer == Arena::Answer::kError) say_problem(request.problem);
-  request.state.store(Request::kFree);
+  const auto answer = request->answer;
+  history = request->history;
+  if (answer == Arena::Answer::kError) say_problem(request->problem);
+  request->state.store(Request::kFree);
   return answer;
 }
 
@@ -214,18 +220,17 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
     const bool is_write = is_write_access(context);
     history.asked_ns = now_ns();
     auto answer = in_child.load() ? serve_here(*arena, info->si_addr, is_write) : ask(info->si_addr, is_write);
-    if (answer == Arena::Answer::kAsk)
-      answer = ask_owner(info->si_addr, is_write) ? Arena::Answer::kYes : Arena::Answer::kError;
+    // kNo: nothing to do: it came back, or became writable, while this was on its way.
+    if (answer == Arena::Answer::kAsk) answer = ask_owner(info->si_addr, is_write) ? Arena::Answer::kNo : Arena::Answer::kError;
     history.answered_ns = now_ns();
-    if (answer != Arena::Answer::kNo || plain_address != info->si_addr) plain_count = 0;
-    plain_address = info->si_addr;
-    // Nothing to do: it came back, or became writable, while this was on its way.
-    if (answer == Arena::Answer::kYes || (answer == Arena::Answer::kNo && ++plain_count < kPlainRepeats)) {
+    if (answer != Arena::Answer::kNo || repeated_address != info->si_addr) repeats = 0;
+    repeated_address = info->si_addr;
+    if (answer == Arena::Answer::kYes || (answer == Arena::Answer::kNo && ++repeats < kMostRepeats)) {
       errno = error;
       return;
     }
     if (answer == Arena::Answer::kUnknown) say_problem("an access to memory that no tensor holds any more");
-    if (answer == Arena::Answer::kNo) say_problem("an access to memory that is there fails again and again");
+    if (answer == Arena::Answer::kNo) say_problem("an access to memory that should be there fails again and again");
   }
   errno = error;
   hand_over(signal_number, info, context);
@@ -242,6 +247,8 @@ void* serve(void*) {
                                           request->problem, kProblemBytes);
     } catch (const std::bad_alloc&) {
       std::strcpy(request->problem, "an access to memory that is out cannot be served: there is no memory left");
+    } catch (...) {
+      std::strcpy(request->problem, "an access to memory that is out cannot be served: an internal error");
     }
     faults.answer(*request, answer);
   }

@@ -50,7 +50,8 @@ def test_same_bits_on_four(tmp_path: Path) -> None:
     same_bits(4, ("fsdp --steps 5",), tmp_path)
 
 
-def test_what_a_collective_uses_stays_where_the_system_finds_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["recompute", "keep"])
+def test_what_a_collective_uses_stays_where_the_system_finds_it(tmp_path: Path, recompute: str) -> None:
     """Another thread presses tensors out of memory while gloo has the system read and write them: an access
     to what is away, or protected, would not be served there."""
-    torchrun(2, Path(__file__).parent / "evicting.py", tmp_path)
+    torchrun(2, Path(__file__).parent / "evicting.py", tmp_path, recompute)

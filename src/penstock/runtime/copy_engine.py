@@ -499,9 +499,11 @@ class CopyEngine:
         for managed in wanted:
             if managed.state == COMING:
                 self._device.hurry(managed)
-        missing = [managed for managed in wanted if managed.state == AWAY]
-        if missing:
-            self.make_room(sum(map(self._demanded_bytes, missing)))
+        reserved_bytes = 0
+        # In a wait for room, what was compressed on the device may leave: then it takes more to come back.
+        while (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
+            self.make_room(needed_bytes)
+            reserved_bytes = needed_bytes
         began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
@@ -553,6 +555,9 @@ class CopyEngine:
             self._device.give_up(managed, storage)
             raise
         return True
+
+    def _missing_bytes(self, wanted: Sequence[ManagedStorage]) -> int:
+        return sum(self._demanded_bytes(managed) for managed in wanted if managed.state == AWAY)
 
     def _demanded_bytes(self, managed: ManagedStorage) -> int:
         """That the storage takes on the device until it is there."""
