@@ -28,9 +28,11 @@ def prepare() -> None:
 
     import torch
 
+    from penstock.runtime import arena
     from tests.stress import delays
 
     faulthandler.enable()
+    assert arena.unavailable() is None  # installed
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     delays.install()
