@@ -39,7 +39,6 @@ from tests.runtime.test_random_programs_keep_every_bit import random_schedule
 from tests.stress import delays
 from tests.support.runs import EVERYTHING, HARDWARE, Bits, Step, bits, in_memory, offloaded, state_bits
 
-assert arena.unavailable() is None  # and it is installed now
 Draw = random.Random
 happened: Counter[str] = Counter()  # copies of the last steps, by link; and in how many runs the rest did
 LIMIT_S = 60.0  # of what should take a moment
