@@ -97,6 +97,7 @@ def main(name: str = "") -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         simulated, real = build(Path(folder) / "simulated"), build(Path(folder) / "real", real=True)
         jobs = [(simulated, part) for part in parts] + [(real, (*part, "--seconds", "60")) for part in parts]
+        jobs += [(simulated, (*part, "--forks", "--only", "fork", "--seconds", "60")) for part in parts]
         done = [] if name else list(pool.map(lambda job: explore(job[0], *job[1]), jobs))
         for each in done:
             print(each.stdout, end="", flush=True)

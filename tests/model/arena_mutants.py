@@ -127,6 +127,14 @@ MUTANTS = [
         "    if (auto* block = arena_.of_serial(serial_)) block->moving = Block::Moving::kNot;\n",
         "",
     ),
+    # A child.
+    Mutant(
+        "a child reads what its parent has written over",
+        "paging.cpp",
+        "    if (stale) error = ESTALE;\n",
+        "",
+        ("--forks", "--only", "fork"),
+    ),
     # Packed copies.
     Mutant(
         "a packed copy is emptied while it is read",

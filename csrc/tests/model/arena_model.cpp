@@ -1,9 +1,9 @@
 // Every interleaving of three actors over two blocks of the arena.
 //
-//   arena_model [--seconds S] [--deep] [--only TEXT]
+//   arena_model [--seconds S] [--deep] [--forks] [--only TEXT]
 //
 // Each program sets the blocks up, then lets three actors do one thing each (with --deep, two actors two things each
-// as well). Prints what was explored; ends with 1, and the steps that led there, where something is wrong.
+// as well; with --forks, a child that reads beside one other). Prints what was explored; ends with 1, and the steps that led there, where something is wrong.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -26,7 +26,6 @@ using Do = std::function<void(World&)>;
 struct Act {
   std::string name;
   Do run;
-  std::string group;  // of those that only differ in the block
 };
 
 
@@ -55,7 +54,7 @@ void kernel(World& world, Tensor& tensor) {
 void allocate(World& world, std::size_t) {
   auto* const address = world.allocate();
   if (address == nullptr) return;
-  Tensor other{"Z", address, true, {}, {}, false, false, 0};
+  Tensor other{"Z", address, true, {}, false, false, 0};
   world.explorer.step("allocated");
   for (std::size_t i = 0; i < 2; ++i) world.write_cell(other, i, world.fresh_value());
   for (std::size_t i = 0; i < 2; ++i) world.read_cell(other, i);
@@ -204,6 +203,14 @@ void close_run(World& world) {
   }
 }
 
+// A child of the process, which reads what there was at the fork, whatever its parent does meanwhile.
+void fork_and_read(World& world) {
+  if (!world.fork_child()) return;
+  do world.explorer.step("child");
+  while (world.let_child_go_on());
+  world.end_child();
+}
+
 void disown(World& world) {
   world.arena.disown_all();
   world.explorer.step("disowned");
@@ -215,8 +222,8 @@ void disown(World& world) {
 std::vector<Act> operations() {
   std::vector<Act> all;
   const auto add = [&](const char* name, void (*call)(World&, Tensor&), bool both = false) {
-    all.push_back({std::string(name) + " X", [call](World& world) { call(world, world.x); }, name});
-    if (both) all.push_back({std::string(name) + " Y", [call](World& world) { call(world, world.y); }, name});
+    all.push_back({std::string(name) + " X", [call](World& world) { call(world, world.x); }});
+    if (both) all.push_back({std::string(name) + " Y", [call](World& world) { call(world, world.y); }});
   };
   add("read", read_both);
   add("write", write_both, true);
@@ -234,9 +241,10 @@ std::vector<Act> operations() {
   add("fill", [](World& world, Tensor& tensor) { if (tensor.alive) world.fill(tensor); });
   add("release", release);
   add("receive", receive);
-  all.push_back({"allocate", [](World& world) { allocate(world, 0); }, "allocate"});
-  all.push_back({"close", close_run, "close"});
-  all.push_back({"disown", disown, "disown"});
+  all.push_back({"allocate", [](World& world) { allocate(world, 0); }});
+  all.push_back({"close", close_run});
+  all.push_back({"disown", disown});
+  all.push_back({"fork", fork_and_read});
   return all;
 }
 
@@ -311,7 +319,7 @@ void explore(World& world, Explorer& explorer, const Setup& setup, const Actors&
 
 int main(int count, char** arguments) {
   double seconds = 1e9;
-  bool deep = false;
+  bool deep = false, forks = false;
   std::size_t block_bytes = 2 * kPageBytes;
   std::uint64_t runs = 20'000;
   std::string only;
@@ -319,7 +327,8 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
     const std::string word = arguments[i];
     const auto value = [&] { return i + 1 < count ? arguments[++i] : ""; };
-    if (word == "--seconds") seconds = std::atof(value());
+    if (word == "--forks") forks = true;
+    else if (word == "--seconds") seconds = std::atof(value());
     else if (word == "--deep") deep = true;
     else if (word == "--large") block_bytes = kLargeBytes;
     else if (word == "--runs") runs = static_cast<std::uint64_t>(std::atoll(value()));
@@ -351,9 +360,10 @@ int main(int count, char** arguments) {
   };
   // Pairs first: they are quick, and show the shortest way. The others in an order that is drawn, but always the same:
   // so a run that is cut off has seen something of each kind.
+  const auto quick = all.size() - 1;  // but for a fork, which takes as long as a thousand steps
   for (const auto& setup : all_setups)
-    for (std::size_t a = 0; a < all.size(); ++a)
-      for (std::size_t b = a; b < all.size(); ++b) try_it(setup, {{&all[a]}, {&all[b]}}, 2);
+    for (std::size_t a = 0; a < quick; ++a)
+      for (std::size_t b = a; b < (forks ? all.size() : quick); ++b) try_it(setup, {{&all[a]}, {&all[b]}}, 2);
   // Longer ones that some mistake needs.
   const auto named = [&](const char* name) {
     return &*std::ranges::find(all, name, &Act::name);
@@ -367,9 +377,9 @@ int main(int count, char** arguments) {
     }
   std::vector<std::tuple<const Setup*, Actors, std::size_t>> longer;
   for (const auto& setup : all_setups)
-    for (std::size_t a = 0; a < all.size(); ++a)
-      for (std::size_t b = 0; b < all.size(); ++b)
-        for (std::size_t c = b; c < all.size(); ++c) {
+    for (std::size_t a = 0; a < quick; ++a)
+      for (std::size_t b = 0; b < quick; ++b)
+        for (std::size_t c = b; c < quick; ++c) {
           for (const std::size_t budget : {2, 3})
             if (a <= b) longer.emplace_back(&setup, Actors{{&all[a]}, {&all[b]}, {&all[c]}}, budget);
           if (deep) longer.emplace_back(&setup, Actors{{&all[b], &all[c]}, {&all[a]}}, 2);

@@ -139,7 +139,6 @@ struct Tensor {
   char* address = nullptr;
   bool alive = false;
   std::array<std::uint64_t, 2> cells{};  // that it must hold
-  std::array<std::uint64_t, 2> cells_at_fork{};
   bool busy = false;     // the copy engine moves it, or a kernel uses it: one at a time
   bool in_slot = false;  // the copy engine has a copy in the tensor's slot that it takes for valid
   std::uint64_t slot = 0;
@@ -190,7 +189,7 @@ class World {
     arena.set_limits(kUnlimited, budget_blocks * block_bytes);
     std::uint64_t value = 1;
     for (auto* tensor : {&x, &y}) {
-      *tensor = Tensor{tensor->name, nullptr, false, {}, {}, false, false, tensor->slot};
+      *tensor = Tensor{tensor->name, nullptr, false, {}, false, false, tensor->slot};
       tensor->address = allocate();
       need(tensor->address != nullptr, "no room at the beginning");
       tensor->alive = true;
@@ -263,7 +262,7 @@ class World {
     auto* const made = allocate();
     if (made == nullptr) return false;
     for (std::size_t i = 0; i < 2; ++i) {
-      Tensor temporary{"made", made, true, {}, {}, false, false, 0};
+      Tensor temporary{"made", made, true, {}, false, false, 0};
       write_cell(temporary, i, tensor.cells[i]);
     }
     int error = 0;
@@ -365,9 +364,11 @@ class World {
   // -- the child of a fork, which goes one step at a time
   enum Told : char { kStep = 's', kRight = 'r', kWrong = 'w', kRefused = 'e', kEnd = 'q' };
 
-  void fork_child() {
+  // False: there is one.
+  bool fork_child() {
     int down[2], up[2];
-    if (child >= 0 || pipe(down) != 0 || pipe(up) != 0) return;
+    if (child >= 0) return false;
+    if (pipe(down) != 0 || pipe(up) != 0) throw Violation("pipe");
     arena.lock();
     const auto forked = fork();
     if (forked == 0) {
@@ -378,7 +379,7 @@ class World {
     arena.unlock_in_parent();
     close(down[0]), close(up[1]);
     child = forked, to_child = down[1], from_child = up[0];
-    for (auto* tensor : {&x, &y}) tensor->cells_at_fork = tensor->cells;
+    return true;
   }
 
   // The child goes on until its next step. False: it has ended.

@@ -754,6 +754,9 @@ class Clock(TorchDispatchMode):
         for managed in self._kernels.numbered()[: len(recording.tensors)]:
             if managed.kind >= 0:
                 recording.tensors[managed.index].kind = managed.kind
+        for record in recording.tensors:  # another thread may use one that dies behind the last kernel
+            if record.death is not None:
+                record.death = min(record.death, len(recording.kernels))
 
 
 skip_code(Clock.__torch_dispatch__.__code__)
