@@ -28,7 +28,7 @@ def test_a_few_schedules() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_more_schedules(program: str) -> None:
-    assert f"{program}: 30 seeds passed, 0 failed" in run("--programs", program, "--seeds", "100:130")
+    assert f"{program}: 8 seeds passed, 0 failed" in run("--programs", program, "--seeds", "100:108")
 
 
 @pytest.mark.slow
