@@ -1,0 +1,42 @@
+"""A program closes descriptors that are not its own, as daemons do: the step says so, and nothing hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.storage.transports.contract import TransportUnavailable
+from penstock.storage.transports.native import UringTransport
+
+SCRIPT = """
+import os, sys, torch, penstock
+with penstock.offload(device_budget="4MiB", spill_dir=sys.argv[1], smallest_bytes="64KiB",
+                      io_paths=sys.argv[2]) as run:
+    tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
+    for number in range(6):
+        with run.step():
+            for tensor in tensors:
+                tensor.mul_(1.0)
+                if number == 3 and tensor is tensors[5]:
+                    os.closerange(3, 256)
+                    print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("path", ["io_uring direct", "posix direct"])
+def test_a_step_says_that_transfers_broke(tmp_path: Path, path: str) -> None:
+    if path.startswith("io_uring"):
+        try:
+            UringTransport().close()
+        except TransportUnavailable as error:
+            pytest.skip(str(error))
+    command = [sys.executable, "-c", SCRIPT, tmp_path, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "closed\n"
+    assert done.returncode == 1
+    error = next(line for line in done.stderr.splitlines() if line.startswith("penstock.errors."))
+    assert error.startswith("penstock.errors.SpillError: transfers broke: Bad file descriptor")
+    assert "os.closerange" in error, "what to do"
