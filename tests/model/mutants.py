@@ -24,13 +24,6 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "a copy that was begun again, and then taken by the arena, is marked away",
-        "taken, touched",
-        "copy_engine",
-        "if managed.state != LEAVING:  # else another copy has begun, which says so when it is over",
-        "if True:",
-    ),
-    Mutant(
         "what the arena took while it was copied is resident",
         "taken",
         "copy_engine",
