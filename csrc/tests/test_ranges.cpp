@@ -41,12 +41,12 @@ TEST(a_range_is_taken_from_the_middle_the_ends_or_whole) {
   Ranges ranges;
   ranges.give(0, 30);
   ranges.take(10, 10);
-  CHECK(ranges.by_offset() == (std::map<std::size_t, std::size_t>{{0, 10}, {20, 10}}));
+  CHECK(ranges.by_offset() == (Ranges::ByOffset{{0, 10}, {20, 10}}));
   ranges.take(0, 4);
   ranges.take(26, 4);
-  CHECK(ranges.by_offset() == (std::map<std::size_t, std::size_t>{{4, 6}, {20, 6}}));
+  CHECK(ranges.by_offset() == (Ranges::ByOffset{{4, 6}, {20, 6}}));
   ranges.take(4, 6);
-  CHECK(ranges.by_offset() == (std::map<std::size_t, std::size_t>{{20, 6}}));
+  CHECK(ranges.by_offset() == (Ranges::ByOffset{{20, 6}}));
 }
 
 TEST(random_gives_and_takes_agree_with_a_map_of_every_unit) {
