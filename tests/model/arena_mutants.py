@@ -133,7 +133,7 @@ MUTANTS = [
         "paging.cpp",
         "    if (stale) error = ESTALE;\n",
         "",
-        ("--forks", "--only", "fork"),
+        ("--forks", "--only", "X in a slot; fork; write X; leave by direct I/O X"),
     ),
     # Packed copies.
     Mutant(

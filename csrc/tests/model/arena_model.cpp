@@ -370,6 +370,7 @@ int main(int count, char** arguments) {
   };
   for (const auto& setup : all_setups)
     for (const std::size_t budget : {2, 3}) {
+      if (forks) try_it(setup, {{named("fork")}, {named("write X"), named("leave by direct I/O X")}}, budget);
       try_it(setup, {{named("come X")}, {named("write X"), named("allocate")}}, budget);
       try_it(setup, {{named("read X")}, {named("come writable X"), named("write X"), named("leave by direct I/O X")}}, budget);
       try_it(setup, {{named("leave by direct I/O X")}, {named("allocate"), named("read X")}, {named("write X")}}, budget);
