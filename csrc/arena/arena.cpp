@@ -221,9 +221,7 @@ bool Arena::release(void* address) {
   stats_.in_use_bytes -= block->requested_bytes;
   if (block->staging != nullptr) {
     auto& staging = stagings_.find(block->staging)->second;  // which somebody reads to
-    empty_landing(staging.landing);
-    in_memory_bytes_ -= std::exchange(staging.counted_bytes, 0);
-    staging.serial = 0;
+    forget_staging(staging);
     staging.copy.reset();
   }
   const bool was_in = block->is_in();

@@ -165,7 +165,8 @@ class Arena {
   // and kNo is that it has another one.
   Answer stage(void* address, bool packed, char** staging);
   // With `guard` it is as after guard, and its copy stays valid; else it is writable. kNo if the block is out
-  // afterwards, or released: what was read is not what it holds now. kUnknown if nothing is staged there.
+  // afterwards, or released: what was read is not what it holds now. kAsk if the place gave its memory up for
+  // something else: the block is out as before. kUnknown if nothing is staged there.
   Answer arrive(char* staging, bool guard, int* error);
   Answer unstage(char* staging);
   // Who reads may do so for ever: nobody else gets these addresses.
@@ -214,9 +215,9 @@ class Arena {
   // For a read that Python drives.
   struct Staging {
     Landing landing;
-    std::uint64_t serial = 0;  // of the block; 0 once that was released
+    std::uint64_t serial = 0;  // of the block
     std::shared_ptr<const Copy> copy;  // what is read
-    std::size_t counted_bytes = 0;
+    std::size_t counted_bytes = 0;  // none once it is forgotten
     bool packed = false;
   };
   struct Loan {
@@ -285,6 +286,8 @@ class Arena {
   bool take_place(std::size_t owned_bytes, Landing* landing);
   void drop_landing(Landing& landing);
   void empty_landing(Landing& landing);
+  void forget_staging(Staging& staging);
+  bool take_staging();
   void end_staging(char* staging);
   void require_reserve() const;
   int land(Block& block, Landing& landing, bool guard);

@@ -157,9 +157,10 @@ bool check_staged(Answer answer, std::uintptr_t staging, int error = 0) {
   return answer == Answer::kYes;
 }
 
-bool arrive(std::uintptr_t staging, bool guard) {
+std::optional<bool> arrive(std::uintptr_t staging, bool guard) {
   int error = 0;
   const auto answer = arena().arrive(static_cast<char*>(pointer(staging)), guard, &error);
+  if (answer == Answer::kAsk) return std::nullopt;
   return check_staged(answer, staging, error);
 }
 

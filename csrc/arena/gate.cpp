@@ -94,6 +94,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
       for (const auto& [serial, block] : blocks_)
         if (block->is_out() && block->copy->in_memory())
           may_leave += round_up(block->copy->packing.packed_bytes, kPageBytes);
+      for (const auto& [address, staging] : stagings_) may_leave += staging.counted_bytes;
       stats_.refused_at_bytes = in_memory_bytes_ - may_leave + requested_bytes;
       if (stats_.refused_at_bytes > stats_.budget_bytes) return false;
       possible = true;
@@ -112,7 +113,7 @@ bool Arena::make_room(Lock& lock, std::size_t requested_bytes, std::size_t memor
     } else if (!changed.empty() && rounds++ < kMostRounds) {
       std::erase_if(tried, [&](auto serial) { return std::ranges::find(changed, serial) != changed.end(); });
       changed.clear();
-    } else if (over && evict_packed(lock)) {
+    } else if (over && (evict_packed(lock) || take_staging())) {
       continue;
     } else if (over && writes_ + reads_ > 0) {
       changed_.wait(lock);  // what others move may leave afterwards, or make the room
@@ -206,6 +207,16 @@ bool Arena::evict_packed(Lock& lock) {
       empty_landing(packed->memory);
       changed_.notify();
     }
+    return true;
+  }
+  return false;
+}
+
+// What Python reads ahead of its use gives up its memory: it stays out, and is read again. False if there is none.
+bool Arena::take_staging() {
+  for (auto& [address, staging] : stagings_) {
+    if (staging.counted_bytes == 0) continue;
+    forget_staging(staging);
     return true;
   }
   return false;

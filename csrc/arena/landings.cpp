@@ -115,11 +115,18 @@ Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
   return Answer::kYes;
 }
 
+// What is read there is not wanted any more; its addresses stay until whoever reads is done.
+void Arena::forget_staging(Staging& staging) {
+  of_serial(staging.serial)->staging = nullptr;
+  empty_landing(staging.landing);
+  in_memory_bytes_ -= std::exchange(staging.counted_bytes, 0);
+}
+
 // Of what is staged there.
 void Arena::end_staging(char* address) {
   const auto found = stagings_.find(address);
   auto& staging = found->second;
-  if (auto* block = of_serial(staging.serial)) block->staging = nullptr;
+  if (auto* block = of_serial(staging.serial); block != nullptr && block->staging == address) block->staging = nullptr;
   if (staging.landing.address != nullptr) in_memory_bytes_ -= staging.counted_bytes;
   drop_landing(staging.landing);
   stagings_.erase(found);
@@ -134,6 +141,10 @@ Arena::Answer Arena::arrive(char* address, bool guard, int* error) {
   auto* const block = of_serial(staging.serial);
   const bool wanted = block != nullptr && block->is_out() && block->copy == staging.copy;
   *error = 0;
+  if (wanted && staging.landing.emptied) {
+    end_staging(address);
+    return Answer::kAsk;
+  }
   if (wanted && staging.packed) {
     const auto copy = new_copy(*block);
     copy->packing = block->copy->packing;

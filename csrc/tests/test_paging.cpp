@@ -153,6 +153,35 @@ TEST(what_was_staged_for_an_older_copy_is_dropped) {
   CHECK_EQUAL(arena.stats().in_memory_bytes, 4 * kMiB);
 }
 
+TEST(what_is_staged_gives_up_its_memory_before_an_allocation_is_refused) {
+  for (const std::size_t size : {64 * kPageBytes, 3 * kMiB}) {
+    Arena arena(kReserveBytes);
+    const UnnamedFile file, swap;
+    arena.set_limits(64 * kMiB, 2 * size);
+    CHECK(arena.set_swap_file(-1, swap, 64 * kMiB));
+    auto *ahead = allocate(arena, size), *used = allocate(arena, size);
+    fill(ahead, size, 1);
+    fill(used, size, 2);
+    CHECK(leave(arena, ahead, size, file, 0));
+    int error = 0;
+    CHECK(arena.hold(used, 1, false, &error));
+    char* staging = nullptr;
+    CHECK(arena.stage(ahead, false, &staging) == Arena::Answer::kYes);
+    auto* block = allocate(arena, size);
+    fill(block, size, 3);
+    CHECK_EQUAL(arena.stats().in_memory_bytes, 2 * size);
+    CHECK_EQUAL(read_segments({{file, 0, 0, size}}, -1, file, staging, nullptr), 0);  // who reads is not disturbed
+    CHECK(arena.arrive(staging, true, &error) == Arena::Answer::kAsk);
+    CHECK(state(arena, ahead) == Arena::State::kOut);
+    CHECK(arena.arrive(staging, true, &error) == Arena::Answer::kUnknown);
+    CHECK(holds(block, size, 3) && holds(used, size, 2));
+    CHECK(arena.release(block));
+    CHECK(come_back(arena, ahead, size, file, 0));
+    CHECK(holds(ahead, size, 1));
+    CHECK_EQUAL(arena.stats().in_memory_bytes, 2 * size);
+  }
+}
+
 TEST(the_budget_holds_over_random_use_and_every_byte_is_kept) {
   for (unsigned seed = 0; seed < 6; ++seed) {
     Random random(seed);

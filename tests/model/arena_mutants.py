@@ -36,14 +36,20 @@ MUTANTS = [
     Mutant(
         "a staging area ends with its block",
         "arena.cpp",
-        "    staging.serial = 0;\n    staging.copy.reset();\n",
-        "    staging.serial = 0;\n    staging.copy.reset();\n    stagings_.erase(block->staging);\n",
+        "    forget_staging(staging);\n    staging.copy.reset();\n",
+        "    stagings_.erase(block->staging);\n",
     ),
     Mutant(
         "a staging area is given to others with its block",
-        "arena.cpp",
-        "    empty_landing(staging.landing);\n",
-        "    drop_landing(staging.landing);\n",
+        "landings.cpp",
+        "  empty_landing(staging.landing);\n  in_memory_bytes_ -= std",
+        "  drop_landing(staging.landing);\n  in_memory_bytes_ -= std",
+    ),
+    Mutant(
+        "what was staged arrives without its memory",
+        "landings.cpp",
+        "  if (wanted && staging.landing.emptied) {\n",
+        "  if (false) {\n",
     ),
     Mutant(
         "memory that is lent ends with its block", "arena.cpp", "  if (block->lends > 0)\n", "  if (false)\n"

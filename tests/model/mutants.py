@@ -76,8 +76,8 @@ MUTANTS = [
         "what the arena took again on the way back is resident",
         "taken, touched",
         "copy_engine",
-        "is_away = managed.packed_bytes or self._device.is_gone(managed)",
-        "is_away = managed.packed_bytes",
+        "is_away = clean is None or managed.packed_bytes or self._device.is_gone(managed)",
+        "is_away = clean is None or managed.packed_bytes",
     ),
     Mutant(
         "what is asked back while it leaves, leaves",

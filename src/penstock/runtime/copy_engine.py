@@ -132,10 +132,10 @@ class Device(Protocol):
     def hurry(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
         same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
-        that is worth anything."""
+        that is worth anything. None: a kernel needed the memory first, and the storage is away as before."""
         ...
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
@@ -586,13 +586,14 @@ class CopyEngine:
                 managed.hold = None
             if error is None:
                 try:
-                    managed.clean = self._device.arrive(managed, storage)
+                    clean = self._device.arrive(managed, storage)
                     if managed.packed_bytes:  # and expanded now
                         self._packed_gone(managed)
-                    if managed.clean and size_bytes < managed.size_bytes:
+                    if clean and size_bytes < managed.size_bytes:
                         managed.packed_bytes = size_bytes
-                    is_away = managed.packed_bytes or self._device.is_gone(managed)
+                    is_away = clean is None or managed.packed_bytes or self._device.is_gone(managed)
                     managed.state = AWAY if is_away else RESIDENT
+                    managed.clean = managed.clean if clean is None else clean
                 except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
                     error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
             if error is not None:

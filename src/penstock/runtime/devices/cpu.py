@@ -309,6 +309,8 @@ class CpuDevice:
     def _was_read(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
         if transfer.abandoned:
             _native.arena_abandon(self._staging.pop(managed.key)[0])
+        elif transfer.error is not None and self._is_forgotten(managed):
+            transfer.error = None
         self._tell_if_left_behind(transfer)
         report(transfer)
 
@@ -382,11 +384,19 @@ class CpuDevice:
         """What was read to the end of the staging area is packed."""
         packing = managed.slot.packing
         begun_s = time.perf_counter()
-        if error is None and not _native.unpack_in_place(
+        whole = error is not None or _native.unpack_in_place(
             packing, self._staging[managed.key][0], _page_bytes(managed.size_bytes)
-        ):
+        )
+        if not whole and not self._is_forgotten(managed):
             error = SpillError(self._damage_text(packing.packed_bytes))
         done(error, moved if error is not None else [*moved, _coded("expand", managed, begun_s)])
+
+    def _is_forgotten(self, managed: ManagedStorage) -> bool:
+        """Whether the arena took the memory that its bytes were read to: `arrive` says so, and they are read
+        again."""
+        with contextlib.suppress(ValueError):
+            return _native.arena_state(managed.address) == "out"
+        return True
 
     def _damage_text(self, packed_bytes: int) -> str:
         return (
@@ -411,12 +421,14 @@ class CpuDevice:
             failed = SpillError(f"bytes could not be read back from {self.place_text}: {error}")
         done(failed, [])
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         self._pending.pop(managed.key, None)
         staging, packed = self._staging.pop(managed.key, (0, False))
         arrived = staging != 0 and _native.arena_arrive(staging, packed or managed.keeps_copy)
         if self._is_elsewhere(managed, storage):
             return False
+        if arrived is None:
+            return None
         if not staging:  # the arena has read, or expanded, its own copy
             clean = managed.clean and not managed.gone
             self._forget_packed(managed)
