@@ -114,7 +114,7 @@ class Arena {
   bool is_at_rest() const;
 
   // Of the calls below, those on a block give kUnknown where none starts at the address.
-  // kAsk: of serve_fault.
+  // kAsk: of serve_fault and arrive.
   enum class Answer { kYes, kNo, kUnknown, kError, kAsk };
 
   // A kernel begins on this thread: pins the blocks that hold these addresses, and those that it will
@@ -128,6 +128,8 @@ class Arena {
   bool hold(void* address, int change, bool writable = false, int* error = nullptr);
   // What the kernel that runs allocates has a hold from now on, or not.
   void hold_new(bool holds);
+  // Lets blocks leave until so many bytes fit, and none of these. False if they cannot.
+  bool make_room(std::size_t size_bytes, std::span<const std::uintptr_t> pinned);
   // Brings in those of the blocks that the arena moved out. 0 or an errno.
   int bring_in_moved(std::span<const std::uintptr_t> addresses);
 

@@ -406,6 +406,15 @@ void bind_arena(nb::module_& module) {
   module.def("arena_wait_for_question", &wait_for_question, nb::arg("seconds"),
              nb::sig("def arena_wait_for_question(seconds: float) -> tuple[int, int, bool, int] | None"));
   module.def("arena_answer", &answer_question, nb::arg("number"), nb::arg("done"));
+  module.def(
+      "arena_make_room",
+      [](std::size_t size_bytes, const std::vector<std::uintptr_t>& pinned) {
+        auto& current = arena();
+        const nb::gil_scoped_release release;
+        return current.make_room(size_bytes, pinned);
+      },
+      nb::arg("size_bytes"), nb::arg("pinned"),
+      nb::sig("def arena_make_room(size_bytes: int, pinned: list[int]) -> bool"));
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
   module.def("arena_own_faults", &own_faults);
   module.def("arena_leave_faults", &leave_faults, nb::call_guard<nb::gil_scoped_release>());

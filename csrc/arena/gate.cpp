@@ -297,6 +297,13 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
   return events_pending_;
 }
 
+bool Arena::make_room(std::size_t size_bytes, std::span<const std::uintptr_t> pinned) {
+  Lock lock(mutex_);
+  for (const auto address : pinned)
+    if (auto* block = find(reinterpret_cast<const void*>(address))) block->pinned_tick = tick_;
+  return make_room(lock, size_bytes, size_bytes, Need::kBlock);
+}
+
 bool Arena::hold(void* address, int change, bool writable, int* error) {
   Lock lock(mutex_);
   auto* block = start(address);

@@ -199,3 +199,26 @@ def test_who_forgot_an_open_run_is_told(tmp_path: Path) -> None:
         nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512))
     penstock.close()
     assert nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512)).shape == (64, 512)
+
+
+def test_tensors_of_another_thread_leave_for_those_of_a_kernel(tmp_path: Path) -> None:
+    """They are nobody's of the run, and count: what a kernel needs at once fits beside none of them."""
+
+    def allocate() -> None:
+        others.append(torch.full((9 * MIB // 4,), 7.0))
+
+    with penstock.offload(device_budget="16MiB", spill_dir=tmp_path, hardware=HARDWARE) as offload:
+        for _ in range(3):
+            others: list[torch.Tensor] = []
+            with offload.step():
+                tensors = [torch.full((MIB,), float(number)) for number in range(1, 4)]
+                torch.full((15 * MIB // 4,), 0.0)  # for which they leave
+                thread = threading.Thread(target=allocate)
+                thread.start()
+                thread.join(60)
+                tensors[0].addcmul_(tensors[1], tensors[2])  # twelve MiB at once
+                found = [
+                    bool((tensor == value).all()) for tensor, value in zip(tensors, (7, 2, 3), strict=True)
+                ]
+            assert found == [True, True, True]
+            assert bool((others.pop() == 7).all())

@@ -200,6 +200,9 @@ class ScriptedDevice:
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 
+    def make_room(self, size_bytes: int) -> bool:
+        return False
+
     # -- the end of copies -------------------------------------------------------------------------
 
     def finish(self, copy: Pending, error: PenstockError | None = None) -> None:

@@ -168,6 +168,11 @@ class Device(Protocol):
         """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
         ...
 
+    def make_room(self, size_bytes: int) -> bool:
+        """Let leave what the engine does not know, such as tensors of other threads, until so many bytes fit.
+        False: they cannot."""
+        ...
+
 
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
@@ -634,8 +639,10 @@ class CopyEngine:
                             continue
                         if expected:
                             break
-                        self._refuse(used_bytes + size_bytes)
-                    self._wait()
+                        if not self._device.make_room(size_bytes):
+                            self._refuse(used_bytes + size_bytes)
+                    else:
+                        self._wait()
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
         self.memory.reserved_bytes = used_bytes + size_bytes
@@ -672,7 +679,7 @@ class CopyEngine:
             before = self._device.in_memory_bytes()
             self._evict_some(size_bytes)
             if not self._freeing_bytes and self._device.in_memory_bytes() >= before:
-                if self.wait_for_others():
+                if self.wait_for_others() or self._device.make_room(size_bytes):
                     return
                 self._refuse(before + size_bytes)
         if self._freeing_bytes or self._in_bytes or self._out_bytes:

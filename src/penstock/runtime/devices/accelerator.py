@@ -372,6 +372,9 @@ class AcceleratorDevice:
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 
+    def make_room(self, size_bytes: int) -> bool:
+        return False  # what no kernel of ours has used cannot leave
+
     # -- copies --------------------------------------------------------------------------------
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Slot:

@@ -474,6 +474,13 @@ class CpuDevice:
     def is_gone(self, managed: ManagedStorage) -> bool:
         return managed.gone
 
+    def make_room(self, size_bytes: int) -> bool:
+        assert self.storages is not None
+        pinned = [managed.address for managed in self.storages.all() if managed.pins and managed.address]
+        made = _native.arena_make_room(size_bytes, pinned)
+        self.notice()
+        return made
+
     # -- recomputation -------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
