@@ -50,23 +50,24 @@ def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
     schedule = unplanned(trace)
     before: list[list[Action]] = [[] for _ in range(schedule.kernels)]
     tensors = len(schedule.uses)
+    producers = {
+        tensor: kernel for tensor, kernel in enumerate(trace.tensor_recompute.tolist()) if kernel >= 0
+    }
+    results = sorted(producers)  # many of which have zeros: only they are worth compressing
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
-        tensor = rng.randrange(tensors)
+        tensor = rng.choice(results) if results and rng.random() < 0.5 else rng.randrange(tensors)
         prefetch = Prefetch(tensor, rng.random() < 0.5)
         packing = rng.choice([("raw", 0, 0), ("csr", 1, 64), ("csr", 4, 256)])
         evict = Evict(tensor, rng.choice(["host", "disk"]), *packing)
         action = rng.choice([evict, Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
-    producers = {
-        tensor: kernel for tensor, kernel in enumerate(trace.tensor_recompute.tolist()) if kernel >= 0
-    }
-    for tensor in rng.sample(sorted(producers), rng.randint(0, len(producers))):
+    for tensor in rng.sample(results, rng.randint(0, len(results))):
         producer = producers[tensor]
         if rng.random() < 0.9:
             before[producer].append(Note())
-        for kernel in sorted(rng.sample(range(schedule.kernels), min(2, schedule.kernels))):
-            if kernel > producer:
-                before[kernel].append(rng.choice([Drop(tensor), Recompute(tensor)]))
+        alive = range(producer + 1, max(schedule.uses[tensor], default=producer) + 1)
+        for kernel in sorted(rng.sample(alive, min(rng.randint(1, 3), len(alive)))):
+            before[kernel].append(rng.choice([Drop(tensor), Drop(tensor), Recompute(tensor)]))
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
     return Schedule(
         schedule.names,

@@ -364,7 +364,7 @@ class AcceleratorDevice:
         self._asked = 0  # what a kernel makes that runs again is not known yet
 
     def notice(self) -> None:
-        pass
+        self._asked = 0  # what others had may be free again
 
     def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         pass  # nothing leaves but by the engine, which asks for pins
