@@ -67,9 +67,9 @@ bool is_atom(PyObject* value) {
 std::int64_t DeviceMemory::in_use_bytes() const {
 #ifdef __linux__
   if (const auto* arena = installed_arena(); arena != nullptr)
-    return static_cast<std::int64_t>(arena->in_memory_bytes()) + beside_bytes;
+    if (in_arena) return static_cast<std::int64_t>(arena->in_memory_bytes()) + beside_bytes;
 #endif
-  return beside_bytes;
+  return known_bytes + beside_bytes;
 }
 
 // Storages, each once, in order. They are not freed while it lives.
@@ -123,7 +123,7 @@ class KernelClock::Section {
 };
 
 KernelClock::KernelClock(nb::object storages, nb::object memory, nb::object lock, nb::object prefetches,
-                         nb::object unpinned, TorchTypes types, nb::object set_compiler)
+                         nb::object unpinned, TorchTypes types, nb::object set_compiler, nb::object current_stream)
     : storages_object_(std::move(storages)),
       memory_object_(std::move(memory)),
       storages_(nb::cast<Storages&>(storages_object_)),
@@ -133,7 +133,8 @@ KernelClock::KernelClock(nb::object storages, nb::object memory, nb::object lock
       prefetches_(std::move(prefetches)),
       unpinned_(std::move(unpinned)),
       types_(std::move(types)),
-      set_compiler_(std::move(set_compiler)) {}
+      set_compiler_(std::move(set_compiler)),
+      current_stream_(std::move(current_stream)) {}
 
 // -- steps --------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,7 @@ void KernelClock::follow(nb::object schedule) {
   known_ = schedule_.attr("known");
   before_ = schedule_.attr("before");
   needs_ = schedule_.attr("needs_bytes");
+  sizes_ = schedule_.attr("tensor_bytes");
   variants_ = schedule_.attr("variants");
 }
 
@@ -210,14 +212,52 @@ nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb
   auto& facts = know(clock, torch_operator);
   if (!entered) return call(facts, args, kwargs);
   if (!facts.is_kernel) {
-    if (views_need_bytes) return clock.attr("_view")(torch_operator, args, kwargs);
-    return call(facts, args, kwargs);
+    return views_need_bytes ? view(clock, facts, args, kwargs) : call(facts, args, kwargs);
   }
   for (const auto kind : nb::borrow<nb::iterable>(types))
     if (!kind.is(types_.tensor) && !kind.is(types_.parameter) && !kind.is(types_.buffer))
       return nb::borrow(Py_NotImplemented);  // a tensor of another kind does it with operators on plain ones
   if (facts.takes_lists) return clock.attr("_run_slices")(torch_operator, args, kwargs);
   return run(clock, facts, args, kwargs);
+}
+
+// torch refuses a view of a storage that is empty.
+nb::object KernelClock::view(nb::handle clock, const Operator& facts, nb::handle args, nb::handle kwargs) {
+  Pins used(*this);
+  {
+    const Section section(*this);
+    storages_.bury();
+    collect(clock, args, used, Meet::kKnown);
+    std::erase_if(used.storages, [](auto* managed) {
+      if (managed->movable) return false;
+      Py_DECREF(managed->self);
+      return true;
+    });
+    for (auto* managed : used.storages) ++managed->pins;
+    try {
+      if (std::ranges::any_of(used.storages, [](const auto* managed) { return managed->state > kLeaving; }))
+        clock.attr("_bring")(to_list(used.storages));
+    } catch (...) {
+      for (auto* managed : used.storages) --managed->pins;
+      kernel_over(clock);
+      throw;
+    }
+  }
+  const auto over = [&] {  // pins may end without the lock
+    for (auto* managed : used.storages) --managed->pins;
+    if (is_empty(prefetches_) && is_empty(unpinned_)) return;
+    const Section section(*this);
+    kernel_over(clock);
+  };
+  nb::object result;
+  try {
+    result = call(facts, args, kwargs);
+  } catch (...) {
+    over();
+    throw;
+  }
+  over();
+  return result;
 }
 
 nb::object KernelClock::run(nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs) {
@@ -229,6 +269,8 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   excluded_s = 0;
   Pins used(*this), written(*this), made(*this);
   std::int64_t need_bytes = 0, kernel = 0;
+  bool inferred = false;
+  nb::object stream;  // that the kernel runs on
   notes = false;
 
   bool launching = false;
@@ -242,7 +284,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     if (memory_.in_arena) installed_arena()->kernel_over();
 #endif
     memory_.reserved_bytes = 0;
-    if (!memory_.in_arena || !is_empty(prefetches_) || !is_empty(unpinned_)) clock.attr("_kernel_over")();
+    kernel_over(clock);
   };
 
   {
@@ -257,14 +299,15 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     }
     for (auto* managed : used.storages) ++managed->pins;
     try {
-      bool moved = !memory_.in_arena;
+      bool moved = false;
       try {
-        moved = moved || touch(used.storages);
+        moved = memory_.in_arena ? touch(used.storages) : is_on_another_stream();
       } catch (nb::python_error& error) {
         clock.attr("_cannot_use")(error.value());
         throw;
       }
       if (moved) clock.attr("_begin_kernel")();
+      if (!memory_.in_arena) stream = stream_;
       bool away = false, asks = false;
       for (const auto* managed : used.storages) away |= managed->state > kLeaving;
       if (facts.is_opaque && views_need_bytes) {  // it may write any of them, and nobody else would notice
@@ -281,15 +324,15 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident ||
                 managed->writing;
       const bool planned = in_step && !schedule_.is_none();
-      if (asks_needs)
-        need_bytes = nb::cast<std::int64_t>(
-            clock.attr("_need_bytes")(kernel, to_list(used.storages), facts.torch_operator, args, kwargs));
+      inferred = asks_needs && !(planned && has_planned_sizes(used.storages));
+      if (inferred)
+        need_bytes = nb::cast<std::int64_t>(clock.attr("_infer_need")(facts.torch_operator, args, kwargs));
       else
         need_bytes = planned ? integer_at(needs_, kernel) : std::min(facts.need_bytes, memory_.budget_bytes / 4);
       bool short_of_room = false;
       if (need_bytes != 0 || away) {
-        const auto wanted_bytes = memory_.in_arena ? memory_.in_use_bytes() + need_bytes : 0;
-        short_of_room = away || !memory_.in_arena || wanted_bytes > memory_.budget_bytes;
+        const auto wanted_bytes = in_use_bytes(clock) + need_bytes;
+        short_of_room = away || wanted_bytes > memory_.budget_bytes;
         if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
       }
       if (away || asks || short_of_room)
@@ -356,7 +399,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   std::int64_t taken_bytes = 0, workspace_bytes = 0;
   try {
     storages_.bury();
-    collect(clock, result, made, true);
+    collect(clock, result, made, Meet::kMade, stream);
     for (auto* managed : made.storages) {
       if (managed->birth != kNew) continue;
       managed->birth = in_step ? kernel : -1;
@@ -385,7 +428,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     kernels = kernel + 1;
     seen_.push_back(facts.name);
   }
-  if (asks_needs) clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
+  if (inferred || (watches && asks_needs)) clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
   facts.need_bytes = taken_bytes + workspace_bytes;
   ++operators;
   left_s = now_s();
@@ -402,6 +445,31 @@ bool KernelClock::touch(const Used& used) {
   return touch_blocks(addresses) != 0;
 }
 
+bool KernelClock::is_on_another_stream() {
+  const nb::object now = current_stream_();
+  if (now.is(stream_) || now.equal(stream_)) return false;
+  stream_ = now;
+  return true;
+}
+
+// Whether all of these are as large as in the trace.
+bool KernelClock::has_planned_sizes(const Used& used) const {
+  const auto count = PyTuple_Size(sizes_.ptr());
+  return std::ranges::all_of(used, [&](const auto* managed) {
+    return managed->index < count && integer_at(sizes_, managed->index) == managed->size_bytes;
+  });
+}
+
+std::int64_t KernelClock::in_use_bytes(nb::handle clock) {
+  if (memory_.in_arena || memory_.asks_in-- > 0) return memory_.in_use_bytes();
+  return nb::cast<std::int64_t>(clock.attr("_in_memory_bytes")());
+}
+
+// With the lock. What waits for the end of a kernel is Python's.
+void KernelClock::kernel_over(nb::handle clock) {
+  if (!is_empty(prefetches_) || !is_empty(unpinned_)) clock.attr("_kernel_over")();
+}
+
 void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found) {
   collect(clock, args, found);
   if (kwargs.is_none() || PyDict_Size(kwargs.ptr()) == 0) return;
@@ -410,15 +478,16 @@ void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwar
   while (PyDict_Next(kwargs.ptr(), &position, &name, &value) != 0) collect(clock, value, found);
 }
 
-void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, bool made) {
+void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet which, nb::handle place) {
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto meet = [&](PyObject* storage) {
     storages_.bury();  // garbage collection may have freed one whose place this one has taken
     auto* managed = storages_.find(storage);
     if (managed == nullptr) {
-      managed = storages_.meet(storage, made);
-      if (made) managed->birth = kNew;
+      if (which == Meet::kKnown) return;
+      managed = storages_.meet(storage, which == Meet::kMade, place);
+      if (which == Meet::kMade) managed->birth = kNew;
     }
     found.add(managed);
   };
@@ -436,12 +505,12 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, bool 
     return;
   } else if (PyTuple_CheckExact(object)) {
     const auto size = PyTuple_Size(object);
-    for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, made);
+    for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, which, place);
     return;
   } else if (PyList_CheckExact(object)) {
     for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
       const nb::object item = nb::borrow(PyList_GetItem(object, i));
-      collect(clock, item, found, made);
+      collect(clock, item, found, which, place);
     }
     return;
   } else if (PyTuple_Check(object) == 0 && PyList_Check(object) == 0 && PyDict_Check(object) == 0 &&

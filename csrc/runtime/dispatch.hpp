@@ -15,16 +15,6 @@
 
 namespace penstock {
 
-// Bytes of the device, as kernels see them.
-struct DeviceMemory {
-  std::int64_t budget_bytes = 0;
-  std::int64_t reserved_bytes = 0;  // in use when the kernel began, and what it takes
-  std::int64_t beside_bytes = 0;    // in use outside of the arena, less what in it belongs to others
-  bool in_arena = false;            // else only Python knows what is in use
-
-  std::int64_t in_use_bytes() const;
-};
-
 // An operator of torch.
 struct Operator {
   nb::object torch_operator, callee, facts, name;
@@ -42,7 +32,7 @@ struct TorchTypes {
 class KernelClock {
  public:
   KernelClock(nb::object storages, nb::object memory, nb::object lock, nb::object prefetches, nb::object unpinned,
-              TorchTypes types, nb::object set_compiler);
+              TorchTypes types, nb::object set_compiler, nb::object current_stream);
 
   // What __torch_dispatch__ of `clock` gives.
   nb::object dispatch(nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
@@ -62,7 +52,7 @@ class KernelClock {
   bool entered = false;           // operators are looked at
   bool in_step = false;
   bool views_need_bytes = false;  // torch refuses views of what is away
-  bool asks_needs = false;        // Python tells what a kernel takes, before it runs
+  bool asks_needs = false;        // what a kernel takes must be right: Python infers it where it was not planned
   bool watches = false;           // kernels are recorded
   bool notes = false;             // how to run the kernel that begins again
   bool in_flight = false;         // collectives have returned, and are not done
@@ -84,11 +74,17 @@ class KernelClock {
   nb::object run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs);
   nb::object call(const Operator& facts, nb::handle args, nb::handle kwargs) const;
   nb::object planned_variant(std::int64_t kernel) const;
-  void collect(nb::handle clock, nb::handle value, Pins& found, bool made = false);
+  nb::object view(nb::handle clock, const Operator& facts, nb::handle args, nb::handle kwargs);
+  enum class Meet { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
+  void collect(nb::handle clock, nb::handle value, Pins& found, Meet which = Meet::kUsed, nb::handle place = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
   void number(const Used& touched, bool made);
   void act(nb::handle clock, const Operator& facts);
   bool touch(const Used& used);
+  bool is_on_another_stream();
+  bool has_planned_sizes(const Used& used) const;
+  std::int64_t in_use_bytes(nb::handle clock);
+  void kernel_over(nb::handle clock);
 
   nb::object storages_object_, memory_object_;
   Storages& storages_;
@@ -97,10 +93,12 @@ class KernelClock {
   nb::object prefetches_, unpinned_;  // of the copy engine: what waits for the end of a kernel
   TorchTypes types_;
   nb::object set_compiler_;
+  nb::object current_stream_;  // gives that of this thread; None where a device has none
+  nb::object stream_ = nb::none();  // of the last kernel
   std::unordered_map<PyObject*, Operator> operators_;
   std::uint64_t mark_ = 0;
   nb::object schedule_ = nb::none();
-  nb::object names_, known_, before_, needs_, variants_;  // the schedule's
+  nb::object names_, known_, before_, needs_, sizes_, variants_;  // the schedule's
   std::vector<nb::object> numbered_, seen_;
   std::vector<std::uintptr_t> addresses_;  // of the kernel that begins
 };

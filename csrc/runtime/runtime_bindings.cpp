@@ -68,6 +68,7 @@ void bind_storages(nb::module_& module) {
           "meet",
           [](Storages& storages, nb::handle storage, bool made) { return found(storages.meet(storage.ptr(), made)); },
           nb::arg("storage"), nb::arg("made") = false)
+      .def("adopt_results", &Storages::adopt_results, nb::arg("device"), nb::arg("memory"), nb::keep_alive<1, 3>())
       .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
       .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
       .def("forget_address", &Storages::forget_address, nb::arg("managed"))
@@ -114,7 +115,9 @@ void bind_runtime(nb::module_& module) {
       .def(nb::init<>())
       .def_rw("budget_bytes", &DeviceMemory::budget_bytes)
       .def_rw("reserved_bytes", &DeviceMemory::reserved_bytes)
+      .def_rw("known_bytes", &DeviceMemory::known_bytes)
       .def_rw("beside_bytes", &DeviceMemory::beside_bytes)
+      .def_rw("asks_in", &DeviceMemory::asks_in)
       .def_rw("in_arena", &DeviceMemory::in_arena)
       .def("in_use_bytes", &DeviceMemory::in_use_bytes);
 
@@ -123,16 +126,16 @@ void bind_runtime(nb::module_& module) {
           "__init__",
           [](KernelClock* clock, nb::object storages, nb::object memory, nb::object lock, nb::object prefetches,
              nb::object unpinned, nb::object tensor, nb::object parameter, nb::object buffer, nb::object overload,
-             nb::object untyped_storage, nb::object set_compiler) {
+             nb::object untyped_storage, nb::object set_compiler, nb::object current_stream) {
             new (clock) KernelClock(std::move(storages), std::move(memory), std::move(lock), std::move(prefetches),
                                     std::move(unpinned),
                                     {std::move(tensor), std::move(parameter), std::move(buffer), std::move(overload),
                                      std::move(untyped_storage)},
-                                    std::move(set_compiler));
+                                    std::move(set_compiler), std::move(current_stream));
           },
           nb::kw_only(), nb::arg("storages"), nb::arg("memory"), nb::arg("lock"), nb::arg("prefetches"),
           nb::arg("unpinned"), nb::arg("tensor"), nb::arg("parameter"), nb::arg("buffer"), nb::arg("overload"),
-          nb::arg("untyped_storage"), nb::arg("set_compiler"))
+          nb::arg("untyped_storage"), nb::arg("set_compiler"), nb::arg("current_stream").none())
       .def(
           "__call__",
           [](KernelClock& kernels, nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,

@@ -37,14 +37,14 @@ ManagedStorage* Storages::find(PyObject* storage) const {
   return found == by_storage_.end() ? nullptr : found->second;
 }
 
-ManagedStorage* Storages::meet(PyObject* storage, bool made) {
+ManagedStorage* Storages::meet(PyObject* storage, bool made, nb::handle place) {
   if (auto* known = find(storage)) return known;
   const auto size_bytes = nb::cast<std::int64_t>(nb::handle(storage).attr("nbytes")());
   nb::object object = make(storage, size_bytes, died_);
   auto* managed = nb::inst_ptr<ManagedStorage>(object);
   by_storage_.insert_or_assign(storage, managed);
   by_reference_.insert_or_assign(managed->reference.ptr(), Owned{object, managed});
-  if (size_bytes >= smallest_bytes_ && adopts(*managed, storage, made)) {
+  if (size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, place)) {
     managed->movable = true;
     managed->use = use_.insert(use_.end(), managed);
     managed->in_use_order = true;
@@ -52,7 +52,7 @@ ManagedStorage* Storages::meet(PyObject* storage, bool made) {
   return managed;
 }
 
-bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made) {
+bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place) {
 #ifdef __linux__
   if (first_serial_ != 0) {
     const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")());
@@ -66,6 +66,12 @@ bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made) {
     }
   }
 #endif
+  if (place.is_valid() && !device_.is_none() && managed.size_bytes > 0 &&
+      nb::handle(storage).attr("device").equal(device_) && nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
+    managed.place = nb::borrow(place);
+    memory_->known_bytes += managed.size_bytes;
+    return true;
+  }
   const nb::object held = nb::borrow(managed.self);
   const bool adopted = nb::cast<bool>(adopt_(held, nb::handle(storage), made));
   if (adopted) enter_address(managed);
@@ -110,7 +116,10 @@ void Storages::forget(nb::object reference) {
     managed.in_use_order = false;
   }
   forget_address(managed);
-  if (tells_all || managed.fixed || managed.recipes != 0 || !managed.slot.is_none()) buried_(owned.object);
+  if (tells_all || managed.fixed || managed.recipes != 0 || !managed.slot.is_none())
+    buried_(owned.object);
+  else if (managed.movable && !device_.is_none())
+    memory_->known_bytes -= managed.size_bytes;
 }
 
 std::vector<nb::object> Storages::all() const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <list>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace penstock {
@@ -38,6 +39,18 @@ struct ManagedStorage {
   std::list<ManagedStorage*>::iterator use;
 };
 
+// Bytes of the device, as kernels see them.
+struct DeviceMemory {
+  std::int64_t budget_bytes = 0;
+  std::int64_t reserved_bytes = 0;  // in use when the kernel began, and what it takes
+  std::int64_t known_bytes = 0;     // in use by storages that can leave; 0 if they are in the arena
+  std::int64_t beside_bytes = 0;    // in use otherwise, less what in the arena belongs to others
+  std::int64_t asks_in = 0;         // after so many kernels Python asks the device again what beside_bytes is
+  bool in_arena = false;
+
+  std::int64_t in_use_bytes() const;
+};
+
 class Storages {
  public:
   // first_serial   storages in blocks of the arena from this one on are movable, and `adopt` is not asked; 0: none
@@ -45,7 +58,8 @@ class Storages {
 
   // Null where it was not met before.
   ManagedStorage* find(PyObject* storage) const;
-  ManagedStorage* meet(PyObject* storage, bool made);
+  // place: the stream of the kernel that has made it; none where it is not known, or made by none.
+  ManagedStorage* meet(PyObject* storage, bool made, nb::handle place = {});
   // Null where none lies there.
   ManagedStorage* at(std::uintptr_t address) const;
   // The arena no longer keeps it.
@@ -67,6 +81,12 @@ class Storages {
   bool all_resident() const;
   std::size_t size() const { return by_storage_.size(); }
 
+  // What kernels make on this device is adopted from now on without asking, and counts in this memory.
+  void adopt_results(nb::object device, DeviceMemory& memory) {
+    device_ = std::move(device);
+    memory_ = &memory;
+  }
+
   bool tells_all = true;  // `buried` is told of those, too, that have neither a copy nor a fixed place
 
   static nb::object make(nb::handle storage, std::int64_t size_bytes, nb::handle died);
@@ -81,10 +101,12 @@ class Storages {
 
   void bury_one();
   void forget(nb::object reference);
-  bool adopts(ManagedStorage& managed, PyObject* storage, bool made);
+  bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place);
   void enter_address(ManagedStorage& managed);
 
   nb::object adopt_, buried_;
+  nb::object device_ = nb::none();  // None: `adopt` is asked
+  DeviceMemory* memory_ = nullptr;
   const std::int64_t smallest_bytes_;
   const std::uint64_t first_serial_;
   nb::object dead_;  // a deque of weak references: filled anywhere, on any thread, by a call nothing can interrupt

@@ -481,6 +481,8 @@ class Storages:
     ) -> None: ...
     def find(self, storage: Any) -> ManagedStorage | None: ...  # None where it was not met before
     def meet(self, storage: Any, made: bool = False) -> ManagedStorage: ...  # made: a kernel has just made it
+    # What kernels make on the torch.device is adopted from now on without asking, and counts in `memory`.
+    def adopt_results(self, device: Any, memory: DeviceMemory) -> None: ...
     def at(self, address: int) -> ManagedStorage | None: ...
     def move_to_end(self, managed: ManagedStorage) -> None: ...  # of `by_use`: it was used now
     def forget_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
@@ -497,13 +499,16 @@ class DeviceMemory:
     """Bytes of the device, as kernels see them.
 
     reserved_bytes   in use when the kernel began, and what it takes
-    beside_bytes     in use outside of the arena, less what in it belongs to others
-    in_arena         else only Python knows what is in use
+    known_bytes      in use by storages that can leave, where they are not in the arena
+    beside_bytes     in use otherwise, less what in the arena belongs to others
+    asks_in          after so many kernels Python asks the device again what beside_bytes is
     """
 
     budget_bytes: int
     reserved_bytes: int
+    known_bytes: int
     beside_bytes: int
+    asks_in: int
     in_arena: bool
     def __init__(self) -> None: ...
     def in_use_bytes(self) -> int: ...  # in the arena, and beside it
@@ -544,7 +549,7 @@ class KernelClock:
     entered: bool  # operators are looked at
     in_step: bool
     views_need_bytes: bool  # torch refuses views of what is away
-    asks_needs: bool  # Python tells what a kernel takes, before it runs
+    asks_needs: bool  # what a kernel takes must be right: Python infers it where it was not planned
     watches: bool  # kernels are recorded
     notes: bool  # how to run the kernel that begins again
     in_flight: bool  # collectives have returned, and are not done
@@ -564,6 +569,7 @@ class KernelClock:
         overload: type,
         untyped_storage: Any,
         set_compiler: Callable[[Any], Any],
+        current_stream: Callable[[], Any] | None,
     ) -> None: ...
     def __call__(
         self, clock: Any, torch_operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

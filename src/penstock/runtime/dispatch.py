@@ -94,7 +94,9 @@ class Clock(TorchDispatchMode):
         self._engine = engine
         self._lock = engine.lock
         self.storages = Storages(device.adopt, self._bury, smallest_bytes, device.first_serial)
-        self.storages.tells_all = not device.memory.in_arena
+        self.storages.tells_all = False
+        if not device.memory.in_arena:
+            self.storages.adopt_results(device.device, device.memory)
         device.storages = self.storages
         engine.victims = self._victims
         engine.wait_for_others = self._wait_for_a_collective
@@ -113,6 +115,7 @@ class Clock(TorchDispatchMode):
             overload=torch._ops.OpOverload,
             untyped_storage=torch.Tensor.untyped_storage,
             set_compiler=set_eval_frame,
+            current_stream=device.current_stream,
         )
         self._kernels.activation = _ACTIVATION
         self._kernels.views_need_bytes = device.empties_storages
@@ -255,7 +258,7 @@ class Clock(TorchDispatchMode):
             self.variants = Counter()
             self._resized.clear()
             self._kernels.watches = recording is not None
-            self.storages.tells_all = recording is not None or not self._device.memory.in_arena
+            self.storages.tells_all = recording is not None
             self._kernels.begin_step(first)
             self._collectives.follow(first.budget_bytes if first is not None else 0)
             if first is not None:
@@ -353,35 +356,9 @@ class Clock(TorchDispatchMode):
         with self._interrupts:
             return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
 
-    def _view(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """torch refuses a view of a storage that is empty."""
-        used: list[ManagedStorage] = []
+    def _bring(self, used: list[ManagedStorage]) -> None:
         with self._interrupts:
-            with self._lock:
-                self.storages.bury()
-                for storage in self._storages_in(args):
-                    managed = self.storages.find(storage)
-                    if managed is not None and managed.movable and managed not in used:
-                        used.append(managed)
-                for managed in used:
-                    managed.pins += 1
-                try:
-                    if any(managed.state > LEAVING for managed in used):
-                        self._engine.demand(used)
-                except BaseException:
-                    self._unpin(used)
-                    raise
-            try:
-                return operator(*args, **(kwargs or {}))
-            finally:
-                with self._lock:
-                    self._unpin(used)
-
-    def _unpin(self, used: list[ManagedStorage]) -> None:
-        for managed in used:
-            managed.pins -= 1
-            self.storages.move_to_end(managed)
-        self._kernel_over()
+            self._engine.demand(used)
 
     def _begin_kernel(self) -> None:
         with self._interrupts:
@@ -552,32 +529,17 @@ class Clock(TorchDispatchMode):
             self._device.end_kernel()
             self._engine.end_kernel()
 
-    def _need_bytes(
-        self,
-        kernel: int,
-        used: list[ManagedStorage],
-        operator: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-    ) -> int:
-        """What the kernel will take beyond what is there, inferred where the schedule is of other sizes."""
+    def _infer_need(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
+        """What a kernel will take beyond what is there that was not planned, or planned for other sizes."""
         assert self._inferred is not None
-        schedule: Schedule | None = self._kernels.schedule if self._kernels.in_step else None
-        if schedule is None or not self._has_sizes(schedule, used):
-            return self._inferred.bytes(operator, args, kwargs or {})
-        return schedule.needs_bytes[kernel]
+        return self._inferred.bytes(operator, args, kwargs or {})
+
+    def _in_memory_bytes(self) -> int:
+        return self._device.in_memory_bytes()
 
     def _note_need(self, operator: Any, taken_bytes: int, workspace_bytes: int) -> None:
         assert self._inferred is not None
         self._inferred.note(operator, taken_bytes, workspace_bytes)
-
-    @staticmethod
-    def _has_sizes(schedule: Schedule, used: list[ManagedStorage]) -> bool:
-        """Whether all of these are as large as in the trace."""
-        sizes = schedule.tensor_bytes
-        return all(
-            managed.index < len(sizes) and sizes[managed.index] == managed.size_bytes for managed in used
-        )
 
     # -- the schedule --------------------------------------------------------------------------
 

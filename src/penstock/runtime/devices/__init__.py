@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +15,8 @@ from penstock.runtime.storages import ManagedStorage, Storages
 class Device(copy_engine.Device, Protocol):
     """A device tier as a run needs it: it copies for the engine, and measures its memory.
 
+    device           an accelerator's; what kernels make on it counts in `memory`
+    current_stream   gives the stream that kernels of this thread go to; None: there are none
     storages         that the clock has met
     first_serial     see Storages
     tier             where evictions go that nothing planned: "host" or "disk"
@@ -26,6 +29,8 @@ class Device(copy_engine.Device, Protocol):
     """
 
     engine: copy_engine.CopyEngine | None
+    device: torch.device
+    current_stream: Callable[[], Any] | None
     storages: Storages | None
     first_serial: int
     tier: str

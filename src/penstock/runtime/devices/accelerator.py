@@ -225,7 +225,8 @@ class AcceleratorDevice:
             self._staging.put(self._slab.allocate(chunk_bytes))
         self._free_events: list[Any] = []
         self._streams: list[Any] = [driver.current_stream()]  # that kernels ran on
-        self._latest_stream = self._streams[0]
+        self.device = driver.device
+        self.current_stream: Callable[[], Any] | None = driver.current_stream
         self._queues = {
             (out, tier): CopyQueue(
                 f"penstock-{tier}-{'out' if out else 'in'}",
@@ -243,9 +244,6 @@ class AcceleratorDevice:
         )
         before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
-        self._known_bytes = 0  # of movable storages that are on the device
-        self._other_bytes = 0  # of everything else, when the allocator was last asked
-        self._asked = 0
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
         driver.limit(before.reserved_bytes + budget_bytes)
 
@@ -257,15 +255,15 @@ class AcceleratorDevice:
         managed.place = self._driver.current_stream()
         if not made:
             self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
-            self._asked = 0
-        self._known_bytes += managed.size_bytes
+            self.memory.asks_in = 0
+        self.memory.known_bytes += managed.size_bytes
         return True
 
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
             return
         if managed.state not in (AWAY, DROPPED):
-            self._known_bytes -= managed.size_bytes
+            self.memory.known_bytes -= managed.size_bytes
         self.drop_packed(managed)
         self._forget_copy(managed)
 
@@ -278,29 +276,30 @@ class AcceleratorDevice:
     # -- memory --------------------------------------------------------------------------------
 
     def in_memory_bytes(self) -> int:
-        if self._asked <= 0:
-            self._asked = ASKED_EVERY
+        memory = self.memory
+        if memory.asks_in <= 0:
+            memory.asks_in = ASKED_EVERY
             allocated_bytes = self._driver.allocated_bytes() - self._foreign_bytes
-            self._other_bytes = max(allocated_bytes - self._known_bytes, 0)
-        self._asked -= 1
-        return self._known_bytes + self._other_bytes
+            memory.beside_bytes = max(allocated_bytes - memory.known_bytes, 0)
+        memory.asks_in -= 1
+        return memory.in_use_bytes()
 
     def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
         if packed:
             slot: Slot = managed.slot
             content = self._driver.allocate(slot.packed_bytes, managed.place)
             if content is None:
-                self._asked = 0
+                self.memory.asks_in = 0
                 return False
             self._packed[managed.key] = Packed(content, slot.codec)
-            self._known_bytes += slot.packed_bytes
+            self.memory.known_bytes += slot.packed_bytes
             return True
         self._driver.set_access_error(storage, None)
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self._driver.set_access_error(storage, AWAY_TEXT)
-            self._asked = 0
+            self.memory.asks_in = 0
             return False
-        self._known_bytes += managed.size_bytes
+        self.memory.known_bytes += managed.size_bytes
         return True
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -321,7 +320,7 @@ class AcceleratorDevice:
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._driver.resize(storage, 0, managed.place)
         self._driver.set_access_error(storage, AWAY_TEXT)
-        self._known_bytes -= managed.size_bytes
+        self.memory.known_bytes -= managed.size_bytes
         self._emptied_bytes += managed.size_bytes
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -361,10 +360,10 @@ class AcceleratorDevice:
         pass  # writes that no kernel makes are none
 
     def use(self, storages: Sequence[ManagedStorage]) -> None:
-        self._asked = 0  # what a kernel makes that runs again is not known yet
+        self.memory.asks_in = 0  # what a kernel makes that runs again is not known yet
 
     def notice(self) -> None:
-        self._asked = 0  # what others had may be free again
+        self.memory.asks_in = 0  # what others had may be free again
 
     def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         pass  # nothing leaves but by the engine, which asks for pins
@@ -463,7 +462,7 @@ class AcceleratorDevice:
             with engine.lock:
                 if engine.fits(size_bytes):
                     admitted_bytes = size_bytes
-                    self._known_bytes += size_bytes
+                    self.memory.known_bytes += size_bytes
             return admitted_bytes > 0
 
         made = None
@@ -475,12 +474,12 @@ class AcceleratorDevice:
                 if made is not None:
                     self._packed[managed.key] = Packed(made.untyped_storage(), codec)
                 else:
-                    self._known_bytes -= admitted_bytes
+                    self.memory.known_bytes -= admitted_bytes
 
     def drop_packed(self, managed: ManagedStorage) -> None:
         packed = self._packed.pop(managed.key, None)
         if packed is not None:
-            self._known_bytes -= packed.content.nbytes()
+            self.memory.known_bytes -= packed.content.nbytes()
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
         if not keeps:
@@ -681,10 +680,8 @@ class AcceleratorDevice:
 
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
-        if stream != self._latest_stream:
-            self._latest_stream = stream
-            if stream not in self._streams:
-                self._streams.append(stream)
+        if stream not in self._streams:
+            self._streams.append(stream)
 
     def end_kernel(self) -> None:
         pass
@@ -695,7 +692,7 @@ class AcceleratorDevice:
             return 0
         memory = self._driver.memory()
         self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
-        self._asked = 0
+        self.memory.asks_in = 0
         return max(needed_bytes, self._budget_bytes // 16)
 
     def cannot_use(self, error: OSError) -> None:
@@ -720,7 +717,7 @@ class AcceleratorDevice:
 
     def begin_step(self) -> None:
         self._peak_bytes = 0
-        self._asked = 0
+        self.memory.asks_in = 0
         self._driver.reset_peaks()
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:

@@ -61,6 +61,8 @@ class CpuDevice:
     copies_results = False  # the memory itself moves
     expands_in_place = True
     empties_storages = False
+    device = torch.device("cpu")
+    current_stream: Callable[[], Any] | None = None
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
     memory_manager = "arena"
