@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,20 @@ class NoWaitForCopies(CheckedDriver):
         return event
 
 
+class DeafStream(CheckedStream):
+    def wait_event(self, event: CheckedEvent) -> None:
+        pass
+
+
+class KernelsWaitForNothing(CheckedDriver):
+    def make_stream(self, name: str = "") -> CheckedStream:
+        if not name:
+            return super().make_stream()
+        stream = DeafStream(self, name)
+        self._streams.append(stream)
+        return stream
+
+
 class OverTooEarly(AcceleratorDevice):
     """Says that a copy out is complete when it has begun."""
 
@@ -113,6 +128,11 @@ MUTANTS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | 
         None,
         "emptied|wait for|given back",
     ),
+    "kernels do not wait for copies on the device": (
+        {"make_driver": KernelsWaitForNothing},
+        None,
+        "wait for|emptied|not there",
+    ),
     "copies are over too early": ({"make_device": OverTooEarly}, None, "emptied|changed its size"),
     "pins are ignored": ({}, ignore_pins, "not there|changed|setStorage|emptied"),
     "writes are ignored": ({}, ignore_writes, "did not wait for|nothing has copied"),
@@ -155,6 +175,60 @@ def work(spill: SpillSpace, seed: int, **options: Any) -> None:
                 prefetch(run, tensors[(turn + 5) % 12])
             expected[target] += expected[source] * 0.5
         assert [4 * float(tensor.mean()) for tensor in tensors] == pytest.approx(expected, rel=1e-5)
+
+
+class HeldEvent(CheckedEvent):
+    """The host learns of no copy while it is held."""
+
+    def __init__(self, driver: CheckedDriver) -> None:
+        super().__init__(driver)
+        self.free = driver.free  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        assert self.free.wait(30)
+        super().synchronize()
+
+
+class HeldDriver(CheckedDriver):
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        super().__init__(seed, **options)
+        self.free = threading.Event()
+        self.free.set()
+
+    def make_event(self) -> CheckedEvent:
+        return HeldEvent(self)
+
+
+def test_kernels_go_on_before_the_host_has_seen_a_copy(spill: SpillSpace) -> None:
+    """They wait on the device. Host memory is nobody else's until the host has seen the copies end."""
+    with checked_run(spill, 8 * 1024, timeout_s=5.0, make_driver=HeldDriver) as run:
+        free = run.driver.free  # type: ignore[attr-defined]
+        tensors = [torch.full((256,), float(index)) for index in range(4)]
+        for tensor in tensors[:2]:
+            evict(run, tensor, "host", True, 0)
+        run.engine.drain()
+        free.clear()
+        try:
+            assert tensors[0].add(tensors[1]).sum() == 256  # what comes
+            device, managed = run.device, run.clock.storages.find(tensors[0].untyped_storage())
+            assert managed is not None
+            slot = managed.slot
+            with run.engine.lock:
+                run.engine.will_write(managed)
+                device.forget(managed, slot)
+                managed.slot = None
+            taken = device._slab.try_allocate(slot.block.size_bytes)
+            assert taken is not None and taken.offset != slot.block.offset
+            evict(run, tensors[2], "host", True, 0)
+            evict(run, tensors[3], "host", True, 0)
+            room = torch.zeros(1024 + 512)  # what leaves
+            assert room.sum() == 0
+        finally:
+            free.set()
+        run.engine.drain()
+        again = device._slab.try_allocate(slot.block.size_bytes)
+        assert again is not None and again.offset == slot.block.offset
+        del room
 
 
 def test_without_a_fault_nothing_is_found(spill: SpillSpace) -> None:

@@ -273,6 +273,7 @@ class CheckedDriver:
         with self.at_random():
             region = self._region(storage)
             if size_bytes == 0:
+                stream.execute(stream.issued)  # as for a kernel: it is empty now
                 if storage._cdata in self.dropped:
                     self.dropped.discard(storage._cdata)
                 else:
@@ -538,6 +539,7 @@ class CheckedDriver:
                     else:
                         self._read(region, access, times)
             before = {key: storage.nbytes() for key, storage in used.items()}
+            stream.execute(stream.issued)  # the kernel runs now, and so does what its stream waits for
         result = operator(*args, **kwargs)
         with self.lock:
             made_bytes = 0

@@ -200,6 +200,9 @@ class ScriptedDevice:
     def is_gone(self, managed: ManagedStorage) -> bool:
         return False
 
+    def join(self, managed: ManagedStorage) -> bool:
+        return False
+
     def make_room(self, size_bytes: int) -> bool:
         return False
 

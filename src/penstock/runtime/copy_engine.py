@@ -58,6 +58,15 @@ class Wait(NamedTuple):
     finished_s: float
 
 
+class _Passage:
+    """A copy that is under way. joined: kernels wait for it on the device, and here it is over."""
+
+    __slots__ = ("joined",)
+
+    def __init__(self) -> None:
+        self.joined = False
+
+
 Done = Callable[[PenstockError | None, Sequence[Moved]], None]
 
 
@@ -131,6 +140,11 @@ class Device(Protocol):
 
     def hurry(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
+
+    def join(self, managed: ManagedStorage) -> bool:
+        """Let what kernels do from now on wait, on the device, for the copy of the storage that is under way:
+        to the program it is over then. False: the host has to wait for it."""
+        ...
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
@@ -219,6 +233,7 @@ class CopyEngine:
         self.unpinned_later: list[ManagedStorage] = []
         self._pumping = False
         self._completions = 0
+        self._passages: dict[ManagedStorage, _Passage] = {}  # that may be joined, the first to begin first
         self._error: PenstockError | None = None
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
@@ -455,30 +470,72 @@ class CopyEngine:
         managed.clean = False
         self._device.will_write(managed)
 
+    def _begin(self, managed: ManagedStorage) -> _Passage:
+        passage = self._passages[managed] = _Passage()
+        return passage
+
+    def _end(self, managed: ManagedStorage, passage: _Passage, error: PenstockError | None) -> bool:
+        """The host has seen the copy end. Whether that is news."""
+        if passage.joined:
+            self._error = self._error or error  # what kernels have read since is anything
+            return False
+        if self._passages.get(managed) is passage:
+            del self._passages[managed]
+        return True
+
+    def _join(self, managed: ManagedStorage) -> bool:
+        """Have kernels wait on the device for a copy that was to end first. False: it takes the host."""
+        passage = self._passages.get(managed)
+        if passage is None or not self._device.join(managed):
+            return False
+        del self._passages[managed]
+        passage.joined = True
+        if managed.state == COMING:
+            self._has_come(managed, managed.size_bytes)
+        else:
+            self._has_left(managed, None)
+        return True
+
+    def _join_one_that_leaves(self) -> bool:
+        """Of those that give their memory back, the one that is first to be over."""
+        leaving = (
+            managed for managed in self._passages if managed.state == LEAVING and managed.freeing_bytes
+        )
+        return any(not managed.void and not managed.pins and self._join(managed) for managed in list(leaving))
+
     def _left(
-        self, managed: ManagedStorage, size_bytes: int, error: PenstockError | None, moved: Sequence[Moved]
+        self,
+        managed: ManagedStorage,
+        size_bytes: int,
+        passage: _Passage,
+        error: PenstockError | None,
+        moved: Sequence[Moved],
     ) -> None:
         with self.lock:
             self._out_bytes -= size_bytes
-            release = managed.freeing_bytes > 0
-            self._unmark_released(managed)
-            managed.state = RESIDENT
-            if error is not None:
-                self._error = self._error or error
-                managed.clean = False
-                self._device.will_write(managed)
-            elif not managed.void:
-                managed.clean = True
-                if release:
-                    try:
-                        self._release(managed)
-                    except Exception as refused:
-                        self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
-            if managed.state != LEAVING:  # else another copy has begun, which says so when it is over
-                if self._device.is_gone(managed):
-                    managed.state, managed.clean = AWAY, False
-                managed.hold = None
+            if self._end(managed, passage, error):
+                self._has_left(managed, error)
             self._finish(moved)
+
+    def _has_left(self, managed: ManagedStorage, error: PenstockError | None) -> None:
+        release = managed.freeing_bytes > 0
+        self._unmark_released(managed)
+        managed.state = RESIDENT
+        if error is not None:
+            self._error = self._error or error
+            managed.clean = False
+            self._device.will_write(managed)
+        elif not managed.void:
+            managed.clean = True
+            if release:
+                try:
+                    self._release(managed)
+                except Exception as refused:
+                    self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
+        if managed.state != LEAVING:  # else another copy has begun, which says so when it is over
+            if self._device.is_gone(managed):
+                managed.state, managed.clean = AWAY, False
+            managed.hold = None
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -518,10 +575,12 @@ class CopyEngine:
                     # In a wait for room, a prefetch of another of these may have begun.
                     if managed.state == AWAY and not self._bring(managed, DEMAND):
                         self.make_some_room(managed.size_bytes)
-            elif any(managed.state == COMING for managed in wanted):
-                self._wait()
-            else:
+                continue
+            coming = [managed for managed in wanted if managed.state == COMING]
+            if not coming:
                 break
+            if not all(self._join(managed) for managed in coming):
+                self._wait()
         self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
 
     def settle(self, managed: ManagedStorage, needed: bool) -> None:
@@ -551,9 +610,11 @@ class CopyEngine:
         self.memory.reserved_bytes += size_bytes
         self._in_bytes += size_bytes
         try:
-            done = functools.partial(self._came, managed, priority, size_bytes)
+            passage = self._begin(managed) if size_bytes == managed.size_bytes else _Passage()
+            done = functools.partial(self._came, managed, priority, size_bytes, passage)
             self._device.copy_in(managed, storage, priority, done)
         except BaseException:
+            self._passages.pop(managed, None)
             self._in_bytes -= size_bytes
             managed.state = AWAY
             managed.hold = None
@@ -580,35 +641,46 @@ class CopyEngine:
         managed: ManagedStorage,
         priority: int,
         size_bytes: int,
+        passage: _Passage,
         error: PenstockError | None,
         moved: Sequence[Moved],
     ) -> None:
         with self.lock:
             self._in_bytes -= size_bytes
-            storage = managed.hold
-            assert storage is not None
-            if not managed.writing:
-                managed.hold = None
-            if error is None:
-                try:
-                    clean = self._device.arrive(managed, storage)
-                    if managed.packed_bytes:  # and expanded now
-                        self._packed_gone(managed)
-                    if clean and size_bytes < managed.size_bytes:
-                        managed.packed_bytes = size_bytes
-                    is_away = clean is None or managed.packed_bytes or self._device.is_gone(managed)
-                    managed.state = AWAY if is_away else RESIDENT
-                    managed.clean = managed.clean if clean is None else clean
-                except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
-                    error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
-            if error is not None:
-                managed.state = AWAY
-                self._device.give_up(managed, storage)
-                if priority == DEMAND:
-                    self._error = self._error or error
-                else:
-                    logger.warning("a prefetch failed, and is tried again when it is needed: %s", error)
+            if self._end(managed, passage, error):
+                self._has_come(managed, size_bytes, error, priority)
             self._finish(moved)
+
+    def _has_come(
+        self,
+        managed: ManagedStorage,
+        size_bytes: int,
+        error: PenstockError | None = None,
+        priority: int = DEMAND,
+    ) -> None:
+        storage = managed.hold
+        assert storage is not None
+        if not managed.writing:
+            managed.hold = None
+        if error is None:
+            try:
+                clean = self._device.arrive(managed, storage)
+                if managed.packed_bytes:  # and expanded now
+                    self._packed_gone(managed)
+                if clean and size_bytes < managed.size_bytes:
+                    managed.packed_bytes = size_bytes
+                is_away = clean is None or managed.packed_bytes or self._device.is_gone(managed)
+                managed.state = AWAY if is_away else RESIDENT
+                managed.clean = managed.clean if clean is None else clean
+            except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
+                error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
+        if error is not None:
+            managed.state = AWAY
+            self._device.give_up(managed, storage)
+            if priority == DEMAND:
+                self._error = self._error or error
+            else:
+                logger.warning("a prefetch failed, and is tried again when it is needed: %s", error)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -641,7 +713,7 @@ class CopyEngine:
                             break
                         if not self._device.make_room(size_bytes):
                             self._refuse(used_bytes + size_bytes)
-                    else:
+                    elif not self._join_one_that_leaves():
                         self._wait()
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
@@ -755,10 +827,14 @@ class CopyEngine:
             storage = managed.hold
             assert storage is not None
             self._out_bytes += size_bytes
-            done = self._written if managed.writing else self._left
+            if managed.writing:
+                done = functools.partial(self._written, managed, size_bytes)
+            else:
+                done = functools.partial(self._left, managed, size_bytes, self._begin(managed))
             try:
-                self._device.copy_out(managed, storage, functools.partial(done, managed, size_bytes))
+                self._device.copy_out(managed, storage, done)
             except BaseException:
+                self._passages.pop(managed, None)
                 self._out_bytes -= size_bytes
                 self._stay(managed)
                 raise

@@ -11,8 +11,11 @@ Rules that keep copies and kernels apart:
   for, and for the direct path the host;
 - what is copied in lands in memory taken on the compute stream that the tensor's memory came from, and
   waits for an event recorded then: until it the allocator's former owner may still be using the memory;
-- storages are emptied, and handed to kernels, only after the host has seen the copy complete. Where kernels
-  ran on several streams, the stream that owns the memory waits for the others first;
+- storages are emptied, and handed to kernels, only after the host has seen the copy complete, or once all
+  streams of kernels wait for it (`join`). Where kernels ran on several streams, the stream that owns the
+  memory waits for the others first;
+- a block of host memory is used for something else only after the host has seen the copies to and from it
+  complete;
 - what leaves compressed is packed on a stream of its own, into memory of that stream, and emptied when the
   host has seen that complete; it is expanded on the same stream, into memory taken as for a copy.
 
@@ -30,6 +33,7 @@ import contextlib
 import functools
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +46,7 @@ from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, Spil
 from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
-from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
+from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -155,12 +159,16 @@ class Slot:
 
     codec          of the copy, and bytes of an element
     packed_bytes   that it takes then; 0: it is as it was
+    copies         to or from the block, under way
+    is_forgotten   the block is free when they are over
     """
 
     tier: str
     block: Extent
     codec: tuple[str, int] = ("raw", 0)
     packed_bytes: int = 0
+    copies: int = 0
+    is_forgotten: bool = False
 
 
 class Packed(NamedTuple):
@@ -227,16 +235,29 @@ class AcceleratorDevice:
         self._streams: list[Any] = [driver.current_stream()]  # that kernels ran on
         self.device = driver.device
         self.current_stream: Callable[[], Any] | None = driver.current_stream
-        self._queues = {
-            (out, tier): CopyQueue(
-                f"penstock-{tier}-{'out' if out else 'in'}",
+        self._to_disk, self._from_disk = (
+            CopyQueue(
+                f"penstock-disk-{name}",
                 driver.make_stream(),
-                functools.partial(carry, out),
+                functools.partial(self._move_disk, name == "out"),
                 driver.marked,
             )
-            for tier, carry in (("host", self._move_host), ("disk", self._move_disk))
-            for out in (True, False)
-        }
+            for name in ("out", "in")
+        )
+        self._to_host, self._from_host = (
+            StreamQueue(
+                f"penstock-host-{name}",
+                link,
+                driver.make_stream(),
+                functools.partial(self._issue, name == "out"),
+                self._free_events.extend,
+                driver.marked,
+            )
+            for name, link in (("out", self.evict_link), ("in", self.prefetch_link))
+        )
+        self._issued: dict[int, Any] = {}  # by key: after which the copy of it as it is, on the host, is over
+        self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
+        self._copies = threading.Lock()  # both, and how many copies use a block of the slab
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         self._packing = CopyQueue(
@@ -384,7 +405,10 @@ class AcceleratorDevice:
 
     def forget(self, managed: ManagedStorage, slot: Slot) -> None:
         if slot.tier == "host":
-            self._slab.release(slot.block)
+            with self._copies:
+                slot.is_forgotten = True
+                if not slot.copies:
+                    self._slab.release(slot.block)
         else:
             self._spill.release(slot.block)
 
@@ -400,7 +424,10 @@ class AcceleratorDevice:
             # On any thread: what it waits for is what the program has launched, not this thread.
             ready = [self._record(stream) for stream in self._streams]
             slot.codec, slot.packed_bytes = ("raw", 0), 0
-        self._queues[True, slot.tier].put(EVICT, Copy(managed, storage, slot.block, ready, done))
+        if slot.tier == "host":
+            self._give(self._to_host, managed, storage, ready, done)
+        else:
+            self._to_disk.put(EVICT, Copy(managed, storage, slot.block, ready, done))
 
     def _note_written(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
@@ -500,12 +527,57 @@ class AcceleratorDevice:
             self._packing.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
             return
         source = storage if packed is None else packed.content
-        self._queues[False, managed.slot.tier].put(
-            priority, Copy(managed, source, managed.slot.block, ready, done)
-        )
+        if managed.slot.tier == "host":
+            self._give(self._from_host, managed, source, ready, done)
+        else:
+            self._from_disk.put(priority, Copy(managed, source, managed.slot.block, ready, done))
+
+    def _give(
+        self,
+        waiting: StreamQueue,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        ready: list[Any],
+        done: Done,
+    ) -> None:
+        """To or from the host."""
+        slot: Slot = managed.slot
+
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            with self._copies:
+                if self._issued.get(managed.key) is event:
+                    del self._issued[managed.key]
+                self._joined.discard(event)
+                self._copy_over(slot)
+            done(error, moved)
+
+        with self._copies:  # until `event` is known
+            slot.copies += 1
+            try:
+                event = waiting.put(Copy(managed, storage, slot.block, ready, over))
+            except BaseException:
+                self._copy_over(slot)
+                raise
+            if managed.key not in self._packed:  # else it is a copy of what is packed
+                self._issued[managed.key] = event
+
+    def _copy_over(self, slot: Slot) -> None:
+        slot.copies -= 1
+        if slot.is_forgotten and not slot.copies:
+            self._slab.release(slot.block)
+
+    def join(self, managed: ManagedStorage) -> bool:
+        with self._copies:
+            event = self._issued.pop(managed.key, None)
+            if event is None:
+                return False
+            self._joined.add(event)
+            for stream in {*self._streams, managed.place}:
+                stream.wait_event(event)
+        return True
 
     def hurry(self, managed: ManagedStorage) -> None:
-        self._queues[False, managed.slot.tier].hurry(managed, DEMAND)
+        self._from_disk.hurry(managed, DEMAND)
         self._packing.hurry(managed, DEMAND)
 
     def _record(self, stream: Any) -> Any:
@@ -524,13 +596,12 @@ class AcceleratorDevice:
         self._free_events.extend(copy.ready)
         copy.ready = []
 
-    def _move_host(self, out: bool, copy: Copy, priority: int, stream: Any) -> Outcome:
-        self._begin(copy, stream)
-        begun_s = time.perf_counter()
-        host = self._slab.tensor(copy.block, copy.size_bytes)
-        self._copy(out, self._bytes(copy.storage), host, stream)
-        link = "device_to_host" if out else "host_to_device"
-        return None, [copy.moved(link, begun_s, time.perf_counter())]
+    def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
+        """Between the device and the host; the event after which it is over."""
+        self._start_copy(
+            out, self._bytes(copy.storage), self._slab.tensor(copy.block, copy.size_bytes), stream
+        )
+        return self._record(stream)
 
     def _move_disk(self, out: bool, copy: Copy, priority: int, stream: Any) -> Outcome:
         try:
@@ -650,11 +721,14 @@ class AcceleratorDevice:
 
     def _copy(self, out: bool, content: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
         """Blocks until the copy is complete."""
+        self._start_copy(out, content, host, stream)
+        self._complete(stream)
+
+    def _start_copy(self, out: bool, content: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
         if out:
             self._driver.copy(host, content, stream)
         else:
             self._driver.copy(content, host, stream)
-        self._complete(stream)
 
     def _complete(self, stream: Any) -> None:
         """Wait, on the host, for all that the stream was given."""
@@ -681,7 +755,10 @@ class AcceleratorDevice:
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
         if stream not in self._streams:
-            self._streams.append(stream)
+            with self._copies:
+                self._streams.append(stream)
+                for event in self._joined:
+                    stream.wait_event(event)
 
     def end_kernel(self) -> None:
         pass
@@ -794,7 +871,7 @@ class AcceleratorDevice:
         return not left_bytes
 
     def close(self) -> None:
-        for waiting in (self._packing, *self._queues.values()):
+        for waiting in (self._packing, self._to_disk, self._from_disk, self._to_host, self._from_host):
             waiting.close(CLOSE_TIMEOUT_S)
         self._driver.limit(None)
         self._slab.close()

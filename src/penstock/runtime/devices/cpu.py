@@ -410,6 +410,9 @@ class CpuDevice:
         if (pending := self._pending.get(managed.key)) is not None:
             pending.hurry()
 
+    def join(self, managed: ManagedStorage) -> bool:
+        return False
+
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
         failed: PenstockError | None = None
         try:

@@ -1,4 +1,4 @@
-"""Copies that wait for their turn, and the threads that carry them out."""
+"""Copies that wait for their turn, or were given to a stream, and the threads that see to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import heapq
 import itertools
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,12 @@ class Copy:
         """Wait, on the host, until it may begin."""
         for event in self.ready:
             event.synchronize()
+
+    @property
+    def text(self) -> str:
+        """For profilers."""
+        which = f"tensor {self.managed.index}, " if self.managed.index >= 0 else ""
+        return f"{which}{self.size_bytes} bytes"
 
     def moved(self, link: str, started_s: float, finished_s: float, size_bytes: int | None = None) -> Moved:
         managed = self.managed
@@ -105,29 +113,21 @@ class CopyQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("a copy hangs (%s), and is left behind", self._thread.name)
+        _join(self._thread, timeout_s)
 
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             priority, _, copy = entry
             done = copy.done
             try:
-                which = f"tensor {copy.managed.index}, " if copy.managed.index >= 0 else ""
-                with self._marked(f"{self._thread.name}: {which}{copy.size_bytes} bytes"):
+                with self._marked(f"{self._thread.name}: {copy.text}"):
                     outcome = self._carry_out(copy, priority, self._stream)
-            except PenstockError as error:
-                outcome = error, []
-            except Exception as error:  # the accelerator's driver
-                outcome = PenstockError(f"a copy between the accelerator and the host failed: {error}"), []
+            except Exception as error:
+                outcome = _failure(error), []
             # Whoever is told that the copy is over may free the storage's memory.
             copy.storage = None
             del copy, entry
-            try:
-                done(*outcome)
-            except Exception:
-                logger.exception("what follows a copy failed")
+            _tell(done, outcome)
             del done, outcome
 
     def _next(self) -> tuple[int, int, Copy] | None:
@@ -137,3 +137,105 @@ class CopyQueue:
                     return None
                 self._changed.wait()
             return heapq.heappop(self._waiting)
+
+
+class StreamQueue:
+    """Gives the copies of one direction to a stream as they come, and sees on a thread when each is over. The
+    stream goes from one to the next without the host.
+
+    issue     of a Copy and the stream: returns the event after which it is over
+    recycle   takes events that nobody waits for any more
+    marked    see Driver: what shows each copy in a profiler
+    """
+
+    def __init__(
+        self,
+        name: str,
+        link: str,
+        stream: Any,
+        issue: Callable[[Copy, Any], Any],
+        recycle: Callable[[Sequence[Any]], None],
+        marked: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._link = link
+        self._stream = stream
+        self._issue = issue
+        self._recycle = recycle
+        self._marked = marked
+        self._issued: deque[tuple[Copy, Any]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        # A copy that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, copy: Copy) -> Any:
+        """The event after which the copy is over."""
+        with self._changed:
+            if self._closed:
+                raise PenstockError("the run is closed: no tensor can be moved any more")
+            # On a thread of the program's: no mode of its own sees the copy.
+            with (
+                torch._C._DisableTorchDispatch(),
+                torch._C.DisableTorchFunction(),
+                self._marked(f"{self._thread.name}: {copy.text}"),
+            ):
+                for event in copy.ready:
+                    self._stream.wait_event(event)
+                over = self._issue(copy, self._stream)
+            self._issued.append((copy, over))
+            self._changed.notify()
+        return over
+
+    def close(self, timeout_s: float) -> None:
+        """See what was issued end, then end the thread. A copy that hangs is not waited for for longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        _join(self._thread, timeout_s)
+
+    def _serve(self) -> None:
+        while (entry := self._next()) is not None:
+            copy, over = entry
+            done = copy.done
+            outcome: Outcome
+            try:
+                copy.wait()
+                begun_s = time.perf_counter()  # the copy before it is over, too
+                over.synchronize()
+                outcome = None, [copy.moved(self._link, begun_s, time.perf_counter())]
+            except Exception as error:
+                outcome = _failure(error), []
+            events = [*copy.ready, over]
+            copy.storage = None  # whoever is told that the copy is over may free its memory
+            del copy, entry, over
+            _tell(done, outcome)
+            self._recycle(events)
+            del done, outcome, events
+
+    def _next(self) -> tuple[Copy, Any] | None:
+        with self._changed:
+            while not self._issued:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return self._issued.popleft()
+
+
+def _failure(error: Exception) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    return PenstockError(f"a copy between the accelerator and the host failed: {error}")
+
+
+def _tell(done: Done, outcome: Outcome) -> None:
+    try:
+        done(*outcome)
+    except Exception:
+        logger.exception("what follows a copy failed")
+
+
+def _join(thread: threading.Thread, timeout_s: float) -> None:
+    thread.join(timeout_s)
+    if thread.is_alive():
+        logger.warning("a copy hangs (%s), and is left behind", thread.name)
