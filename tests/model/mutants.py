@@ -27,8 +27,8 @@ MUTANTS = [
         "what the arena took while it was copied is resident",
         "taken",
         "copy_engine",
-        "                if self._device.is_gone(managed):\n                    managed.state, managed.clean",
-        "                if False:\n                    managed.state, managed.clean",
+        "            if self._device.is_gone(managed):\n                managed.state, managed.clean",
+        "            if False:\n                managed.state, managed.clean",
         fast=True,
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = [
         "a copy that is void counts",
         "taken",
         "copy_engine",
-        "            elif not managed.void:\n                managed.clean = True\n                if",
-        "            else:\n                managed.clean = True\n                if",
+        "        elif not managed.void:\n            managed.clean = True\n            if",
+        "        else:\n            managed.clean = True\n            if",
         fast=True,
     ),
     Mutant(
@@ -69,8 +69,8 @@ MUTANTS = [
         "nothing keeps alive what is still written",
         "dying, packed",
         "copy_engine",
-        "            if not managed.writing:\n                managed.hold = None\n            if error is",
-        "            managed.hold = None\n            if error is",
+        "        if not managed.writing:\n            managed.hold = None\n        if error is",
+        "        managed.hold = None\n        if error is",
     ),
     Mutant(
         "what the arena took again on the way back is resident",
