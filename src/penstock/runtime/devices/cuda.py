@@ -6,6 +6,7 @@ Written without a GPU: nothing in this file has run on one yet. `make gpu` runs 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.storage.spill import SpillSpace
+
+logger = logging.getLogger("penstock")
 
 
 class TorchDriver:
@@ -137,13 +140,13 @@ class CudaDriver(TorchDriver):
         if not torch.cuda.is_available():
             raise DeviceUnavailable(f"there is no CUDA device here: {device} cannot be used")
         super().__init__(device)
-        self._set_error = _access_errors(self.device)
+        self._set_access_error = access_errors(self.device)
         self._statistics = getattr(torch._C, "_cuda_memoryStats", None)
         self._has_nvtx = hasattr(torch._C, "_nvtx")
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
-        if self._set_error is not None:
-            self._set_error(storage._cdata, text or "")
+        if self._set_access_error is not None:
+            self._set_access_error(storage, text)
 
     def page_lock(self, address: int, size_bytes: int) -> bool:
         # cudaHostRegister returns an error code, 0 for success.
@@ -170,32 +173,58 @@ class CudaDriver(TorchDriver):
         return int(self._statistics(self.device.index)["allocated_bytes"]["all"]["current"])
 
 
-def _access_errors(device: torch.device) -> Any:
-    """torch's function to have accesses to a storage raise a text, if it does so here and "" ends it.
+def access_errors(device: torch.device) -> Callable[[torch.UntypedStorage, str | None], None] | None:
+    """What has each access to a storage of the device raise a text, and no longer where that is None.
 
-    Without it, a kernel of a thread that the clock does not see reads from address 0, and CUDA reports an
-    illegal memory access.
+    None where torch cannot, which is logged: then code that the clock does not see reads from address 0, and
+    CUDA reports an illegal memory access.
     """
     set_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if set_error is None:
-        return None
+    clear_error = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+
+    def set_access_error(storage: torch.UntypedStorage, text: str | None) -> None:
+        assert set_error is not None and clear_error is not None
+        if text is None:
+            clear_error(storage._cdata)
+        else:
+            set_error(storage._cdata, text)
+
+    if set_error is None or clear_error is None:  # a message that is "" does not end it
+        lacks = "cannot end that again" if clear_error is None else "has no such messages"
+        reason = f"torch {torch.__version__} {lacks}"
+    elif _errors_begin_and_end(set_access_error, device):
+        return set_access_error
+    else:
+        reason = "tried here, none was raised, or it stayed"
+    logger.warning(
+        "accesses to tensors that are away cannot be made errors: %s. Code that takes their address, such as "
+        "a kernel that PyTorch does not know, may end with an illegal memory access",
+        reason,
+    )
+    return None
+
+
+def _errors_begin_and_end(
+    set_access_error: Callable[[torch.UntypedStorage, str | None], None], device: torch.device
+) -> bool:
     tried = torch.zeros(16, dtype=torch.uint8, device=device)
     storage = tried.untyped_storage()
     storage.resize_(0)
-    set_error(storage._cdata, "tried")
+    set_access_error(storage, "tried")
     try:
         storage.data_ptr()
     except RuntimeError:
         pass
     else:
-        return None
+        set_access_error(storage, None)
+        return False
+    set_access_error(storage, None)
     try:
-        set_error(storage._cdata, "")
         storage.resize_(16)
         tried.zero_()
     except RuntimeError:
-        return None
-    return set_error
+        return False
+    return True
 
 
 class CudaDevice(AcceleratorDevice):
