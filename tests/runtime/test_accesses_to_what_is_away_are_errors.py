@@ -1,4 +1,4 @@
-"""An access to a tensor that is away raises and ends no process: by torch's own means, on CPU storages here."""
+"""An access to a tensor that is away raises and ends no process: torch does it, on CPU storages here."""
 
 from __future__ import annotations
 

@@ -318,6 +318,9 @@ class CheckedDriver:
     def reset_peaks(self) -> None:
         self._peak_bytes = self._allocated_bytes
 
+    def empty_cache(self) -> None:
+        pass
+
     def limit(self, reserved_bytes: int | None) -> None:
         self._limit_bytes = reserved_bytes
 

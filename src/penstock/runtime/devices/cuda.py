@@ -112,12 +112,13 @@ class TorchDriver:
     def reset_peaks(self) -> None:
         self._module.reset_peak_memory_stats(self.device)
 
+    def empty_cache(self) -> None:
+        self._module.empty_cache()
+
     def limit(self, reserved_bytes: int | None) -> None:
         set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
         if set_fraction is None:
             return
-        if reserved_bytes is not None:
-            self._module.empty_cache()  # what others left would count
         total_bytes = self._module.get_device_properties(self.device).total_memory
         set_fraction(1.0 if reserved_bytes is None else min(reserved_bytes / total_bytes, 1.0), self.device)
 
