@@ -150,8 +150,14 @@ class CudaDriver(TorchDriver):
             self._set_access_error(storage, text)
 
     def page_lock(self, address: int, size_bytes: int) -> bool:
-        # cudaHostRegister returns an error code, 0 for success.
-        return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0
+        # It returns an error code, 0 for success.
+        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
+            return True
+        # CUDA keeps the error for who asks next: torch does, after whatever it launches next. Python has no
+        # cudaGetLastError, so that is this kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)
+        return False
 
     def page_unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
