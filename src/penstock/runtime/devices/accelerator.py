@@ -44,6 +44,7 @@ from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
+from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -337,7 +338,7 @@ class AcceleratorDevice:
         return True
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes():
+        if held_bytes(storage):
             self._empty(managed, storage)
         else:
             self.drop_packed(managed)
@@ -349,7 +350,7 @@ class AcceleratorDevice:
         self._emptied_bytes += managed.size_bytes
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        if not storage.nbytes():  # it stays packed
+        if not held_bytes(storage):  # it stays packed
             return True
         was_packed = managed.key in self._packed
         if not managed.writing:
@@ -521,7 +522,7 @@ class AcceleratorDevice:
     ) -> None:
         ready = [self._record(managed.place)]
         packed = self._packed.get(managed.key)
-        if packed is not None and storage.nbytes():
+        if packed is not None and held_bytes(storage):
             self._packing.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
             return
         source = storage if packed is None else packed.content

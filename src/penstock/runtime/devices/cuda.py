@@ -15,6 +15,7 @@ import torch
 from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.runtime.storage_methods import resize
 from penstock.storage.spill import SpillSpace
 
 logger = logging.getLogger("penstock")
@@ -83,7 +84,7 @@ class TorchDriver:
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         try:
             with self._on(stream):
-                storage.resize_(size_bytes)
+                resize(storage, size_bytes)
         except torch.OutOfMemoryError:
             return False
         return True
