@@ -33,7 +33,7 @@ from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import storage_methods
+from penstock.runtime import graphs, storage_methods
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -127,7 +127,7 @@ class Clock(TorchDispatchMode):
         self._carried: dict[int, ManagedStorage] = {}
         self._recording: Recording | None = None
         self._resized: set[ManagedStorage] = set()  # in this step, and not used since
-        self._replaced: list[tuple[Any, str, Any]] = []  # of torch's, while others are in their places
+        self._replaced = contextlib.ExitStack()  # gives torch back what is its own
         self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
@@ -146,19 +146,18 @@ class Clock(TorchDispatchMode):
             for name, method in storage_methods.methods(self).items():
                 self._replace(torch.UntypedStorage, name, method)
             self._replace(torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
+            self._replaced.enter_context(graphs.refused())
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
+        if name in vars(owner):
+            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._replaced.callback(delattr, owner, name)
         setattr(owner, name, method)
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
-        while self._replaced:
-            owner, name, method = self._replaced.pop()
-            if method is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
+        self._replaced.close()
         if self._is_innermost():
             self.__exit__(None, None, None)
         self._kernels.entered = False
