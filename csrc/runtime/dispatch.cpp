@@ -503,6 +503,9 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet 
     PyErr_Clear();  // it is sparse, or opaque
   } else if (is_atom(object)) {
     return;
+  } else if (views_need_bytes && kind == types_.storage.ptr()) {  // set_ gives a tensor the storage's size
+    meet(object);
+    return;
   } else if (PyTuple_CheckExact(object)) {
     const auto size = PyTuple_Size(object);
     for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, which, place);

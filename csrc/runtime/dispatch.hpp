@@ -26,7 +26,7 @@ struct Operator {
 
 // What torch gives to know tensors by.
 struct TorchTypes {
-  nb::object tensor, parameter, buffer, overload, untyped_storage;
+  nb::object tensor, parameter, buffer, storage, overload, untyped_storage;
 };
 
 class KernelClock {

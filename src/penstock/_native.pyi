@@ -566,6 +566,7 @@ class KernelClock:
         tensor: type,
         parameter: type,
         buffer: type,
+        storage: type,
         overload: type,
         untyped_storage: Any,
         set_compiler: Callable[[Any], Any],

@@ -33,6 +33,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.runtime.dispatch import Clock
+from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.spill import SpillSpace
 
@@ -282,7 +283,7 @@ class CheckedDriver:
                 storage.resize_(0)
                 region.size_bytes = 0
                 return True
-            if storage.nbytes():
+            if held_bytes(storage):
                 self._violate(f"{region.name} is filled, and was never emptied")
             if storage._cdata in self.access_errors:
                 self._violate(f"{region.name} is filled while accesses to it raise")
@@ -318,6 +319,9 @@ class CheckedDriver:
 
     def reset_peaks(self) -> None:
         self._peak_bytes = self._allocated_bytes
+
+    def empty_cache(self) -> None:
+        pass
 
     def limit(self, reserved_bytes: int | None) -> None:
         self._limit_bytes = reserved_bytes
@@ -456,7 +460,7 @@ class CheckedDriver:
     def _add(self, storage: torch.UntypedStorage, owner: CheckedStream | None) -> Region:
         self._names += 1
         taken = _joined(owner.times, self.host) if owner is not None else {}
-        region = Region(f"storage {self._names}", storage.nbytes(), owner, taken)
+        region = Region(f"storage {self._names}", held_bytes(storage), owner, taken)
         key = storage._cdata
         self._regions[key] = region
 
@@ -499,11 +503,11 @@ class CheckedDriver:
         text: str,
     ) -> Callable[[], None]:
         reference, size_bytes, address = weakref.ref(storage), host.numel(), host.data_ptr()
-        whole = storage.nbytes()
+        whole = held_bytes(storage)
 
         def move() -> None:
             storage = reference()
-            if storage is None or storage.nbytes() != whole:
+            if storage is None or held_bytes(storage) != whole:
                 self._violate(f"{text} runs after its memory was given back")
                 return
             pointers = storage.data_ptr() + offset, address
@@ -530,7 +534,7 @@ class CheckedDriver:
             for key, storage in used.items():
                 region = self._region(storage)
                 used_bytes += region.size_bytes
-                if storage.nbytes() != region.size_bytes:
+                if held_bytes(storage) != region.size_bytes:
                     self._violate(f"{region.name} has changed its size unseen")
                 if region.size_bytes or key in self.access_errors:
                     if key in written:
@@ -538,20 +542,20 @@ class CheckedDriver:
                         self._write(region, access, times)
                     else:
                         self._read(region, access, times)
-            before = {key: storage.nbytes() for key, storage in used.items()}
+            before = {key: held_bytes(storage) for key, storage in used.items()}
             stream.execute(stream.issued)  # the kernel runs now, and so does what its stream waits for
         result = operator(*args, **kwargs)
         with self.lock:
             made_bytes = 0
             for key, storage in used.items():
-                if (grown := storage.nbytes() - before[key]) != 0:  # such as resize_
+                if (grown := held_bytes(storage) - before[key]) != 0:  # such as resize_
                     self._regions[key].size_bytes += grown
                     made_bytes += grown
             made = {
                 tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors_in(result)
             }
             made = {key: storage for key, storage in made.items() if key not in self._regions}
-            made_bytes += sum(storage.nbytes() for storage in made.values())
+            made_bytes += sum(held_bytes(storage) for storage in made.values())
             self.kernel_bytes = max(self.kernel_bytes, used_bytes + made_bytes)
             if self.refuses and made_bytes and self._is_too_much(made_bytes):
                 self.refused += 1

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -33,6 +33,7 @@ from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
 from penstock.errors import BudgetTooSmall
+from penstock.runtime import graphs, storage_methods
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -112,6 +113,7 @@ class Clock(TorchDispatchMode):
             tensor=torch.Tensor,
             parameter=torch.nn.Parameter,
             buffer=torch.nn.Buffer,
+            storage=torch.UntypedStorage,
             overload=torch._ops.OpOverload,
             untyped_storage=torch.Tensor.untyped_storage,
             set_compiler=set_eval_frame,
@@ -128,7 +130,7 @@ class Clock(TorchDispatchMode):
         self._carried: dict[int, ManagedStorage] = {}
         self._recording: Recording | None = None
         self._resized: set[ManagedStorage] = set()  # in this step, and not used since
-        self._storage_methods: dict[str, Any] = {}  # of torch's, while others are in their places
+        self._replaced = contextlib.ExitStack()  # gives torch back what is its own
         self.rests = False
 
     # -- on and off ----------------------------------------------------------------------------
@@ -140,25 +142,37 @@ class Clock(TorchDispatchMode):
         self.__enter__()
         self._kernels.entered = True
         if self._device.memory.in_arena:
-            self._replace("resize_", self._resizing())
+            self._replace(torch.UntypedStorage, "resize_", self._resizing())
             for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
-                self._replace(name, self._sharing(getattr(torch.UntypedStorage, name)))
+                self._replace(torch.UntypedStorage, name, self._sharing(getattr(torch.UntypedStorage, name)))
+        elif self._device.empties_storages:
+            for name, method in storage_methods.methods(self).items():
+                self._replace(torch.UntypedStorage, name, method)
+            self._replace(torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
+            self._replaced.enter_context(graphs.refused())
 
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        self._storage_methods[name] = torch.UntypedStorage.__dict__.get(name)
-        setattr(torch.UntypedStorage, name, method)
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        if name in vars(owner):
+            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._replaced.callback(delattr, owner, name)
+        setattr(owner, name, method)
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
-        for name, method in self._storage_methods.items():
-            if method is None:
-                delattr(torch.UntypedStorage, name)
-            else:
-                setattr(torch.UntypedStorage, name, method)
-        self._storage_methods.clear()
+        self._replaced.close()
         if self._is_innermost():
             self.__exit__(None, None, None)
         self._kernels.entered = False
+
+    def _printing(self, text: Callable[..., str]) -> Callable[..., str]:
+        """In the place of what makes the text of a tensor, and turns all modes off for it."""
+
+        def text_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            with self.present(self._storages_in(tensor)):
+                return text(tensor, *args, **kwargs)
+
+        return text_of
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
         """In the place of UntypedStorage.resize_, which is no operator: FSDP2 frees gathered parameters with
@@ -359,6 +373,63 @@ class Clock(TorchDispatchMode):
     def _bring(self, used: list[ManagedStorage]) -> None:
         with self._interrupts:
             self._engine.demand(used)
+
+    @contextlib.contextmanager
+    def present(
+        self,
+        storages: Iterable[torch.UntypedStorage],
+        written: torch.UntypedStorage | None = None,
+        stays: bool = False,
+    ) -> Iterator[None]:
+        """See penstock.runtime.storage_methods.Clock. On any thread."""
+        with self._interrupts:
+            with self._lock:
+                self._device.begin_kernel()
+                used = self._pin(storages, written)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    for managed in used:
+                        managed.pins += stays
+                    self._unpin(used)
+
+    def away_bytes(self, storage: torch.UntypedStorage) -> int:
+        """See penstock.runtime.storage_methods.Clock."""
+        with self._lock:
+            self.storages.bury()
+            managed = self.storages.find(storage)
+            return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
+
+    def _pin(
+        self, storages: Iterable[torch.UntypedStorage], written: torch.UntypedStorage | None = None
+    ) -> list[ManagedStorage]:
+        """Bring them, to stay until `_unpin`."""
+        used: list[ManagedStorage] = []
+        self.storages.bury()
+        for storage in storages:
+            managed = self.storages.find(storage)
+            if managed is not None and managed.movable and managed not in used:
+                used.append(managed)
+        for managed in used:
+            managed.pins += 1
+        try:
+            if any(managed.state > LEAVING for managed in used):
+                self._engine.demand(used)
+            managed = self.storages.find(written) if written is not None else None
+            if managed in used:
+                self.recomputation.will_write(managed)
+                self._engine.will_write(managed)
+        except BaseException:
+            self._unpin(used)
+            raise
+        return used
+
+    def _unpin(self, used: list[ManagedStorage]) -> None:
+        for managed in used:
+            managed.pins -= 1
+            self.storages.move_to_end(managed)
+        self._kernel_over()
 
     def _begin_kernel(self) -> None:
         with self._interrupts:

@@ -61,6 +61,8 @@ class Needs:
             self._workspaces[operator] = max(workspace_bytes, self._workspaces.get(operator, 0))
 
     def _infer(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            return 0  # set_, whose storages fake tensors refuse
         self.inferred += 1
         mode = self._mode
         try:

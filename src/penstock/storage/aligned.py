@@ -7,6 +7,7 @@ import ctypes
 import mmap
 
 HUGE_PAGE_BYTES = 2 << 20
+MADV_WIPEONFORK = 18  # <linux/mman.h>; Python has no name for it
 
 _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -40,9 +41,11 @@ class AlignedBuffer:
 
     address      of the first byte, a multiple of 2 MiB
     size_bytes   as asked for
+
+    inherited   processes made by fork have its bytes too; else they have zeros there
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, inherited: bool = True) -> None:
         # Private: memory that could be shared gets no huge pages.
         self._mapping = mmap.mmap(
             -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -51,6 +54,10 @@ class AlignedBuffer:
         self.address = align_up(start, HUGE_PAGE_BYTES)
         self.size_bytes = size_bytes
         self._skipped = self.address - start
+        if not inherited:
+            # Not MADV_DONTFORK: in the child its end would unmap whatever has come to lie there.
+            with contextlib.suppress(OSError):  # a kernel before 4.14
+                self._mapping.madvise(MADV_WIPEONFORK)
         whole_bytes = align_down(size_bytes, HUGE_PAGE_BYTES)  # a huge page at the end would waste memory
         if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve

@@ -22,9 +22,10 @@ Rules that keep copies and kernels apart:
 Streams and events are made once and kept; `record_stream` is never called: each makes the pools of the
 allocator grow.
 
-The budget is of reserved bytes. The allocator is capped at it, so that fragments count too: where the tensors
-would fit and the allocator still finds no room, more leaves. With expandable segments
-(``PYTORCH_ALLOC_CONF=expandable_segments:True``) there are hardly any fragments.
+The budget is of reserved bytes, beside those of what was there before and the run does not move. The
+allocator is capped at it, so that fragments count too: where the tensors would fit and the allocator still
+finds no room, more leaves. With expandable segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``) there
+are hardly any fragments.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
+from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -139,6 +141,9 @@ class Driver(Protocol):
     def memory(self) -> Memory: ...
 
     def reset_peaks(self) -> None: ...
+
+    def empty_cache(self) -> None:
+        """Give back what the allocator keeps for later."""
 
     def limit(self, reserved_bytes: int | None) -> None:
         """Reserve no more; None: as much as there is."""
@@ -263,10 +268,12 @@ class AcceleratorDevice:
         self._packing = CopyQueue(
             "penstock-packing", driver.make_stream(), self._carry_packing, driver.marked
         )
+        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
         before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
+        self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
-        driver.limit(before.reserved_bytes + budget_bytes)
+        self._driver.limit(self._limit_bytes)
 
     # -- which storages ------------------------------------------------------------------------
 
@@ -276,9 +283,27 @@ class AcceleratorDevice:
         managed.place = self._driver.current_stream()
         if not made:
             self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
+            self._driver.limit(self._limit_bytes)
             self.memory.asks_in = 0
         self.memory.known_bytes += managed.size_bytes
         return True
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._foreign_reserved_bytes + self._budget_bytes
+
+    @property
+    def _foreign_reserved_bytes(self) -> int:
+        return int(self._foreign_bytes * self._foreign_reserve)
+
+    def _come_below_the_limit(self) -> None:
+        """What was there before, and counts now, may be more than the budget."""
+        engine = self.engine
+        assert engine is not None
+        with engine.lock:
+            engine.make_room(0, expected=True)
+            engine.end_kernel()
+        self._driver.empty_cache()
 
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
@@ -333,7 +358,7 @@ class AcceleratorDevice:
         return True
 
     def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes():
+        if held_bytes(storage):
             self._empty(managed, storage)
         else:
             self.drop_packed(managed)
@@ -345,7 +370,7 @@ class AcceleratorDevice:
         self._emptied_bytes += managed.size_bytes
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        if not storage.nbytes():  # it stays packed
+        if not held_bytes(storage):  # it stays packed
             return True
         was_packed = managed.key in self._packed
         if not managed.writing:
@@ -523,7 +548,7 @@ class AcceleratorDevice:
     ) -> None:
         ready = [self._record(managed.place)]
         packed = self._packed.get(managed.key)
-        if packed is not None and storage.nbytes():
+        if packed is not None and held_bytes(storage):
             self._packing.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
             return
         source = storage if packed is None else packed.content
@@ -793,6 +818,8 @@ class AcceleratorDevice:
     # -- measuring -----------------------------------------------------------------------------
 
     def begin_step(self) -> None:
+        if self._driver.memory().reserved_bytes > self._limit_bytes:
+            self._come_below_the_limit()
         self._peak_bytes = 0
         self.memory.asks_in = 0
         self._driver.reset_peaks()
@@ -831,7 +858,7 @@ class AcceleratorDevice:
 
     def _note_peak(self) -> None:
         memory = self._driver.memory()
-        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._foreign_bytes)
+        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._foreign_reserved_bytes)
         fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
         self._fragments_bytes = max(self._fragments_bytes, fragments_bytes)
 

@@ -6,6 +6,7 @@ Written without a GPU: nothing in this file has run on one yet. `make gpu` runs 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.runtime.storage_methods import resize
 from penstock.storage.spill import SpillSpace
+
+logger = logging.getLogger("penstock")
 
 
 class TorchDriver:
@@ -80,7 +84,7 @@ class TorchDriver:
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         try:
             with self._on(stream):
-                storage.resize_(size_bytes)
+                resize(storage, size_bytes)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -109,12 +113,13 @@ class TorchDriver:
     def reset_peaks(self) -> None:
         self._module.reset_peak_memory_stats(self.device)
 
+    def empty_cache(self) -> None:
+        self._module.empty_cache()
+
     def limit(self, reserved_bytes: int | None) -> None:
         set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
         if set_fraction is None:
             return
-        if reserved_bytes is not None:
-            self._module.empty_cache()  # what others left would count
         total_bytes = self._module.get_device_properties(self.device).total_memory
         set_fraction(1.0 if reserved_bytes is None else min(reserved_bytes / total_bytes, 1.0), self.device)
 
@@ -137,17 +142,23 @@ class CudaDriver(TorchDriver):
         if not torch.cuda.is_available():
             raise DeviceUnavailable(f"there is no CUDA device here: {device} cannot be used")
         super().__init__(device)
-        self._set_error = _access_errors(self.device)
+        self._set_access_error = access_errors(self.device)
         self._statistics = getattr(torch._C, "_cuda_memoryStats", None)
         self._has_nvtx = hasattr(torch._C, "_nvtx")
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
-        if self._set_error is not None:
-            self._set_error(storage._cdata, text or "")
+        if self._set_access_error is not None:
+            self._set_access_error(storage, text)
 
     def page_lock(self, address: int, size_bytes: int) -> bool:
-        # cudaHostRegister returns an error code, 0 for success.
-        return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0
+        # It returns an error code, 0 for success.
+        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
+            return True
+        # CUDA keeps the error for who asks next: torch does, after whatever it launches next. Python has no
+        # cudaGetLastError, so that is this kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)
+        return False
 
     def page_unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -170,32 +181,58 @@ class CudaDriver(TorchDriver):
         return int(self._statistics(self.device.index)["allocated_bytes"]["all"]["current"])
 
 
-def _access_errors(device: torch.device) -> Any:
-    """torch's function to have accesses to a storage raise a text, if it does so here and "" ends it.
+def access_errors(device: torch.device) -> Callable[[torch.UntypedStorage, str | None], None] | None:
+    """What has each access to a storage of the device raise a text, and no longer where that is None.
 
-    Without it, a kernel of a thread that the clock does not see reads from address 0, and CUDA reports an
-    illegal memory access.
+    None where torch cannot, which is logged: then code that the clock does not see reads from address 0, and
+    CUDA reports an illegal memory access.
     """
     set_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if set_error is None:
-        return None
+    clear_error = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+
+    def set_access_error(storage: torch.UntypedStorage, text: str | None) -> None:
+        assert set_error is not None and clear_error is not None
+        if text is None:
+            clear_error(storage._cdata)
+        else:
+            set_error(storage._cdata, text)
+
+    if set_error is None or clear_error is None:  # a message that is "" does not end it
+        lacks = "cannot end that again" if clear_error is None else "has no such messages"
+        reason = f"torch {torch.__version__} {lacks}"
+    elif _errors_begin_and_end(set_access_error, device):
+        return set_access_error
+    else:
+        reason = "tried here, none was raised, or it stayed"
+    logger.warning(
+        "accesses to tensors that are away cannot be made errors: %s. Code that takes their address, such as "
+        "a kernel that PyTorch does not know, may end with an illegal memory access",
+        reason,
+    )
+    return None
+
+
+def _errors_begin_and_end(
+    set_access_error: Callable[[torch.UntypedStorage, str | None], None], device: torch.device
+) -> bool:
     tried = torch.zeros(16, dtype=torch.uint8, device=device)
     storage = tried.untyped_storage()
     storage.resize_(0)
-    set_error(storage._cdata, "tried")
+    set_access_error(storage, "tried")
     try:
         storage.data_ptr()
     except RuntimeError:
         pass
     else:
-        return None
+        set_access_error(storage, None)
+        return False
+    set_access_error(storage, None)
     try:
-        set_error(storage._cdata, "")
         storage.resize_(16)
         tried.zero_()
     except RuntimeError:
-        return None
-    return set_error
+        return False
+    return True
 
 
 class CudaDevice(AcceleratorDevice):

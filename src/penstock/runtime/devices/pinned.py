@@ -32,7 +32,8 @@ class PinnedSlab:
     def __init__(
         self, size_bytes: int, page_lock: Callable[[int, int], bool], page_unlock: Callable[[int], None]
     ) -> None:
-        self._buffer = AlignedBuffer(size_bytes)
+        # The system copies page-locked memory at once for a process made by fork, such as a loader's worker.
+        self._buffer = AlignedBuffer(size_bytes, inherited=False)
         self._extents = Extents(size_bytes)
         self._lock = threading.Lock()
         self._page_unlock = page_unlock
