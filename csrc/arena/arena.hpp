@@ -288,6 +288,7 @@ class Arena {
   bool take_place(std::size_t owned_bytes, Landing* landing);
   void drop_landing(Landing& landing);
   void empty_landing(Landing& landing);
+  void leave_behind(Landing& landing);
   void forget_staging(Staging& staging);
   bool take_staging();
   void end_staging(char* staging);
