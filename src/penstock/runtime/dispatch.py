@@ -658,7 +658,7 @@ class Clock(TorchDispatchMode):
                 and managed.index < len(recording.tensors)
             ):
                 # What the kernel itself ends was there while it ran.
-                recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
+                recording.tensors[managed.index].death = self.kernels + managed.in_kernel
             if managed.recipes:
                 self.recomputation.bury(managed)
             self._device.bury(managed)
@@ -754,9 +754,6 @@ class Clock(TorchDispatchMode):
         for managed in self._kernels.numbered()[: len(recording.tensors)]:
             if managed.kind >= 0:
                 recording.tensors[managed.index].kind = managed.kind
-        for record in recording.tensors:  # another thread may use one that dies behind the last kernel
-            if record.death is not None:
-                record.death = min(record.death, len(recording.kernels))
 
 
 skip_code(Clock.__torch_dispatch__.__code__)
