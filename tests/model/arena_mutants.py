@@ -164,11 +164,10 @@ MUTANTS = [
         real=True,
     ),
     Mutant(
-        "a packed copy of another version",
+        "what was written leaves for an older copy",
         "copies.cpp",
-        "block->version != copy->version || block->written() || block->is_dropped()",
-        "block->is_dropped()",
-        real=True,
+        "  if (block.written() || block.is_dropped()",
+        "  if (block.is_dropped()",
     ),
     Mutant(
         "what is packed ends with its block",
