@@ -90,6 +90,7 @@ int Arena::land(Block& block, Landing& landing, bool guard) {
   block.place = Block::Place::kIn;
   block.guarded = guarded;
   block.moved_natively = false;
+  forget_event(block);
   if (!guard)
     change_bytes(block);
   else if (block.copy->in_memory())
@@ -147,6 +148,7 @@ Arena::Answer Arena::arrive(char* address, bool guard, int* error) {
   auto* const block = of_serial(staging.serial);
   const bool wanted = block != nullptr && block->is_out() && block->copy == staging.copy;
   *error = 0;
+  if (block != nullptr) forget_event(*block);  // the answer is newer
   if (wanted && staging.landing.emptied) {
     end_staging(address);
     return Answer::kAsk;

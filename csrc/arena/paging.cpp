@@ -313,6 +313,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
   const bool moved = block->large() ? frames_.transfer_block(other_offset, offset, other->memory_bytes)
                                     : frames_.transfer_pages(other_offset, offset, other->owned_bytes);
   *error = errno;
+  forget_event(*other);
   use_.remove(*other);
   own(*other);
   other->place = Block::Place::kDropped;
@@ -323,6 +324,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
     stats_.out_bytes += requested;
     return Answer::kError;
   }
+  forget_event(*block);
   use_.add(*block);
   block->place = Block::Place::kIn;
   block->guarded = guarded;
