@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.runtime import dispatch
 from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
 from tests.support.runs import bits
@@ -359,3 +361,22 @@ def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: 
     assert not list(tmp_path.iterdir())
     if kind is signal.SIGINT:
         assert "KeyboardInterrupt" in process.stderr.read()
+
+
+def test_what_is_looked_at_as_a_step_fails_is_given_back(
+    tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would ever get its addresses again."""
+    looked_at: list[int] = []
+
+    def fails(address: int, size_bytes: int, itemsize: int) -> float:
+        looked_at.append(address)
+        raise MemoryError("no room to look")
+
+    monkeypatch.setattr(dispatch, "sampled_density", fails)
+    with penstock.offload(device_budget=64 << 20, spill_dir=tmp_path, hardware=hardware) as run:
+        with pytest.raises(MemoryError, match="to look"), run.step():
+            torch.ones(1 << 20)
+        gc.collect()
+        kept = [torch.empty(1 << 20) for _ in range(4)]
+        assert looked_at[0] in [tensor.data_ptr() for tensor in kept]

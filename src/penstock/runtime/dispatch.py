@@ -718,12 +718,14 @@ class Clock(TorchDispatchMode):
                 # What set_ gives a view of may be away, or dropped: then nobody wrote to it.
                 if not managed.address or managed.step != self._kernels.step or managed.state > LEAVING:
                     continue
+                record = recording.tensors[managed.index]
                 with contextlib.suppress(ValueError):  # another thread has given it other memory
                     loan = _native.arena_lend(managed.address)
-                    record = recording.tensors[managed.index]
-                    density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
+                    try:
+                        density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
+                    finally:
+                        _native.arena_lent_back(loan)
                     record.density = max(record.density or 0.0, density)
-                    _native.arena_lent_back(loan)
         repeats = phase == 0 and facts.can_run_again
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1

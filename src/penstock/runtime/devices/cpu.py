@@ -185,8 +185,10 @@ class CpuDevice:
         packed = None
         begun_s = time.perf_counter()
         if loan := self._lend(managed, storage):
-            packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
-            _native.arena_lent_back(loan)
+            try:
+                packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
+            finally:
+                _native.arena_lent_back(loan)
         if packed is None:
             done(0)
             return
