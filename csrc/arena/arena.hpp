@@ -271,6 +271,7 @@ class Arena {
   void drop_memory(const Copy& copy);
   bool evict_packed(Lock& lock);
   bool put_out(Block& block, bool natively);
+  Answer leave_for(Block& block, std::shared_ptr<const Copy> copy, int* error);
   bool make_writable(Block& block);
   void change_bytes(Block& block);
   bool is_recipe(const Block& block) const { return block.recipes != 0 && !in_child_; }
@@ -288,6 +289,7 @@ class Arena {
   bool take_place(std::size_t owned_bytes, Landing* landing);
   void drop_landing(Landing& landing);
   void empty_landing(Landing& landing);
+  void leave_behind(Landing& landing);
   void forget_staging(Staging& staging);
   bool take_staging();
   void end_staging(char* staging);

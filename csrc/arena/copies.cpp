@@ -70,6 +70,21 @@ void Arena::drop_memory(const Copy& copy) {
   changed_.notify();
 }
 
+// A block that was not written since guard leaves for a copy of what it held then.
+Arena::Answer Arena::leave_for(Block& block, std::shared_ptr<const Copy> copy, int* error) {
+  if (block.written() || block.is_dropped() || block.holds > 0 || in_child_) return Answer::kNo;
+  std::swap(block.copy, copy);
+  if (!block.is_in()) {  // the arena was faster
+    block.moved_natively = false;
+    forget_event(block);
+    return Answer::kYes;
+  }
+  if (put_out(block, false)) return Answer::kYes;
+  *error = errno;
+  std::swap(block.copy, copy);
+  return Answer::kError;
+}
+
 Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* error, const Packing& packing) {
   const Lock lock(mutex_);
   auto* block = start(address);
@@ -82,20 +97,10 @@ Arena::Answer Arena::leave(void* address, std::vector<Segment> segments, int* er
     *error = ENOSYS;
     return Answer::kError;
   }
-  if (block->written() || block->is_dropped() || block->holds > 0 || in_child_) return Answer::kNo;
-  const auto made = new_copy(*block);
-  made->segments = std::move(segments);
-  made->packing = packing;
-  std::shared_ptr<const Copy> copy = made;
-  std::swap(block->copy, copy);
-  if (!block->is_in()) {  // the arena was faster, and nothing was written since guard
-    block->moved_natively = false;
-    return Answer::kYes;
-  }
-  if (put_out(*block, false)) return Answer::kYes;
-  *error = errno;
-  std::swap(block->copy, copy);
-  return Answer::kError;
+  const auto copy = new_copy(*block);
+  copy->segments = std::move(segments);
+  copy->packing = packing;
+  return leave_for(*block, copy, error);
 }
 
 std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t itemsize) {
@@ -135,18 +140,8 @@ Arena::Answer Arena::leave_packed(void* address, std::shared_ptr<const Copy> pac
   const auto copy = std::move(packed);  // let go with the lock held
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
-  if (block->serial != copy->serial || block->version != copy->version || block->written() || block->is_dropped() ||
-      block->holds > 0 || in_child_)
-    return Answer::kNo;
-  auto before = std::exchange(block->copy, copy);
-  if (!block->is_in()) {  // the arena was faster, and nothing was written since guard
-    block->moved_natively = false;
-    return Answer::kYes;
-  }
-  if (put_out(*block, false)) return Answer::kYes;
-  *error = errno;
-  std::swap(block->copy, before);
-  return Answer::kError;
+  if (block->serial != copy->serial || block->version != copy->version) return Answer::kNo;
+  return leave_for(*block, copy, error);
 }
 
 Arena::Answer Arena::packed_written(void* address, const std::shared_ptr<const Copy>& packed,

@@ -240,7 +240,10 @@ bool Arena::put_out(Block& block, bool natively) {
   block.moved_natively = natively;
   in_memory_bytes_ -= block.requested_bytes;
   stats_.out_bytes += block.requested_bytes;
-  if (natively) note_event(block, Block::Event::kOut);
+  if (natively)
+    note_event(block, Block::Event::kOut);
+  else
+    forget_event(block);
   return true;
 }
 
@@ -341,7 +344,7 @@ int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {
     const auto serial = block->serial;
     const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
     if (error != 0 && error != ENODATA) return error;  // what was dropped is computed at its first use
-    if (auto* found = again(offset, serial)) note_event(*found, Block::Event::kIn);
+    if (auto* found = again(offset, serial); found != nullptr && found->is_in()) note_event(*found, Block::Event::kIn);
   }
   return 0;
 }

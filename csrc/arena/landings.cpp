@@ -59,6 +59,12 @@ void Arena::empty_landing(Landing& landing) {
   }
 }
 
+// Who reads or writes it may do so for ever: its memory goes, and nobody gets its addresses.
+void Arena::leave_behind(Landing& landing) {
+  if (!landing.emptied) empty_landing(landing);
+  landing = {};
+}
+
 // The bytes appear at the block's address, all at once for each run of frames, and right from the first.
 // Without `guard`, its copy is given up. 0, or an errno; then the block is still out.
 int Arena::land(Block& block, Landing& landing, bool guard) {
@@ -84,6 +90,7 @@ int Arena::land(Block& block, Landing& landing, bool guard) {
   block.place = Block::Place::kIn;
   block.guarded = guarded;
   block.moved_natively = false;
+  forget_event(block);
   if (!guard)
     change_bytes(block);
   else if (block.copy->in_memory())
@@ -141,6 +148,7 @@ Arena::Answer Arena::arrive(char* address, bool guard, int* error) {
   auto* const block = of_serial(staging.serial);
   const bool wanted = block != nullptr && block->is_out() && block->copy == staging.copy;
   *error = 0;
+  if (block != nullptr) forget_event(*block);  // the answer is newer
   if (wanted && staging.landing.emptied) {
     end_staging(address);
     return Answer::kAsk;
@@ -174,11 +182,8 @@ Arena::Answer Arena::abandon(char* address) {
   const auto found = stagings_.find(address);
   if (found == stagings_.end()) return Answer::kUnknown;
   auto& staging = found->second;
-  if (!staging.landing.emptied) {
-    empty_landing(staging.landing);
-    in_memory_bytes_ -= staging.counted_bytes;
-  }
-  staging.landing = {};  // addresses that nobody gets
+  if (!staging.landing.emptied) in_memory_bytes_ -= staging.counted_bytes;
+  leave_behind(staging.landing);
   end_staging(address);
   return Answer::kYes;
 }

@@ -186,11 +186,12 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     const char* const packed = from_memory ? copy->memory.address : nullptr;
     const Segment* failed = nullptr;
     int error = ENOMEM;
+    bool abandoned = false;
     {
       const Unlocked unlocked(lock);
       try {
         error = from_memory ? expand(copy->packing, packed, landing.address)
-                            : read_segments(copy->segments, direct, buffered, landing.address, &failed);
+                            : read_segments(copy->segments, direct, buffered, landing.address, &failed, &abandoned);
         if (error == 0 && !from_memory && copy->packing.packed_bytes != 0)
           error = expand(landing.address, used, copy->packing);
       } catch (const std::bad_alloc&) {
@@ -205,6 +206,7 @@ int Arena::bring_in(Lock& lock, std::size_t offset, std::uint64_t serial, Need n
     const bool wanted = block != nullptr && block->is_out() && block->copy == copy;
     if (wanted && error == 0) error = land(*block, landing, true);
     if (landing.address != nullptr) {
+      if (abandoned) leave_behind(landing);
       drop_landing(landing);
       in_memory_bytes_ -= requested;
     } else if (!from_memory) {
@@ -311,6 +313,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
   const bool moved = block->large() ? frames_.transfer_block(other_offset, offset, other->memory_bytes)
                                     : frames_.transfer_pages(other_offset, offset, other->owned_bytes);
   *error = errno;
+  forget_event(*other);
   use_.remove(*other);
   own(*other);
   other->place = Block::Place::kDropped;
@@ -321,6 +324,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
     stats_.out_bytes += requested;
     return Answer::kError;
   }
+  forget_event(*block);
   use_.add(*block);
   block->place = Block::Place::kIn;
   block->guarded = guarded;

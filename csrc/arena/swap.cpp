@@ -98,7 +98,7 @@ int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std:
     offset += wanted;
     size_bytes -= wanted;
   }
-  if (bounce != MAP_FAILED) munmap(bounce, length);
+  if (bounce != MAP_FAILED && !remains.abandoned) munmap(bounce, length);  // who reads on finds nothing of others
   close(file);
   if (unsettled_s != nullptr) *unsettled_s = remains.unsettled_s;
   return error;
@@ -178,16 +178,18 @@ int read_fully(int file, char* data, std::size_t size_bytes, std::uint64_t offse
 }  // namespace
 
 int read_segments(const std::vector<Segment>& segments, Handle direct, Handle buffered, char* destination,
-                  const Segment** failed) {
+                  const Segment** failed, bool* abandoned) {
+  nvme::Remains remains;
   for (const auto& segment : segments) {
     const auto file = direct >= 0 && segment.file == buffered ? direct : segment.file;
     auto* const data = destination + segment.begin;
     const int error = is_namespace(file)
                           ? nvme::move_and_wait(false, file, reinterpret_cast<std::byte*>(data), segment.size_bytes,
-                                                segment.file_offset)
+                                                segment.file_offset, &remains)
                           : read_fully(static_cast<int>(file), data, segment.size_bytes, segment.file_offset);
     if (error == 0) continue;
     if (failed != nullptr) *failed = &segment;
+    if (abandoned != nullptr) *abandoned = remains.abandoned;
     return error;
   }
   return 0;

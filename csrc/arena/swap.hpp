@@ -47,8 +47,9 @@ class SwapFile {
 int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset,
                 double* unsettled_s = nullptr);
 // Into `destination`, the start of a block. The file may be one for direct I/O: what is not aligned is
-// read in aligned pieces. `failed`, if not null, gets the segment that could not be read.
+// read in aligned pieces. `failed`, if not null, gets the segment that could not be read, and `abandoned` whether the
+// destination may be written to for ever.
 int read_segments(const std::vector<Segment>& segments, Handle direct, Handle buffered, char* destination,
-                  const Segment** failed);
+                  const Segment** failed, bool* abandoned = nullptr);
 
 }  // namespace penstock

@@ -47,6 +47,7 @@ struct Loans {
   struct Loan {
     std::atomic<std::uint32_t> state;
     int error;
+    bool abandoned;  // its bytes may be written to for ever
     Handle handle;
     std::uint64_t offset;
     std::size_t size_bytes;
@@ -101,9 +102,11 @@ void lend(Loans& loans) {
     for (auto& loan : loans.loans) {
       std::uint32_t asked = Loans::kAsked;
       if (!loan.state.compare_exchange_strong(asked, Loans::kServing)) continue;
+      Remains remains;
       loan.error = loan.size_bytes > kLentBytes
                        ? EINVAL
-                       : move_and_wait(false, loan.handle, loan.bytes, loan.size_bytes, loan.offset);
+                       : move_and_wait(false, loan.handle, loan.bytes, loan.size_bytes, loan.offset, &remains);
+      loan.abandoned = remains.abandoned;
       loan.state.store(Loans::kAnswered);
       futex_wake(loan.state, true);
     }
@@ -152,6 +155,7 @@ int borrow(const Mover& made, Handle handle, std::byte* address, std::size_t siz
       if (++looks > kMostLooks || has_ended(made.process)) return ESTALE;
       futex_wait(loan->state, state, kPatienceMs * 1'000'000L, true);
     }
+    if (loan->abandoned) return loan->error;  // it stays taken, too
     error = loan->error;
     if (error == 0) std::memcpy(address, loan->bytes, wanted);
     address += wanted;

@@ -278,6 +278,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     if (std::exchange(launching, false)) clock.attr("_not_launched")();
     for (auto* managed : used.storages) {
       --managed->pins;
+      managed->in_kernel = false;
       storages_.move_to_end(*managed);
     }
 #ifdef __linux__
@@ -297,7 +298,10 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       number(used.storages, false);
       if (!schedule_.is_none()) act(clock, facts);
     }
-    for (auto* managed : used.storages) ++managed->pins;
+    for (auto* managed : used.storages) {
+      ++managed->pins;
+      managed->in_kernel = true;
+    }
     try {
       bool moved = false;
       try {

@@ -47,6 +47,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("gone", &ManagedStorage::gone)
       .def_rw("fixed", &ManagedStorage::fixed)
       .def_rw("pins", &ManagedStorage::pins)
+      .def_ro("in_kernel", &ManagedStorage::in_kernel)
       .def_rw("recipes", &ManagedStorage::recipes)
       .def_rw("index", &ManagedStorage::index)
       .def_rw("step", &ManagedStorage::step)

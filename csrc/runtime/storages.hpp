@@ -21,7 +21,8 @@ struct ManagedStorage {
   std::uintptr_t key = 0;       // torch's storage object
   std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
   std::int64_t size_bytes = 0;
-  std::int64_t pins = 0;
+  std::int64_t pins = 0;     // who uses it now: kernels, and what runs beside them
+  bool in_kernel = false;   // the clock's kernel that runs uses it
   std::int64_t recipes = 0;  // that hold only while it is not written
   std::int64_t index = -1, step = -1, birth = -1;
   int state = kResident;

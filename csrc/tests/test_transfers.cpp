@@ -22,6 +22,7 @@
 #include "check.hpp"
 #include "io/ring.hpp"
 #include "io/transfers.hpp"
+#include "waking_io.hpp"
 
 using namespace penstock;
 
@@ -32,7 +33,7 @@ constexpr std::uint64_t kPiece = 4096;
 constexpr int kBuffered = 3, kDirect = 4;
 
 // A device in memory that is short, busy and late at random.
-class Device final : public Io {
+class Device final : public test::WakingIo {
  public:
   struct Faults {
     unsigned seed = 1;
@@ -55,9 +56,7 @@ class Device final : public Io {
     const bool busy = !prepared_.empty();
     submit();
     if (faults_.breaks && busy) throw std::system_error(EBADF, std::generic_category());
-    std::unique_lock lock(mutex_);
-    while (results_.empty() && !woken_) changed_.wait(lock);
-    woken_ = false;
+    WakingIo::wait();
   }
   bool next(Result& result) override {
     if (results_.empty()) return false;
@@ -65,11 +64,6 @@ class Device final : public Io {
     result = results_[which];
     results_.erase(results_.begin() + static_cast<std::ptrdiff_t>(which));
     return true;
-  }
-  void wake() override {
-    const std::lock_guard lock(mutex_);
-    woken_ = true;
-    changed_.notify_one();
   }
 
  private:
@@ -97,10 +91,6 @@ class Device final : public Io {
   const Faults faults_;
   std::mt19937 random_;
   std::vector<std::pair<Operation, std::uint64_t>> prepared_;
-  std::deque<Result> results_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool woken_ = false;
 };
 
 std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
@@ -363,24 +353,8 @@ TEST(threads_that_do_not_all_start_are_ended_and_the_reason_thrown) {
 }
 
 TEST(what_a_thread_throws_ends_what_was_submitted_and_not_the_process) {
-  struct Breaking final : public Io {
-    bool register_memory(std::byte*, std::size_t) override { return false; }
+  struct Breaking final : public test::WakingIo {
     void prepare(const Operation&, std::uint64_t) override { throw std::runtime_error("no such thing"); }
-    void submit() override {}
-    void wait() override {
-      std::unique_lock lock(mutex);
-      changed.wait(lock, [this] { return woken; });
-      woken = false;
-    }
-    bool next(Result&) override { return false; }
-    void wake() override {
-      const std::lock_guard lock(mutex);
-      woken = true;
-      changed.notify_all();
-    }
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool woken = false;
   };
   std::vector<std::byte> memory(8 * kPiece);
   for (const unsigned threads : {1U, 3U}) {

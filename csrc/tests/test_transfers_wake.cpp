@@ -1,13 +1,13 @@
 // What is submitted while every thread is about to wait begins all the same.
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 
 #include "check.hpp"
 #include "io/transfers.hpp"
 #include "sync.hpp"
+#include "waking_io.hpp"
 
 using namespace penstock;
 
@@ -75,43 +75,21 @@ struct Begun {
 };
 
 // Carries out what it is given at once.
-class Device final : public Io {
+class Device final : public test::WakingIo {
  public:
   Device(Holder& holder, Begun& begun) : holder_(holder), begun_(begun) {}
-  bool register_memory(std::byte*, std::size_t) override { return false; }
   void prepare(const Operation& operation, std::uint64_t tag) override {
     results_.push_back({tag, static_cast<int>(operation.size_bytes)});
     const std::lock_guard lock(begun_.mutex);
     ++begun_.count;
     begun_.changed.notify_all();
   }
-  void submit() override {}
-  void wait() override {
-    if (!results_.empty()) return;
-    holder_.at_rest();
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return woken_; });
-    woken_ = false;
-  }
-  bool next(Result& result) override {
-    if (results_.empty()) return false;
-    result = results_.front();
-    results_.pop_front();
-    return true;
-  }
-  void wake() override {
-    const std::lock_guard lock(mutex_);
-    woken_ = true;
-    changed_.notify_one();
-  }
 
  private:
+  void rest() override { holder_.at_rest(); }
+
   Holder& holder_;
   Begun& begun_;
-  std::deque<Result> results_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool woken_ = false;
 };
 
 }  // namespace

@@ -448,7 +448,9 @@ class ManagedStorage:
     lasts: bool  # it was there before the step, or the optimizer keeps it
     gone: bool  # the device took its memory by itself, and keeps a copy of its own
     fixed: bool  # it lies outside of the arena, and counts
-    pins: int  # kernels that use it now
+    pins: int  # kernels that use it now, and what runs beside them
+    @property
+    def in_kernel(self) -> bool: ...  # the clock's kernel that runs uses it
     recipes: int  # to run kernels again, that hold only while it is not written
     index: int  # number in the trace of the step `step`
     step: int

@@ -110,6 +110,20 @@ MUTANTS = [
         "  block->guarded = guarded;\n  change_bytes(*block);\n",
         "  block->guarded = guarded;\n",
     ),
+    # Events.
+    Mutant(
+        "what has come back keeps its event",
+        "landings.cpp",
+        "  forget_event(block);\n  if (!guard)\n",
+        "  if (!guard)\n",
+    ),
+    Mutant("what has left keeps its event", "gate.cpp", "  else\n    forget_event(block);\n", ""),
+    Mutant(
+        "what has left for a copy of its own keeps its event",
+        "copies.cpp",
+        "    forget_event(block);\n    return Answer::kYes;\n",
+        "    return Answer::kYes;\n",
+    ),
     # Counters.
     Mutant("what leaves and does not count is counted out", "gate.cpp", "  own(block);\n", ""),
     # System calls.
@@ -164,11 +178,10 @@ MUTANTS = [
         real=True,
     ),
     Mutant(
-        "a packed copy of another version",
+        "what was written leaves for an older copy",
         "copies.cpp",
-        "block->version != copy->version || block->written() || block->is_dropped()",
-        "block->is_dropped()",
-        real=True,
+        "  if (block.written() || block.is_dropped()",
+        "  if (block.is_dropped()",
     ),
     Mutant(
         "what is packed ends with its block",

@@ -112,13 +112,6 @@ MUTANTS = [
         fast=True,
     ),
     Mutant(
-        "an event of what has moved back since is believed",
-        "touched at once",
-        "cpu",
-        'if managed is None or (what == "in") != (_native.arena_state(address) in ("in", "guarded")):',
-        "if managed is None:",
-    ),
-    Mutant(
         "what the arena brought back, and took again, is resident",
         "taken",
         "cpu",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import logging
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +20,13 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.runtime import dispatch
+from penstock.runtime.copy_engine import PREFETCH
+from penstock.storage.transports import TRANSPORTS, Request
+from penstock.storage.transports.native import PosixTransport
 from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
+from tests.support.faulty_transport import FaultyTransport
 from tests.support.runs import bits
 
 
@@ -359,3 +368,70 @@ def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: 
     assert not list(tmp_path.iterdir())
     if kind is signal.SIGINT:
         assert "KeyboardInterrupt" in process.stderr.read()
+
+
+def test_what_is_looked_at_as_a_step_fails_is_given_back(
+    tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would ever get its addresses again."""
+    looked_at: list[int] = []
+
+    def fails(address: int, size_bytes: int, itemsize: int) -> float:
+        looked_at.append(address)
+        raise MemoryError("no room to look")
+
+    monkeypatch.setattr(dispatch, "sampled_density", fails)
+    with penstock.offload(device_budget=64 << 20, spill_dir=tmp_path, hardware=hardware) as run:
+        with pytest.raises(MemoryError, match="to look"), run.step():
+            torch.ones(1 << 20)
+        gc.collect()
+        kept = [torch.empty(1 << 20) for _ in range(4)]
+        assert looked_at[0] in [tensor.data_ptr() for tensor in kept]
+
+
+def test_a_prefetch_that_failed_is_logged_once_with_no_lock_held(
+    tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of the program's may wait for a thread that needs the lock."""
+    failing: list[Request] = []
+
+    def fault(request: Request) -> int:
+        if request.priority == PREFETCH:
+            failing.append(request)
+            return errno.EIO
+        return 0
+
+    said: list[tuple[str, bool]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            def need() -> None:
+                with run._engine.lock:
+                    pass
+
+            other = threading.Thread(target=need, daemon=True)
+            other.start()
+            other.join(10)
+            said.append((record.getMessage(), other.is_alive()))
+
+    monkeypatch.setitem(TRANSPORTS, "posix", lambda: FaultyTransport(PosixTransport(), fault))
+    handler = Handler(logging.WARNING)
+    logging.getLogger("penstock").addHandler(handler)
+    try:
+        with penstock.offload(
+            device_budget=64 << 20, spill_dir=tmp_path, hardware=hardware, io_paths="posix direct"
+        ) as run:
+            for number in range(1, 3):
+                with run.step():
+                    tensor = torch.full((1 << 20,), float(number))
+                    with run._engine.lock:
+                        managed = run._clock.storages.meet(tensor.untyped_storage())
+                        run._engine.evict(managed, release=True)
+                        run._engine.drain()
+                        run._engine.prefetch(managed)
+                        run._engine.drain()
+                    assert bool((tensor == number).all())
+            assert run.report().failed_prefetches == len(failing) == 2
+    finally:
+        logging.getLogger("penstock").removeHandler(handler)
+    assert [(message[:17], waited) for message, waited in said] == [("a prefetch failed", False)]

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,10 @@ def _files() -> set[str]:
         except OSError:
             continue
     return {name for name in found if "penstock" in name or "deleted" in name}
+
+
+def _offload(spill_dir: Path, device_budget: int | str = 4 * MIB, **options: Any) -> penstock.Offload:
+    return penstock.offload(device_budget=device_budget, spill_dir=spill_dir, hardware=HARDWARE, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +86,7 @@ def test_a_thread_allocates_while_runs_close(tmp_path: Path) -> None:
     thread.start()
     try:
         for _ in range(30):
-            with penstock.offload(device_budget=8 * MIB, spill_dir=tmp_path, hardware=HARDWARE):
+            with _offload(tmp_path, 8 * MIB):
                 mine = [torch.full((MIB,), float(i)) for i in range(1, 2)]
             assert all(float(tensor[-1]) == i for i, tensor in enumerate(mine, 1))
     finally:
@@ -141,24 +146,23 @@ def test_a_failed_run_is_followed_by_others(name: str, tmp_path: Path) -> None:
 
 def test_the_next_run_works_beside_one_that_lingers(tmp_path: Path) -> None:
     """More is away than fits: its swap file stays, and is the only one."""
-    options = {"spill_dir": tmp_path, "hardware": HARDWARE, "smallest_bytes": EVERYTHING}
-    with penstock.offload(device_budget=4 * MIB, **options):
+    with _offload(tmp_path, smallest_bytes=EVERYTHING):
         kept = [torch.full((MIB // 4,), float(i)) for i in range(12)]
     assert len(run._lingering) == 1
     for _ in range(2):
-        with penstock.offload(device_budget=4 * MIB, **options) as second, second.step():
+        with _offload(tmp_path, smallest_bytes=EVERYTHING) as second, second.step():
             others = [torch.full((MIB // 4,), float(i)) for i in range(8)]
             assert [float(tensor[3]) for tensor in others] == list(range(8))
         del others
     assert [float(tensor[3]) for tensor in kept] == list(range(12))
     del kept
-    with penstock.offload(device_budget=4 * MIB, **options):
+    with _offload(tmp_path, smallest_bytes=EVERYTHING):
         pass
     assert run._lingering == []
 
 
 def test_a_run_whose_disk_hangs_at_its_end_keeps_nobody_within_its_budget(tmp_path: Path) -> None:
-    opened = penstock.offload(device_budget=4 * MIB, spill_dir=tmp_path, hardware=HARDWARE)
+    opened = _offload(tmp_path)
     drain = opened._engine.drain
 
     def hangs() -> None:
@@ -169,7 +173,7 @@ def test_a_run_whose_disk_hangs_at_its_end_keeps_nobody_within_its_budget(tmp_pa
         opened.close()
     assert opened.closed
     assert float(torch.ones(16 * MIB).sum()) == 16 * MIB
-    with penstock.offload(device_budget=4 * MIB, spill_dir=tmp_path, hardware=HARDWARE):
+    with _offload(tmp_path):
         pass  # the one before cannot end yet, and that is logged
     opened._engine.drain = drain  # type: ignore[method-assign]
 
@@ -189,9 +193,7 @@ def test_a_lease_whose_swap_file_is_in_use_lingers(tmp_path: Path) -> None:
 
 
 def test_who_forgot_an_open_run_is_told(tmp_path: Path) -> None:
-    opened = penstock.offload(
-        device_budget="40KiB", spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=4096
-    )
+    opened = _offload(tmp_path, "40KiB", smallest_bytes=EVERYTHING)
     with pytest.raises(penstock.BudgetTooSmall) as inside, opened.step():
         nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512))
     assert "penstock.close()" not in str(inside.value)
@@ -207,7 +209,7 @@ def test_tensors_of_another_thread_leave_for_those_of_a_kernel(tmp_path: Path) -
     def allocate() -> None:
         others.append(torch.full((9 * MIB // 4,), 7.0))
 
-    with penstock.offload(device_budget="16MiB", spill_dir=tmp_path, hardware=HARDWARE) as offload:
+    with _offload(tmp_path, "16MiB") as offload:
         for _ in range(3):
             others: list[torch.Tensor] = []
             with offload.step():

@@ -18,6 +18,7 @@ import penstock
 from penstock import _native
 from penstock.runtime import arena
 from tests.support.families import FAMILIES, Family
+from tests.support.runs import HARDWARE
 
 GIB = 1 << 30
 
@@ -355,3 +356,22 @@ def test_the_peak_is_what_the_allocator_gave_out(name: str) -> None:
     small = int(trace.tensor_bytes[trace.tensor_bytes < 4096].sum())
     workspace = 128 << 10
     assert trace.peak_bytes - small <= measured <= trace.peak_bytes + workspace
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_tensor_ends_with_the_kernel_before_it_dies_whoever_uses_it(tmp_path: Path, is_last: bool) -> None:
+    """A collective that is in flight, or another thread, may use it yet."""
+    with penstock.offload(device_budget=GIB, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=0) as run:
+        with run.step():
+            x = torch.ones(1024)
+            dying = x + 1
+            managed = run._clock.storages.find(dying.untyped_storage())
+            managed.pins += 1
+            del dying
+            if not is_last:
+                x.mul_(2)
+        managed.pins -= 1
+        trace = run.trace
+    assert trace is not None
+    death = dict(zip(trace.tensor_birth.tolist(), trace.tensor_death.tolist(), strict=True))
+    assert death[1] == 2

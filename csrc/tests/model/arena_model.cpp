@@ -28,6 +28,19 @@ struct Act {
   Do run;
 };
 
+// Who moves or uses a tensor, one at a time. False where somebody else does, or the tensor is dead.
+class Turn {
+ public:
+  explicit Turn(Tensor& tensor) : tensor_(tensor.alive && !std::exchange(tensor.busy, true) ? &tensor : nullptr) {}
+  Turn(const Turn&) = delete;
+  ~Turn() {
+    if (tensor_ != nullptr) tensor_->busy = false;
+  }
+  explicit operator bool() const { return tensor_ != nullptr; }
+
+ private:
+  Tensor* const tensor_;
+};
 
 void read_both(World& world, Tensor& tensor) {
   for (std::size_t i = 0; i < 2; ++i) world.read_cell(tensor, i);
@@ -39,7 +52,8 @@ void write_both(World& world, Tensor& tensor) {
 
 // A kernel reads and writes: it is pinned, and what the arena took comes back.
 void kernel(World& world, Tensor& tensor) {
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(tensor.address)};
   std::size_t out = 0;
   world.arena.touch(used, &out);
@@ -47,7 +61,6 @@ void kernel(World& world, Tensor& tensor) {
   read_both(world, tensor);
   write_both(world, tensor);
   world.arena.kernel_over();
-  tensor.busy = false;
 }
 
 // Something else needs memory, and goes again.
@@ -65,13 +78,13 @@ void allocate(World& world, std::size_t) {
 // memory was taken, or by a thread that copies, which faults.
 void leave(World& world, Tensor& tensor, bool direct, bool release) {
   auto& arena = world.arena;
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   auto* const address = tensor.address;
-  const auto done = [&] { tensor.busy = false; };
-  if (arena.guard(address) != Arena::Answer::kYes) return done();
+  if (arena.guard(address) != Arena::Answer::kYes) return;
   tensor.in_slot = false;
   const auto loan = arena.lend(address);
-  if (loan == 0) return done();
+  if (loan == 0) return;
   bool whole = true;
   if (direct) {
     whole = world.write_file(address, tensor.slot);
@@ -84,27 +97,28 @@ void leave(World& world, Tensor& tensor, bool direct, bool release) {
   }
   world.explorer.step("copied out");
   const bool same = arena.lent_back(loan);
-  if (!same || !whole || !tensor.alive) return done();
+  if (!same || !whole || !tensor.alive) return;
   tensor.in_slot = true;
   if (release) {
     int error = 0;
     arena.leave(address, world.segments(tensor), &error);
   }
-  done();
 }
 
 // A copy that is there already counts for the next time.
 void leave_again(World& world, Tensor& tensor) {
-  if (!tensor.alive || !tensor.in_slot || std::exchange(tensor.busy, true)) return;
+  if (!tensor.in_slot) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   int error = 0;
   world.arena.leave(tensor.address, world.segments(tensor), &error);
-  tensor.busy = false;
 }
 
 // The way back: to a place of its own, and from there.
 void come(World& world, Tensor& tensor, bool guard) {
   auto& arena = world.arena;
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   char* staging = nullptr;
   int error = 0;
   if (arena.stage(tensor.address, false, &staging) == Arena::Answer::kYes && staging != nullptr) {
@@ -119,21 +133,20 @@ void come(World& world, Tensor& tensor, bool guard) {
   } else if (tensor.alive) {
     arena.bring_in(tensor.address, &error);
   }
-  tensor.busy = false;
 }
 
 void pack(World& world, Tensor& tensor, bool keeps) {
   auto& arena = world.arena;
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   auto* const address = tensor.address;
-  const auto done = [&] { tensor.busy = false; };
-  if (arena.guard(address) != Arena::Answer::kYes) return done();
+  if (arena.guard(address) != Arena::Answer::kYes) return;
   tensor.in_slot = false;
   auto packed = arena.pack(address, Codec::kCsr, 4);
-  if (!packed) return done();
+  if (!packed) return;
   const auto let_go = [&] { arena.let_go(std::move(packed)); };
   int error = 0;
-  if (!tensor.alive || arena.leave_packed(address, packed, &error) != Arena::Answer::kYes) return let_go(), done();
+  if (!tensor.alive || arena.leave_packed(address, packed, &error) != Arena::Answer::kYes) return let_go();
   world.explorer.step("write packed");
   const auto size = round_up(packed->packing.packed_bytes, kPageBytes);
   auto* const memory = arena.packed_address(*packed);
@@ -145,16 +158,14 @@ void pack(World& world, Tensor& tensor, bool keeps) {
   }
   let_go();
   if (keeps && tensor.alive) arena.drop_packed(address);
-  done();
 }
-
 
 // The owner drops it; it is made again at the next access.
 void drop(World& world, Tensor& tensor) {
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   tensor.in_slot = false;
   world.arena.drop(tensor.address);
-  tensor.busy = false;
 }
 
 // torch takes its memory back: the tensor has other memory now, as after share_memory_.
@@ -168,7 +179,8 @@ void release(World& world, Tensor& tensor) {
 // The system writes to it: receives from a socket, reads a file.
 void receive(World& world, Tensor& tensor) {
   auto& arena = world.arena;
-  if (!tensor.alive || std::exchange(tensor.busy, true)) return;
+  const Turn turn(tensor);
+  if (!turn) return;
   int error = 0;
   const bool held = arena.hold(tensor.address, +1, true, &error);
   if (held && error == ENODATA && world.fill(tensor)) arena.hold(tensor.address, +1, true, &error);
@@ -186,7 +198,6 @@ void receive(World& world, Tensor& tensor) {
     if (tensor.alive) arena.hold(tensor.address, -1);
   }
   tensor.in_slot = false;
-  tensor.busy = false;
 }
 
 void close_run(World& world) {

@@ -318,6 +318,9 @@ class World {
     probe.each_block([&](const Block& block) {
       if (block.place == Block::Place::kReleased) return need(block.lends > 0, "a released block that nobody reads");
       in_use += block.requested_bytes;
+      need(block.event != Block::Event::kOut || (block.is_out() && block.moved_natively),
+           "an event of what has come back, or left, by order since");
+      need(block.event != Block::Event::kIn || block.is_in(), "an event of what has left by order since");
       if (block.is_in()) {
         (block.foreign ? foreign : in_memory) += block.requested_bytes;
         if (block.copy) {

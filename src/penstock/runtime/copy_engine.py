@@ -8,7 +8,6 @@ where memory would not suffice: back-pressure, not luck, keeps the budget. A dev
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections import deque
@@ -21,8 +20,6 @@ from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
-
-logger = logging.getLogger("penstock")
 
 DEMAND, PREFETCH, EVICT = range(3)
 
@@ -196,6 +193,7 @@ class CopyEngine:
     timeout_s         a wait in which no copy completes for so long ends with SpillError
     in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
     waits, moved      since `begin_step`
+    failed_prefetches   why; they are tried again when they are needed
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
@@ -238,6 +236,7 @@ class CopyEngine:
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
+        self.failed_prefetches: list[PenstockError] = []
 
     @property
     def freeing_bytes(self) -> int:
@@ -680,7 +679,7 @@ class CopyEngine:
             if priority == DEMAND:
                 self._error = self._error or error
             else:
-                logger.warning("a prefetch failed, and is tried again when it is needed: %s", error)
+                self.failed_prefetches.append(error)
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -691,7 +691,7 @@ class Clock(TorchDispatchMode):
                 and managed.index < len(recording.tensors)
             ):
                 # What the kernel itself ends was there while it ran.
-                recording.tensors[managed.index].death = self.kernels + (managed.pins > 0)
+                recording.tensors[managed.index].death = self.kernels + managed.in_kernel
             if managed.recipes:
                 self.recomputation.bury(managed)
             self._device.bury(managed)
@@ -751,12 +751,14 @@ class Clock(TorchDispatchMode):
                 # What set_ gives a view of may be away, or dropped: then nobody wrote to it.
                 if not managed.address or managed.step != self._kernels.step or managed.state > LEAVING:
                     continue
+                record = recording.tensors[managed.index]
                 with contextlib.suppress(ValueError):  # another thread has given it other memory
                     loan = _native.arena_lend(managed.address)
-                    record = recording.tensors[managed.index]
-                    density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
+                    try:
+                        density = sampled_density(managed.address, managed.size_bytes, record.itemsize)
+                    finally:
+                        _native.arena_lent_back(loan)
                     record.density = max(record.density or 0.0, density)
-                    _native.arena_lent_back(loan)
         repeats = phase == 0 and facts.can_run_again
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
@@ -787,9 +789,6 @@ class Clock(TorchDispatchMode):
         for managed in self._kernels.numbered()[: len(recording.tensors)]:
             if managed.kind >= 0:
                 recording.tensors[managed.index].kind = managed.kind
-        for record in recording.tensors:  # another thread may use one that dies behind the last kernel
-            if record.death is not None:
-                record.death = min(record.death, len(recording.kernels))
 
 
 skip_code(Clock.__torch_dispatch__.__code__)

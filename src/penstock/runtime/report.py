@@ -34,6 +34,7 @@ class Report:
     endurance_bytes         that may be written to the disk in its life, as given to `offload`
     moved_bytes_by_kind     of the bytes that left in one step, by kind of tensor
     unplanned_accesses      to bytes that were away, or being copied, by code that is no operator of torch
+    failed_prefetches       of the run: tried again when they were needed
     clock_s                 spent by the runtime itself in one step, waits excluded, for `operators` kernels
     trace_mismatches        steps that ran other operators than any that was traced
     profiled_steps          steps that were recorded, to plan them
@@ -76,6 +77,7 @@ class Report:
     micro_batches: int = 0
     micro_batch_order: str = "part"
     unplanned_accesses: int = 0
+    failed_prefetches: int = 0
     clock_s: float = 0.0
     operators: int = 0
     disk_written_bytes: int = 0
@@ -173,6 +175,8 @@ class Report:
             "times, as rates or kernel times had drifted",
             f"  disk wear: {self.disk_wear}",
         ]
+        if self.failed_prefetches:
+            lines.append(f"  prefetches that failed, and were tried again: {self.failed_prefetches}")
         if self.processes > 1:
             lines.append(
                 f"  one of {self.processes} processes on this machine, which share its links: the host and "

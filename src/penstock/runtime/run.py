@@ -439,7 +439,7 @@ class Offload:
             read_in_pieces()
             self._as_many_buffers = use_few_buffers()
         self._compiled_as_before = _show_compiled_regions()
-        self._warned = False
+        self._warned = self._told_prefetches = False
         self._optimizer_hook = register_optimizer_step_pre_hook(self._warn_outside_a_step)
         self._clock.start()
         self._interrupts.install()
@@ -488,6 +488,7 @@ class Offload:
                 followed = self._clock.followed
                 self._clock.end_step()
                 self._in_step = False
+            self._tell_failed_prefetches()
         self._finish_step(kind, followed, recording, begun_s, step_s)
 
     def micro_batches(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[Any]:
@@ -619,6 +620,15 @@ class Offload:
         ):  # by what cannot leave, and kernels ask for at once
             refuse_below_minimum(trace, self._budget_bytes)
 
+    def _tell_failed_prefetches(self) -> None:
+        """Once a run, and with no lock held: a handler of the program's may wait, or touch a tensor."""
+        if self._engine.failed_prefetches and not self._told_prefetches:
+            self._told_prefetches = True
+            logger.warning(
+                "a prefetch failed, and is tried again when it is needed: %s",
+                self._engine.failed_prefetches[0],
+            )
+
     def _swapped_bytes(self) -> tuple[int, int]:
         """What the arena has moved by itself so far: out of memory, and back. None of it was planned."""
         if self._device_name.type != "cpu":
@@ -740,6 +750,7 @@ class Offload:
             endurance_bytes=self._endurance_bytes,
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
             unplanned_accesses=device.unplanned_accesses,
+            failed_prefetches=len(self._engine.failed_prefetches),
             clock_s=statistics.median(measured.clock_s) if measured.clock_s else self._clock.clock_s,
             operators=measured.operators,
             disk_bytes=self._spill.file_bytes,

@@ -187,8 +187,10 @@ class CpuDevice:
         packed = None
         begun_s = time.perf_counter()
         if loan := self._lend(managed, storage):
-            packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
-            _native.arena_lent_back(loan)
+            try:
+                packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
+            finally:
+                _native.arena_lent_back(loan)
         if packed is None:
             done(0)
             return
@@ -537,8 +539,8 @@ class CpuDevice:
         assert self.engine is not None and self.storages is not None
         for address, what in _native.arena_events():
             managed = self.storages.at(address)
-            if managed is None or (what == "in") != (_native.arena_state(address) in ("in", "guarded")):
-                continue  # nobody's any more, or moved back since, as it was asked to
+            if managed is None:
+                continue  # nobody's any more
             if managed.state == LEAVING and not managed.queued:
                 managed.void = True  # it left while it was copied
             if what == "out":
