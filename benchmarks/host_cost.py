@@ -78,6 +78,9 @@ class IdleDriver:
     def reset_peaks(self) -> None:
         pass
 
+    def empty_cache(self) -> None:
+        pass
+
     def limit(self, reserved_bytes: int | None) -> None:
         pass
 
