@@ -387,6 +387,7 @@ class Clock(TorchDispatchMode):
                 self._device.begin_kernel()
                 used = self._pin(storages, written)
             try:
+                self._device.synchronize()  # kernels wait for what comes, and this may be none
                 yield
             finally:
                 with self._lock:
