@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-import penstock
 
 HERE = Path(__file__).parent
 
@@ -33,17 +30,8 @@ def compiled() -> Any:
 
 @pytest.fixture(autouse=True)
 def emu(compiled: Any) -> Iterator[Any]:
-    """The module, and a device as it is at first. What is left of a test, errors too, comes out at its end."""
+    """The module, and a device as it is at first. Errors that a test has left come out at its end."""
     compiled.configure()
     yield compiled
     torch.emu.set_per_process_memory_fraction(1.0)  # type: ignore[attr-defined]
     torch.accelerator.synchronize()
-
-
-@pytest.fixture
-def hardware(hardware: penstock.Hardware) -> penstock.Hardware:
-    """With a bus between device and host."""
-    rate = 2e9
-    return replace(
-        hardware, host_bytes=4 << 30, device_to_host_bytes_per_s=rate, host_to_device_bytes_per_s=rate
-    )

@@ -89,6 +89,11 @@ class _Module(types.ModuleType):
     _initialized = True
     Event = torch.Event
 
+    def __init__(self) -> None:
+        super().__init__("torch.emu")
+        self.default_generators = (torch.Generator(device="emu"),)
+        torch.ops.emu.set_default_generator(self.default_generators[0])
+
     def is_available(self) -> bool:
         return True
 
@@ -123,17 +128,15 @@ class _Module(types.ModuleType):
         torch.accelerator.synchronize("emu")
 
     def manual_seed(self, seed: int) -> None:
-        _native.emu_set_random_state((ctypes.c_uint64 * 2)(seed % 2**64, 0))
+        self.default_generators[0].manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        state = (ctypes.c_uint64 * 2)()
-        _native.emu_get_random_state(state)
-        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        return self.default_generators[0].get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        _native.emu_set_random_state((ctypes.c_uint64 * 2).from_buffer_copy(state.numpy().tobytes()))
+        self.default_generators[0].set_state(state)
 
     def get_device_name(self, device: Any = None) -> str:
         return "emulated device"
@@ -169,7 +172,7 @@ class _Module(types.ModuleType):
         torch.accelerator.reset_peak_memory_stats("emu")
 
 
-torch._register_device_module("emu", _Module("torch.emu"))
+torch._register_device_module("emu", _Module())
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 atexit.register(_native.emu_halt)
 configure()

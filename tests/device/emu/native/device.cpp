@@ -9,6 +9,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -142,6 +143,11 @@ const bool registered = [] {
   return true;
 }();
 
+TORCH_LIBRARY(emu, m) {
+  m.def("set_default_generator(Generator? generator) -> ()",
+        [](at::Generator generator) { default_generator() = std::move(generator); });
+}
+
 }  // namespace
 }  // namespace emu
 
@@ -182,16 +188,6 @@ const char* emu_page_unlock(uint64_t address) {
   }
   emu::page_unlock(reinterpret_cast<void*>(address));
   return result;
-}
-
-// The default generator's seed, and how many seeds were drawn from it.
-void emu_get_random_state(uint64_t* state) {
-  state[0] = emu::default_generator().current_seed();
-  state[1] = emu::default_generator().get_offset();
-}
-void emu_set_random_state(const uint64_t* state) {
-  emu::default_generator().set_current_seed(state[0]);
-  emu::default_generator().set_offset(state[1]);
 }
 
 int64_t emu_counter(int which) {

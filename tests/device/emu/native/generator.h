@@ -5,7 +5,7 @@
 
 namespace emu {
 
-at::Generator& default_generator();
+at::Generator& default_generator();  // Python sets one that it knows, too
 at::Generator new_generator();
 
 // The next seed of a generator of the device: what a kernel draws does not depend on when it runs.
