@@ -11,7 +11,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-asan test-tsan test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
 
 setup: $(INSTALLED)
 
@@ -34,7 +34,8 @@ demo-samples: setup
 files_with = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
 
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not kernel_target and not device'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow' tests/device
 
 # Every order of what the program, other threads and the disk do to the copy layer, as far as minutes go; and each of
 # its mends taken out, which must be found.
@@ -42,9 +43,17 @@ test-model: setup
 	$(BIN)/python -m tests.model
 	$(BIN)/python -m tests.model.arena
 
+# The emulated accelerator of the tests, against the torch that is installed: half a minute, once.
+device: setup
+	$(BIN)/python tests/device/emu/build.py
+
+# All that is tried on it: every family in every order under many seeds, and random programs.
+test-device: device
+	$(BIN)/pytest -n 3 --dist worksteal tests/device
+
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
-	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark' $(call files_with,slow)
+	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark and not device' $(call files_with,slow)
 
 # Do the benchmarks run? On little, for a minute or two.
 test-benchmarks: setup

@@ -39,7 +39,7 @@ def hardware() -> penstock.Hardware:
 
 
 FOLDERS = (
-    ("checkpoint", "cli", "codecs", "distributed", "docs", "gpu", "integrations")
+    ("checkpoint", "cli", "codecs", "device", "distributed", "docs", "gpu", "integrations")
     + ("nvme", "planning", "report", "runtime", "samples", "storage")
 )  # fmt: skip
 

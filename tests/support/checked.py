@@ -149,6 +149,8 @@ class CheckedDriver:
     """
 
     memory_manager = "checked"
+    name = "checked accelerator"
+    total_bytes = 1 << 40
 
     def __init__(self, seed: int = 0, *, refuses: bool = False, lag: float = 0.3) -> None:
         self.device = torch.device("cpu")

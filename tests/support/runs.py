@@ -37,7 +37,7 @@ def bits(tensors: Iterable[torch.Tensor | None]) -> Bits:
         if tensor is None:
             found.append(b"none")
             continue
-        tensor = tensor.detach().clone()
+        tensor = tensor.detach().clone().cpu()
         if tensor.layout is not torch.strided:
             tensor = tensor.coalesce().to_dense()
         if tensor.is_complex():
@@ -68,17 +68,31 @@ def state_bits(optimizer: torch.optim.Optimizer) -> Bits:
     return found
 
 
-def family_training(name: str, steps: int) -> Program:
+class _OnDevice:
+    """A model on a device, for losses that make their inputs on the CPU."""
+
+    def __init__(self, model: torch.nn.Module, device: str) -> None:
+        self.__dict__.update(model=model, device=device)
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.model(batch.to(self.device)).cpu()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.model, name, value)
+
+
+def family_training(name: str, steps: int, device: str = "cpu") -> Program:
     """Some steps of a model of `tests.support.families`, with AdamW."""
     family = FAMILIES[name]
 
     def program(step: Step) -> Bits:
-        model = family.make()
+        model = family.make().to(device)
+        called: Any = model if device == "cpu" else _OnDevice(model, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found: Bits = []
         for number in range(steps):
             with step():
-                loss = family.loss(model, number)
+                loss = family.loss(called, number)
                 family.backward(loss)
                 found += bits([loss, *(p.grad for p in model.parameters())])
                 optimizer.step()

@@ -19,6 +19,8 @@ from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.machine import available_bytes, memory_bytes
+from penstock.runtime.devices.accelerator import Driver
+from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import Directories, SpillSpace, Transfer
@@ -32,7 +34,7 @@ SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
 STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
 KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
-CODED_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
+CODED_BYTES, CODED_BYTES_THERE = 8 * MIB, 64 * MIB  # on a CPU, and on an accelerator
 
 Rates = tuple[tuple[int, float], ...]
 
@@ -61,33 +63,33 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     copy is what a thread that computes loses to it; on a GPU it is 0, as kernels run by themselves there.
     The rates of bitmask-CSR are of penstock.codecs, with every other element zero; on a CPU, of one thread.
 
-    device   "cpu", or a CUDA device such as "cuda:0"
+    device   "cpu", or a GPU such as "cuda:0"
 
     Raises DeviceUnavailable where the device is not there, SpillError where ``spill_dir`` cannot be used.
     """
     if not time_budget_s > 0:
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
-    target = _device(device)
+    target = device_of(device)
     disk = _measure_disk(spill_dir, time_budget_s * (1 if target.type == "cpu" else 0.8))
     path = "direct I/O" if disk.direct else "through the page cache"
     if target.type == "cpu":
         return _hardware(target, disk, memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
-    properties = torch.cuda.get_device_properties(target)
-    copies = _measure_copies(target, time_budget_s * 0.2)
+    driver = driver_of(target)
+    copies = _measure_copies(driver, time_budget_s * 0.2)
     return _hardware(
         target,
         disk,
-        properties.total_memory,
+        driver.total_bytes,
         copies,
         host_bytes=available_bytes(),
-        name=f"{properties.name}, {_cpu_name()}, disk by {path}",
+        name=f"{driver.name}, {_cpu_name()}, disk by {path}",
     )
 
 
 def device_name(device: str) -> str:
     """The model of a device, the same for all devices that are equal. Raises as `probe`."""
-    target = _device(device)
-    return _cpu_name() if target.type == "cpu" else str(torch.cuda.get_device_name(target))
+    target = device_of(device)
+    return _cpu_name() if target.type == "cpu" else driver_of(target).name
 
 
 def _hardware(
@@ -326,55 +328,37 @@ def _verify(batches: _Batches, source: AlignedBuffer, target: AlignedBuffer) -> 
         )
 
 
-def _device(device: str) -> torch.device:
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"{device!r} is no device: give 'cpu', 'cuda' or 'cuda:<index>'") from error
-    if target.type == "cpu":
-        return target
-    if target.type != "cuda":
-        raise DeviceUnavailable(f"penstock cannot probe {device!r}: give 'cpu', 'cuda' or 'cuda:<index>'")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not 0 <= (target.index or 0) < count:
-        raise DeviceUnavailable(
-            f"{device!r} is not on this machine, torch {torch.__version__} sees {count} CUDA device(s). Give "
-            "device='cpu', or check nvidia-smi and that this build of torch has CUDA."
-        )
-    return target
-
-
-def _measure_copies(device: torch.device, budget_s: float) -> dict[str, Rates]:
+def _measure_copies(driver: Driver, budget_s: float) -> dict[str, Rates]:
     """Rates between the device and pinned host memory, timed by the device's own events."""
     size = SIZES_BYTES[-1]
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    stream = torch.cuda.Stream(device)
+    there = torch.empty(size, dtype=torch.uint8, device=driver.device)
+    stream = driver.make_stream()
     start_s = time.perf_counter()
     pairs = {"device_to_host": (host, there), "host_to_device": (there, host)}
     rates: dict[str, Rates] = {}
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        for turn, (link, (to, origin)) in enumerate(pairs.items()):
-            points = []
-            to.copy_(origin, non_blocking=True)  # the first copy sets up what the others reuse
-            for index, step in enumerate(SIZES_BYTES):
-                until_s = start_s + budget_s * (turn * len(SIZES_BYTES) + index + 1) / (2 * len(SIZES_BYTES))
-                times_s = []
-                for _ in _samples(until_s):
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record(stream)
-                    to[:step].copy_(origin[:step], non_blocking=True)
-                    end.record(stream)
-                    end.synchronize()
-                    times_s.append(begin.elapsed_time(end) / 1e3)
-                points.append((step, step / statistics.median(times_s)))
-            rates[link] = tuple(points)
+    for turn, (link, (to, origin)) in enumerate(pairs.items()):
+        points = []
+        driver.copy(to, origin, stream)  # the first copy sets up what the others reuse
+        for index, step in enumerate(SIZES_BYTES):
+            until_s = start_s + budget_s * (turn * len(SIZES_BYTES) + index + 1) / (2 * len(SIZES_BYTES))
+            times_s = []
+            for _ in _samples(until_s):
+                begin, end = (torch.Event(driver.device, enable_timing=True) for _ in range(2))
+                begin.record(stream)
+                driver.copy(to[:step], origin[:step], stream)
+                end.record(stream)
+                end.synchronize()
+                times_s.append(begin.elapsed_time(end) / 1e3)
+            points.append((step, step / statistics.median(times_s)))
+        rates[link] = tuple(points)
+    driver.synchronize()
     return rates
 
 
 def _measure_codec(device: torch.device, codec: str) -> tuple[float, float]:
     """Uncompressed bytes per second that the device turns into the codec, and back."""
-    size_bytes = CODED_BYTES[device.type]
+    size_bytes = CODED_BYTES if device.type == "cpu" else CODED_BYTES_THERE
     values = torch.arange(size_bytes // 4, device=device).remainder_(256).to(torch.float32)
     values[::2] = 0  # what is left is exact in every codec
     packed = codecs.encode(codec, values)
@@ -386,8 +370,8 @@ def _measure_codec(device: torch.device, codec: str) -> tuple[float, float]:
         for _ in range(SAMPLES[0]):
             begun_s = time.perf_counter()
             work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             times_s.append(time.perf_counter() - begun_s)
         return size_bytes / statistics.median(times_s)
 

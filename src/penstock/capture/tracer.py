@@ -30,6 +30,8 @@ from penstock.capture.slices import join, slices
 from penstock.core.arguments import described
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
+from penstock.runtime.devices.accelerator import Driver
+from penstock.runtime.devices.drivers import driver_of
 
 
 class Costs(NamedTuple):
@@ -71,7 +73,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(
         self,
-        meter: CudaMeter | None = None,
+        meter: DeviceMeter | None = None,
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
         *,
         costs: Costs = NO_COSTS,
@@ -226,25 +228,25 @@ class Tracer(TorchDispatchMode):
         self._excluded_s += time.perf_counter() - begun_s
 
 
-class CudaMeter:
-    """Waits for each kernel on a CUDA device and reads what the allocator saw: bytes that lived during the
+class DeviceMeter:
+    """Waits for each kernel on an accelerator and reads what the allocator saw: bytes that lived during the
     kernel only, and bytes in use."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._before_bytes = 0
 
     def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before_bytes = torch.cuda.memory_allocated(self._device)
+        self._driver.reset_peaks()
+        self._before_bytes = self._driver.allocated_bytes()
 
     def end(self) -> int:
-        torch.cuda.synchronize(self._device)
-        after = torch.cuda.memory_allocated(self._device)
-        return max(0, torch.cuda.max_memory_allocated(self._device) - max(after, self._before_bytes))
+        self._driver.synchronize()
+        after = self._driver.memory()
+        return max(0, after.peak_allocated_bytes - max(after.allocated_bytes, self._before_bytes))
 
     def in_use_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return self._driver.allocated_bytes()
 
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -418,7 +420,7 @@ def trace(
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
-    meter = CudaMeter(device) if device.type == "cuda" else None
+    meter = None if device.type == "cpu" else DeviceMeter(driver_of(device))
     tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
     with _compiled_regions_shown():
         for _ in range(warmup):
@@ -434,7 +436,7 @@ def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -
 _known_costs: dict[type, Costs] = {}
 
 
-def costs_of_tracing(meter: CudaMeter | None) -> Costs:
+def costs_of_tracing(meter: DeviceMeter | None) -> Costs:
     """What tracing with such a meter costs, by a kernel and a view that do next to nothing.
 
     Measured once in a process, in some 10 ms.

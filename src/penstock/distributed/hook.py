@@ -21,7 +21,8 @@ from torch.futures import Future
 from penstock.distributed.exchange import Copies, DeviceCopies, Exchange, HostCopies
 from penstock.distributed.segment import NotOneMachine
 from penstock.errors import InvalidArgument
-from penstock.runtime.devices.cuda import CudaDriver, TorchDriver
+from penstock.runtime.devices.cuda import TorchDriver
+from penstock.runtime.devices.drivers import DRIVERS
 from penstock.simulator.gradients import predict_exchange
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
@@ -229,7 +230,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
 def _copies(device: torch.device) -> Copies:
     if device.type == "cpu":
         return HostCopies()
-    return DeviceCopies(CudaDriver(device) if device.type == "cuda" else TorchDriver(device))
+    return DeviceCopies(DRIVERS.get(device.type, TorchDriver)(device))
 
 
 def _nearest(measured: Sequence[Measured], size_bytes: int) -> Measured:

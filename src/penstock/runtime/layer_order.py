@@ -225,21 +225,25 @@ def _state_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[ob
     Backward then runs in the thread that calls it, on an accelerator too.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     casts = [
         (kind, torch.get_autocast_dtype(kind), True, torch.is_autocast_cache_enabled())
-        for kind in ("cpu", "cuda")
+        for kind in kinds
         if torch.is_autocast_enabled(kind)
     ]
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     seen = dispatch_modes._get_current_dispatch_mode_stack()
     functions = overrides._get_current_function_mode_stack()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    # Where nobody has used the accelerator so far, it stays untouched.
+    used = accelerator is not None and torch.get_device_module(accelerator).is_initialized()
+    stream = torch.accelerator.current_stream() if used else None
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if stream is not None:
-                torch.cuda.set_stream(stream)
+                torch.accelerator.set_stream(stream)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))

@@ -21,6 +21,7 @@ from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.planners import plan
 from penstock.planners.microbatch import MicroBatch, choose_micro_batch
+from penstock.runtime.devices.drivers import driver_of
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.layer_order import blocks_of, layer_by_layer
 
@@ -347,7 +348,7 @@ def data_sheet(device: torch.device) -> str:
     """The device to estimate times for, as `penstock.trace` names it."""
     if device.type == "cpu":
         return "cpu"
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    name = driver_of(device).name.lower().replace(" ", "")
     return next((sheet for sheet in DATA_SHEETS if sheet in name), SLOWEST_GPU)
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +36,13 @@ from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, Managed
 logger = logging.getLogger("penstock")
 
 # What is noted runs below autocast: its arguments were cast already.
-_BELOW_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
+_BELOW_AUTOCAST = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for name, key in torch._C.DispatchKey.__members__.items()
+        if name.startswith("Autocast")
+    ),
 )
 
 

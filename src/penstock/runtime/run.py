@@ -32,7 +32,6 @@ from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import (
     BudgetTooSmall,
-    DeviceUnavailable,
     InvalidArgument,
     PenstockError,
     SpillError,
@@ -42,7 +41,9 @@ from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
+from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cpu import CpuDevice
+from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.micro_batches import (
@@ -873,9 +874,7 @@ def _make_device(
     """The device, and bytes of the host tier below it."""
     if name.type == "cpu":
         return CpuDevice(spill, budget_bytes), 0
-    from penstock.runtime.devices.cuda import CudaDevice
-
-    device = CudaDevice(spill, name, budget_bytes, host_bytes)
+    device = AcceleratorDevice(spill, driver_of(name), budget_bytes, host_bytes)
     return device, device.host_tier_bytes
 
 
@@ -914,18 +913,8 @@ def _require_kinds(model: object, optimizer: object, plan: object, hardware: obj
 def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:
     found = {parameter.device for parameter in model.parameters()} if model is not None else set()
     if device is not None:
-        try:
-            found = {torch.device(device)}
-        except (RuntimeError, TypeError) as error:
-            raise DeviceUnavailable(
-                f"{device!r} is no device: give 'cpu', 'cuda' or 'cuda:<index>'"
-            ) from error
-    if not found:
-        found = {torch.device("cpu")}
-    if len(found) != 1:
+        return device_of(device)
+    if len(found) > 1:
         named = ", ".join(sorted(map(str, found)))
         raise InvalidArgument(f"the model's parameters are on {named}: put all of them on one device")
-    (name,) = found
-    if name.type not in ("cpu", "cuda"):
-        raise DeviceUnavailable(f"the model is on {name}: penstock trains on cpu and cuda devices")
-    return name
+    return device_of(found.pop() if found else "cpu")

@@ -88,10 +88,18 @@ class Driver(Protocol):
 
     device           with its index
     memory_manager   who gives the device its memory, for reports
+    name             of the device's model
+    total_bytes      of its memory
     """
 
     device: torch.device
     memory_manager: str
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def total_bytes(self) -> int: ...
 
     def make_stream(self) -> Any: ...
 
@@ -215,6 +223,11 @@ class AcceleratorDevice:
         chunk_bytes: int = CHUNK_BYTES,
         chunks: int = CHUNKS,
     ) -> None:
+        if budget_bytes > driver.total_bytes:
+            raise InvalidArgument(
+                f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
+                f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
+            )
         staging_bytes = chunk_bytes * chunks
         if host_bytes < staging_bytes:
             raise InvalidArgument(

@@ -1,0 +1,178 @@
+"""A device that behaves like a GPU, on the CPU: `torch.device("emu")`, for tests.
+
+- Memory: tensors carry addresses that the host cannot touch, and an access ends the process. New memory is
+  full of NaN, and memory that was given back of other nonsense, each in the order of the stream that owns it.
+  The allocator has the policy of CUDA's, and a hard limit.
+- Work is launched to streams, and carried out by one thread that never takes the GIL, in an order that
+  `configure` names. What forgets to wait gets wrong bits, in some of them in every run.
+- Kernels are the CPU's, so results have the CPU's bits where both run the same operators. Attention takes the
+  math path, and fused cells and dropout are written out: compare with a plain run on the same device.
+
+Importing it compiles it, where that is not done yet, and changes torch for the whole process: it is the
+accelerator then. There is one device, one executor, no graphs and no torch.compile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import types
+from typing import Any
+
+import torch
+
+from .build import library
+
+# As `Order` in native/streams.h, where each is described.
+ORDERS = ("eager", "lazy", "stepped", "random", "newest")
+_COUNTERS = ("launched", "executed", "switches", "synchronized")
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+torch.utils.rename_privateuse1_backend("emu")
+torch.ops.load_library(str(_path := library()))
+_native = ctypes.CDLL(str(_path))
+_native.emu_total_bytes.restype = ctypes.c_uint64
+_native.emu_counter.restype = ctypes.c_int64
+_native.emu_configure.restype = _native.emu_page_unlock.restype = ctypes.c_char_p
+
+
+def configure(
+    memory: int | str = "4GiB", order: str = "random", seed: int = 0, host_delay_us: int = 0
+) -> None:
+    """What device it is, from now on. What was launched before is carried out first.
+
+    memory          bytes, or a text such as "512MiB". Raises RuntimeError where more is in use
+    order           in which work is carried out, one of ORDERS
+    seed            of what the order draws
+    host_delay_us   threads of the host sleep for up to so long, now and then, before they launch
+    """
+    size_bytes = _bytes(memory)
+    if order not in ORDERS:
+        raise ValueError(f"there is no order {order!r}: choose one of {', '.join(ORDERS)}")
+    refused = _native.emu_configure(
+        ctypes.c_uint64(size_bytes), ORDERS.index(order), ctypes.c_uint64(seed), host_delay_us
+    )
+    if refused is not None:
+        raise RuntimeError(refused.decode())
+
+
+def counters() -> dict[str, int]:
+    """Of the whole process: work launched and executed, changes of stream, and waits of the host."""
+    return {name: _native.emu_counter(which) for which, name in enumerate(_COUNTERS)}
+
+
+def page_lock(address: int, size_bytes: int) -> None:
+    """As cudaHostRegister: copies that do not block read and write this memory when they are carried out."""
+    _native.emu_page_lock(ctypes.c_uint64(address), ctypes.c_uint64(size_bytes))
+
+
+def page_unlock(address: int) -> None:
+    """As cudaHostUnregister: waits for the device first."""
+    if (raised := _native.emu_page_unlock(ctypes.c_uint64(address))) is not None:
+        raise RuntimeError(raised.decode())
+
+
+def _bytes(memory: int | str) -> int:
+    if isinstance(memory, int):
+        return memory
+    number, unit = memory[:-3], memory[-3:]
+    if unit not in _UNITS or not number.isdigit():
+        raise ValueError(f"{memory!r} is no size: give bytes, or a text such as '512MiB'")
+    return int(number) * _UNITS[unit]
+
+
+class _Module(types.ModuleType):
+    """torch.emu: what torch and others look for in torch.cuda."""
+
+    # Without it, torch.utils.checkpoint takes random states of this device for none.
+    _initialized = True
+    Event = torch.Event
+
+    def __init__(self) -> None:
+        super().__init__("torch.emu")
+        self.default_generators = (torch.Generator(device="emu"),)
+        torch.ops.emu.set_default_generator(self.default_generators[0])
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return bool(_native.emu_is_forked())
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def Stream(self, device: Any = None) -> torch.Stream:
+        return torch.Stream(device="emu")
+
+    def stream(self, stream: torch.Stream) -> torch.Stream:
+        return stream  # which is a context manager
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream("emu")
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize("emu")
+
+    def manual_seed(self, seed: int) -> None:
+        self.default_generators[0].manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        self.default_generators[0].set_state(state)
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "emulated device"
+
+    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(name=self.get_device_name(), total_memory=_native.emu_total_bytes())
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        _native.emu_set_limit_bytes(ctypes.c_uint64(int(fraction * _native.emu_total_bytes())))
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        return torch.accelerator.memory_stats("emu")
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return torch.accelerator.memory_allocated("emu")
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return torch.accelerator.max_memory_allocated("emu")
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return torch.accelerator.memory_reserved("emu")
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return torch.accelerator.max_memory_reserved("emu")
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        torch.accelerator.reset_peak_memory_stats("emu")
+
+
+torch._register_device_module("emu", _Module())
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+atexit.register(_native.emu_halt)
+configure()

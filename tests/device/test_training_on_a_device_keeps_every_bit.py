@@ -1,0 +1,210 @@
+"""Training on an accelerator inside a budget: the bits of the plain run, in whatever order work is done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import penstock
+from penstock.core.trace import Trace
+from penstock.errors import BudgetTooSmall
+from penstock.runtime import step_kinds
+from penstock.runtime.schedule import Schedule
+from tests.runtime.test_random_programs_keep_every_bit import random_schedule
+from tests.support.families import FAMILIES, _Gpt
+from tests.support.runs import (
+    HARDWARE,
+    Bits,
+    Program,
+    Step,
+    bits,
+    differences,
+    family_training,
+    in_memory,
+    offloaded,
+    state_bits,
+)
+
+MIB = 1 << 20
+SEGMENT_BYTES = 2 * MIB
+STEPS = 4
+MACHINE = replace(
+    HARDWARE, host_bytes=4 << 30, device_to_host_bytes_per_s=2e9, host_to_device_bytes_per_s=2e9
+)
+TIERS = {"host": "128MiB", "disk": "64MiB"}  # the latter is all staging
+ORDERS = ["lazy", "stepped", "random", "newest"]
+
+
+@functools.cache
+def expected(program: Program) -> Bits:
+    return in_memory(program)
+
+
+@functools.cache
+def family(name: str) -> Program:
+    return family_training(name, STEPS, "emu")
+
+
+def inside(
+    program: Program, budget_bytes: int, tier: str, spill_dir: Path, **options: Any
+) -> tuple[Bits, penstock.Report]:
+    """On a device where nothing is cached, since the cap counts it."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    return offloaded(
+        program, budget_bytes, spill_dir, device="emu:0", hardware=MACHINE, host_budget=TIERS[tier], **options
+    )
+
+
+def inside_at_least(program: Program, budget_bytes: int, *args: Any, **options: Any) -> penstock.Report:
+    """In the first budget from this one on that holds the segments of the allocator, which no plan counts."""
+    while True:
+        try:
+            found, report = inside(program, budget_bytes, *args, **options)
+        except BudgetTooSmall as error:
+            assert budget_bytes < error.minimum_bytes <= 16 * MIB
+            budget_bytes = (budget_bytes // SEGMENT_BYTES + 1) * SEGMENT_BYTES
+        else:
+            assert differences(expected(program), found) == [], f"budget {budget_bytes}"
+            assert report.peak_bytes <= budget_bytes
+            return report
+
+
+@contextlib.contextmanager
+def scheduled_at_random(seed: int) -> Iterator[None]:
+    """Any actions at any kernel: a plan is advice, and these give the same bits."""
+    rng = random.Random(seed)
+
+    def scheduled(kinds: Any, trace: Trace, plan: Any) -> Schedule:
+        return random_schedule(trace, rng)
+
+    with mock.patch.object(step_kinds.StepKinds, "_scheduled", scheduled):
+        yield
+
+
+@functools.cache
+def range_of(name: str) -> tuple[int, int]:
+    """The smallest budget that a plan can keep, and the bytes that all tensors take at most."""
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as spill_dir:
+        found, report = inside(family(name), 64 * MIB, "host", Path(spill_dir))
+    assert differences(expected(family(name)), found) == []
+    return report.minimum_bytes, torch.accelerator.max_memory_allocated()
+
+
+def check(
+    emu: Any, name: str, order: str, seed: int, tier: str, share: float, policy: str, spill_dir: Path
+) -> None:
+    """``policy`` may be "at random"."""
+    emu.configure(order="eager")
+    least, most = range_of(name)
+    emu.configure(order=order, seed=seed)
+    budget_bytes = int(least + share * (most - least))
+    if policy == "at random":
+        with scheduled_at_random(seed):
+            inside_at_least(family(name), budget_bytes, tier, spill_dir)
+    else:
+        inside_at_least(family(name), budget_bytes, tier, spill_dir, policy=policy)
+
+
+SETTINGS = [
+    ("lazy", "host", 0.0, "evict_all"),
+    ("stepped", "disk", 0.5, "at random"),
+    ("random", "disk", 0.0, "evict_all"),
+    ("newest", "host", 0.0, "at random"),
+]
+
+
+@pytest.mark.parametrize(("order", "tier", "share", "policy"), SETTINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(
+    emu: Any, name: str, order: str, tier: str, share: float, policy: str, tmp_path: Path
+) -> None:
+    check(emu, name, order, 1, tier, share, policy, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["optimal", "evict_all", "at random"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_in_all_orders(emu: Any, name: str, order: str, policy: str, tmp_path: Path) -> None:
+    for seed, (tier, share) in enumerate(itertools.product(TIERS, (0.0, 0.3, 0.6))):
+        check(emu, name, order, seed, tier, share, policy, tmp_path)
+
+
+# -- a model larger than its budget ------------------------------------------------------------------
+
+
+def _gpt(cast: torch.dtype | None = None, **how: bool) -> Program:
+    """A GPT with its AdamW, some 14 MiB of tensors of under 1 MiB, built on the device."""
+
+    def program(step: Step) -> Bits:
+        with torch.device("emu"):
+            model = _Gpt(width=128, blocks=4, dropout=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **how)
+        found: Bits = []
+        for number in range(STEPS):
+            words = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(number))
+            with step():
+                words = words.to("emu")
+                with torch.autocast("emu", cast, enabled=cast is not None):
+                    loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                found += bits([loss, *(p.grad for p in model.parameters())])
+                optimizer.step()
+                optimizer.zero_grad()
+        return found + bits(model.parameters()) + state_bits(optimizer)
+
+    return program
+
+
+MODELS = {
+    "plain": _gpt(foreach=False),
+    "foreach": _gpt(foreach=True),
+    "fused": _gpt(fused=True),
+    "bf16": _gpt(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "tier"),
+    [("plain", "lazy", "host"), ("foreach", "stepped", "disk"), ("fused", "random", "host")]
+    + [("bf16", "newest", "disk"), ("foreach", "lazy", "host")],
+)
+def test_a_model_above_its_budget(emu: Any, name: str, order: str, tier: str, tmp_path: Path) -> None:
+    emu.configure(order="eager")
+    wanted = expected(MODELS[name])
+    emu.configure(order=order, seed=2, host_delay_us=20)
+    found, report = inside(MODELS[name], 8 * MIB, tier, tmp_path)
+    assert differences(wanted, found) == []
+    assert report.evicted_bytes > 2 * MIB and report.peak_bytes <= 8 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_above_its_budget_in_all_orders(emu: Any, name: str, order: str, tmp_path: Path) -> None:
+    emu.configure(order="eager")
+    wanted = expected(MODELS[name])
+    policies = itertools.cycle(["optimal", "evict_all", "g10"])
+    for seed, (tier, budget) in enumerate(itertools.product(TIERS, (6, 8, 12))):
+        emu.configure(order=order, seed=seed, host_delay_us=(0, 50)[seed % 2])
+        policy = next(policies)
+        found, report = inside(MODELS[name], budget * MIB, tier, tmp_path, policy=policy)
+        assert differences(wanted, found) == [], f"seed {seed}, {tier}, {budget} MiB, {policy}"
+        assert report.peak_bytes <= budget * MIB
