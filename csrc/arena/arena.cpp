@@ -174,7 +174,7 @@ void Arena::hold_at_most(std::uint64_t size_bytes) {
   stats_.purged_bytes += frames_.purge(held_bytes() - size_bytes);
 }
 
-Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
+Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address, bool held) {
   if (size_bytes > frames_.size_bytes()) return Outcome::kNoAddresses;
   const auto capacity = round_up(std::max<std::size_t>(size_bytes, 1), kPageBytes);
   const bool large = capacity >= kLargeBytes;
@@ -205,7 +205,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address) {
   block.serial = stats_.serial = serial;
   const bool of_kernel = pthread_equal(kernel_thread_, this_thread()) != 0;
   block.pinned_tick = of_kernel ? tick_ : 0;
-  block.holds = of_kernel && holds_new_ ? 1 : 0;
+  block.holds = held || (of_kernel && holds_new_) ? 1 : 0;
   enter(block, &block);
   use_.add(block);
   stats_.in_use_bytes += size_bytes;

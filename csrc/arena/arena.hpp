@@ -92,7 +92,8 @@ class Arena {
   }
 
   enum class Outcome { kDone, kNoAddresses, kNoMemory };
-  Outcome allocate(std::size_t size_bytes, void** address);
+  // With `held`, it does not leave before it is released.
+  Outcome allocate(std::size_t size_bytes, void** address, bool held = false);
   // False if no block starts at `address`.
   bool release(void* address);
 

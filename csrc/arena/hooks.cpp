@@ -33,11 +33,23 @@ constexpr std::string_view kAllocCpu = "_ZN3c109alloc_cpuEm", kFreeCpu = "_ZN3c1
 void* (*alloc_cpu)(std::size_t) = nullptr;
 void (*free_cpu)(void*) = nullptr;
 
+// Whether this is a thread of gloo's. It has the system write to what it allocates, such as one tensor for all that
+// all_gather fetches, and a page that is away or protected then fails the collective.
+bool is_gloo() {
+  enum : char { kUnknown, kNo, kYes };
+  static constinit thread_local char is = kUnknown;
+  if (is == kUnknown) {
+    char name[16] = {};
+    is = pthread_getname_np(pthread_self(), name, sizeof name) == 0 && std::string_view(name) == "pt_gloo_runloop" ? kYes : kNo;
+  }
+  return is == kYes;
+}
+
 // As posix_memalign. Nothing: it is not for the arena.
 std::optional<int> allocate(void** address, std::size_t size_bytes) {
   if (!active.load(std::memory_order_acquire) || size_bytes < kPageBytes) return std::nullopt;
   try {
-    switch (installed.load(std::memory_order_acquire)->allocate(size_bytes, address)) {
+    switch (installed.load(std::memory_order_acquire)->allocate(size_bytes, address, is_gloo())) {
       case Arena::Outcome::kDone: return 0;
       case Arena::Outcome::kNoMemory: return ENOMEM;
       case Arena::Outcome::kNoAddresses: break;

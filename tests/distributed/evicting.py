@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main() -> None:
                 kept.append(torch.full((1 << 20,), 1, dtype=torch.uint8))
             except RuntimeError:  # no room just now
                 kept.clear()
-            if len(kept) > 5:
+            if len(kept) > 14:
                 kept.clear()
 
     with penstock.offload(
@@ -53,6 +54,13 @@ def main() -> None:
                 for i in several:
                     expected = sum(number + i + r for r in range(ranks))
                     assert float(tensors[i].min()) == float(tensors[i].max()) == expected, (number, i, other)
+                # A thread of the process group's makes one tensor of them all, for the system to write to.
+                gathered = [torch.empty(LARGE) for _ in range(ranks)]
+                if number % 4 == rank:
+                    time.sleep(0.3)  # meanwhile that of the others becomes the oldest
+                dist.all_gather(gathered, torch.full((LARGE,), float(number + rank)))
+                for r, each in enumerate(gathered):
+                    assert float(each.min()) == float(each.max()) == number + r, (number, r)
         ended.set()
         thread.join()
     leave()

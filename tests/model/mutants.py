@@ -57,13 +57,11 @@ MUTANTS = [
         "            managed.state = RESIDENT",
     ),
     Mutant(
-        "copies that are given up are watched for writes",
+        "copies that are given up stay the arena's",
         "full",
         "copy_engine",
-        "                managed.clean = False\n                self._device.will_write(managed)\n"
+        "                self._device.will_write(managed)\n                self._device.forget",
         "                self._device.forget",
-        "                if managed.clean:\n                    managed.clean = False\n"
-        "                    self._device.will_write(managed)\n                self._device.forget",
     ),
     Mutant(
         "nothing keeps alive what is still written",
