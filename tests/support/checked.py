@@ -33,7 +33,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.runtime.dispatch import Clock
-from penstock.runtime.storage_methods import held_bytes
+from penstock.runtime.storage_methods import held_bytes, resize
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.spill import SpillSpace
 
@@ -279,7 +279,7 @@ class CheckedDriver:
                 else:
                     self._check_copied(region)
                 self._free(region, "emptied")
-                storage.resize_(0)
+                resize(storage, 0)
                 region.size_bytes = 0
                 return True
             if held_bytes(storage):
@@ -289,7 +289,7 @@ class CheckedDriver:
             if self.refuses and self._is_too_much(size_bytes):
                 self.refused += 1
                 return False
-            storage.resize_(size_bytes)
+            resize(storage, size_bytes)
             ctypes.memset(storage.data_ptr(), self.random.randrange(256), size_bytes)
             region.size_bytes, region.owner = size_bytes, stream
             region.taken = _joined(stream.times, self.host)

@@ -138,8 +138,8 @@ class Clock(TorchDispatchMode):
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
         self._kernels.entered = True
+        self._replace(torch.UntypedStorage, "resize_", self._resizing())
         if self._device.memory.in_arena:
-            self._replace(torch.UntypedStorage, "resize_", self._resizing())
             for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
                 self._replace(torch.UntypedStorage, name, self._sharing(getattr(torch.UntypedStorage, name)))
         elif self._device.empties_storages:
@@ -174,21 +174,31 @@ class Clock(TorchDispatchMode):
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
         """In the place of UntypedStorage.resize_, which is no operator: FSDP2 frees gathered parameters with
         it, and allocates them again. To the run it is another storage then."""
-        resize = torch._C.StorageBase.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            if not self._device.has(storage):
+                return storage_methods.resize(storage, size)
+            # What is away on an accelerator is empty, and neither freed nor allocated by the program.
+            needed = size > 0 or self._device.empties_storages
             with self._interrupts, self._lock:
                 self.storages.bury()
                 managed = self.storages.find(storage)
                 if managed is not None:
                     managed.pins += 1
-                    self.recomputation.will_write(managed)
-                    self._engine.settle(managed, needed=size > 0)
-                self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
-            resize(storage, size)
-            with self._interrupts, self._lock:
+            try:
+                with self._interrupts, self._lock:
+                    if managed is not None:
+                        self.recomputation.will_write(managed)
+                        self._engine.settle(managed, needed)
+                    self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
+                while not self._device.resize(storage, size):
+                    with self._interrupts, self._lock:
+                        self._engine.make_some_room(size)
+            finally:
                 if managed is not None:
                     managed.pins -= 1
+            with self._interrupts, self._lock:
+                if managed is not None:
                     self.storages.renew(storage)
                 made = self.storages.meet(storage, made=True)
                 if self._recording is not None and self._kernels.in_step:

@@ -259,7 +259,7 @@ class AcceleratorDevice:
     # -- which storages ------------------------------------------------------------------------
 
     def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
-        if storage.device != self._driver.device or not managed.size_bytes or not storage.resizable():
+        if not self.has(storage) or not managed.size_bytes or not storage.resizable():
             return False
         managed.place = self._driver.current_stream()
         if not made:
@@ -293,6 +293,13 @@ class AcceleratorDevice:
             self._known_bytes -= managed.size_bytes
         self.drop_packed(managed)
         self._forget_copy(managed)
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device == self._driver.device
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
+        self.begin_kernel()
+        return self._driver.resize(storage, size_bytes, self._latest_stream)
 
     def _forget_copy(self, managed: ManagedStorage) -> None:
         managed.clean = False

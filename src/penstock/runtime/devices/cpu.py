@@ -24,6 +24,7 @@ from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copy_engine import CopyEngine, Done, Moved
+from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -148,6 +149,13 @@ class CpuDevice:
         if managed.slot is not None:
             self.forget(managed, managed.slot)
             managed.slot = None
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "cpu"
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
+        resize(storage, size_bytes)
+        return True
 
     # -- copies --------------------------------------------------------------------------------
 
