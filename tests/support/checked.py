@@ -63,6 +63,7 @@ class Region:
     taken    what had happened on that stream when the memory was handed out
     filled   something was written to it
     copies   to the host since it was written last, by the offset at which they begin
+    recorded  streams that may still use it when it is freed: `record_stream`
     """
 
     def __init__(self, name: str, size_bytes: int, owner: CheckedStream | None, taken: Times) -> None:
@@ -71,6 +72,7 @@ class Region:
         self.reads: list[Access] = []
         self.filled = False
         self.copies: dict[int, PendingCopy] = {}
+        self.recorded: set[str] = set()
 
 
 class PendingCopy:
@@ -297,6 +299,16 @@ class CheckedDriver:
             self._allocate(size_bytes, f"bringing {region.name} back")
             return True
 
+    def name_stream(self, stream: CheckedStream) -> torch.Stream:
+        """What operators of torch take for it."""
+        return torch.Stream(stream_id=self._streams.index(stream), device_index=0, device_type=1)
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: CheckedStream | torch.Stream) -> None:
+        with self.at_random():
+            if isinstance(stream, torch.Stream):
+                stream = self._streams[stream.stream_id]
+            self._region(storage).recorded.add(stream.name)
+
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         if text is None:
             self.access_errors.pop(storage._cdata, None)
@@ -427,9 +439,12 @@ class CheckedDriver:
         owner = region.owner
         times = _joined(owner.times if owner is not None else {}, self.host)
         for other in (region.write, *region.reads):
-            if other is not None and not other.happened_before(times):
+            if other is None or other.stream in region.recorded:
+                continue
+            if not other.happened_before(times):
                 self._violate(f"{region.name} is {how} while {other.text} may still use it")
         region.write, region.reads, region.filled = None, [], False
+        region.recorded.clear()
         self._allocated_bytes -= region.size_bytes
 
     def _is_too_much(self, size_bytes: int) -> bool:
@@ -518,6 +533,9 @@ class CheckedDriver:
 
     def kernel(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = describe(operator)
+        if facts.name == "record_stream":
+            self.record_stream(args[0].untyped_storage(), args[1])
+            return None
         if not facts.is_kernel:
             return operator(*args, **kwargs)
         stream = self.current_stream()

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Operators that ask for metadata only, or mark something for a profiler.
+# Operators that ask for metadata only, or tell an allocator or a profiler something.
 _NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
 _METADATA = frozenset(
     ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous")
     + ("is_coalesced", "sparse_dim", "dense_dim", "_dimI", "_dimV", "_nnz")
     + ("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size", "stride", "dim")
+    + ("record_stream",)
 )
 # Operators on lists of tensors.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")

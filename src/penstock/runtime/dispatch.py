@@ -47,6 +47,7 @@ from penstock.runtime.variants import AS_TRACED, Cost, Costs, alternatives, as_t
 from penstock.runtime.variants import run as run_variant
 
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
+_RECORD_STREAM = torch.ops.aten.record_stream.default
 _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optimizer_state"))
 
 
@@ -383,6 +384,9 @@ class Clock(TorchDispatchMode):
             with self._lock:
                 used = self._pin(self._storages_in(args))
             try:
+                if operator is _RECORD_STREAM:
+                    for managed in used:
+                        self._device.record_stream(managed, args[1])
                 return operator(*args, **(kwargs or {}))
             finally:
                 with self._lock:

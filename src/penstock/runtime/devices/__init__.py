@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +52,9 @@ class Device(copy_engine.Device, Protocol):
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage is in the device's memory, or is to be."""
         ...
+
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        """The program uses the storage on that stream, and may free it before the stream is done with it."""
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
         """The program resizes a storage that is there. False: there is no memory."""

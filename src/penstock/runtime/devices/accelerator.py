@@ -12,12 +12,13 @@ Rules that keep copies and kernels apart:
 - what is copied in lands in memory taken on the compute stream that the tensor's memory came from, and
   waits for an event recorded then: until it the allocator's former owner may still be using the memory;
 - storages are emptied, and handed to kernels, only after the host has seen the copy complete. Where kernels
-  ran on several streams, the stream that owns the memory waits for the others first;
+  ran on several streams, the stream that owns the memory waits for the others first; of what was made before
+  the run it is not known, and the allocator waits for all of them;
 - what leaves compressed is packed on a stream of its own, into memory of that stream, and emptied when the
   host has seen that complete; it is expanded on the same stream, into memory taken as for a copy.
 
-Streams and events are made once and kept; `record_stream` is never called: each makes the pools of the
-allocator grow.
+Streams and events are made once and kept; beyond these `record_stream` is called only for tensors that
+the program has called it for: each makes the pools of the allocator grow.
 
 The budget is of reserved bytes, beside those of what was there before and the run does not move. The
 allocator is capped at it, so that fragments count too: where the tensors would fit and the allocator still
@@ -122,6 +123,10 @@ class Driver(Protocol):
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
         ...
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """When the storage is freed, its memory is handed out again after the stream has done what it has
+        then."""
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         """Have each access to the storage raise this text, where torch can; None: no longer."""
@@ -241,6 +246,8 @@ class AcceleratorDevice:
             for tier, carry in (("host", self._move_host), ("disk", self._move_disk))
             for out in (True, False)
         }
+        self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
+        self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         self._packing = CopyQueue(
@@ -263,6 +270,7 @@ class AcceleratorDevice:
             return False
         managed.place = self._driver.current_stream()
         if not made:
+            self._found.add(managed.key)
             self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
             self._driver.limit(self._limit_bytes)
             self._asked = 0
@@ -289,6 +297,8 @@ class AcceleratorDevice:
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
             return
+        self._recorded.pop(managed.key, None)
+        self._found.discard(managed.key)
         if managed.state not in (AWAY, DROPPED):
             self._known_bytes -= managed.size_bytes
         self.drop_packed(managed)
@@ -296,6 +306,11 @@ class AcceleratorDevice:
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self._driver.device
+
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        recorded = self._recorded.setdefault(managed.key, [])
+        if stream not in recorded:
+            recorded.append(stream)
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
         self.begin_kernel()
@@ -332,12 +347,18 @@ class AcceleratorDevice:
             self._driver.set_access_error(storage, AWAY_TEXT)
             self._asked = 0
             return False
+        for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
+            self._driver.record_stream(storage, stream)
         self._known_bytes += managed.size_bytes
         return True
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        found = managed.key in self._found
+        self._found.discard(managed.key)
         for stream in self._streams:
-            if stream != managed.place:  # it may still be using the memory, which its owner hands out again
+            if found:
+                self._driver.record_stream(storage, stream)
+            elif stream != managed.place:  # it may still be using the memory, which its owner hands out again
                 event = self._record(stream)
                 managed.place.wait_event(event)
                 self._free_events.append(event)

@@ -153,6 +153,9 @@ class CpuDevice:
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "cpu"
 
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        pass  # it has none
+
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
         resize(storage, size_bytes)
         return True
