@@ -33,7 +33,7 @@ from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import graphs, storage_methods
+from penstock.runtime import graphs, storage_methods, triton_kernels
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -148,6 +148,7 @@ class Clock(TorchDispatchMode):
                 self._replace(torch.UntypedStorage, name, method)
             self._replace(torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             self._replaced.enter_context(graphs.refused())
+            self._replaced.enter_context(triton_kernels.seen(self))
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         if name in vars(owner):
@@ -396,12 +397,13 @@ class Clock(TorchDispatchMode):
     def present(
         self,
         storages: Iterable[torch.UntypedStorage],
-        written: torch.UntypedStorage | None = None,
+        written: Sequence[torch.UntypedStorage] = (),
         stays: bool = False,
     ) -> Iterator[None]:
         """See penstock.runtime.storage_methods.Clock. On any thread."""
         with self._interrupts:
             with self._lock:
+                within = self._engine.memory.reserved_bytes  # of a kernel that does this
                 self._device.begin_kernel()
                 used = self._pin(storages, written)
             try:
@@ -410,7 +412,7 @@ class Clock(TorchDispatchMode):
                 with self._lock:
                     for managed in used:
                         managed.pins += stays
-                    self._unpin(used)
+                    self._unpin(used, is_over=not within)
 
     def away_bytes(self, storage: torch.UntypedStorage) -> int:
         """See penstock.runtime.storage_methods.Clock."""
@@ -420,7 +422,7 @@ class Clock(TorchDispatchMode):
             return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
 
     def _pin(
-        self, storages: Iterable[torch.UntypedStorage], written: torch.UntypedStorage | None = None
+        self, storages: Iterable[torch.UntypedStorage], written: Sequence[torch.UntypedStorage] = ()
     ) -> list[ManagedStorage]:
         """Bring them, to stay until `_unpin`."""
         used: list[ManagedStorage] = []
@@ -434,20 +436,22 @@ class Clock(TorchDispatchMode):
         try:
             if any(managed.state > LEAVING for managed in used):
                 self._engine.demand(used)
-            managed = self.storages.find(written) if written is not None else None
-            if managed in used:
-                self.recomputation.will_write(managed)
-                self._engine.will_write(managed)
+            for storage in written:
+                managed = self.storages.find(storage)
+                if managed is not None and managed.movable:
+                    self.recomputation.will_write(managed)
+                    self._engine.will_write(managed)
         except BaseException:
             self._unpin(used)
             raise
         return used
 
-    def _unpin(self, used: list[ManagedStorage]) -> None:
+    def _unpin(self, used: list[ManagedStorage], is_over: bool = True) -> None:
         for managed in used:
             managed.pins -= 1
             self.storages.move_to_end(managed)
-        self._kernel_over()
+        if is_over:
+            self._kernel_over()
 
     def _begin_kernel(self) -> None:
         with self._interrupts:
