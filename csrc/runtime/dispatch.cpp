@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #ifdef __linux__
@@ -183,6 +184,7 @@ Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
   known.callee = is_overload ? nb::object(torch_operator.attr("_op")) : known.torch_operator;
   known.name = known.facts.attr("name");
   known.is_kernel = nb::cast<bool>(known.facts.attr("is_kernel"));
+  known.records_stream = nb::cast<std::string>(nb::str(torch_operator)) == "aten.record_stream.default";
   known.is_repeatable = nb::cast<bool>(known.facts.attr("is_repeatable"));
   known.is_opaque = nb::cast<bool>(known.facts.attr("is_opaque"));
   known.takes_lists = nb::cast<bool>(known.facts.attr("takes_lists"));
@@ -237,6 +239,7 @@ nb::object KernelClock::view(nb::handle clock, const Operator& facts, nb::handle
     try {
       if (std::ranges::any_of(used.storages, [](const auto* managed) { return managed->state > kLeaving; }))
         clock.attr("_bring")(to_list(used.storages));
+      if (facts.records_stream) clock.attr("_record_stream")(to_list(used.storages), args[1]);
     } catch (...) {
       for (auto* managed : used.storages) --managed->pins;
       kernel_over(clock);

@@ -21,6 +21,7 @@ struct Operator {
   std::vector<std::pair<Py_ssize_t, nb::object>> written;  // arguments: position, name
   bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false,
        is_collective = false;
+  bool records_stream = false;
   std::int64_t need_bytes = 0;  // what it took last
 };
 

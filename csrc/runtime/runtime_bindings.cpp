@@ -45,7 +45,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("movable", &ManagedStorage::movable)
       .def_rw("lasts", &ManagedStorage::lasts)
       .def_rw("gone", &ManagedStorage::gone)
-      .def_rw("fixed", &ManagedStorage::fixed)
+      .def_rw("noted", &ManagedStorage::noted)
       .def_rw("pins", &ManagedStorage::pins)
       .def_ro("in_kernel", &ManagedStorage::in_kernel)
       .def_rw("recipes", &ManagedStorage::recipes)

@@ -116,7 +116,7 @@ void Storages::forget(nb::object reference) {
     managed.in_use_order = false;
   }
   forget_address(managed);
-  if (tells_all || managed.fixed || managed.recipes != 0 || !managed.slot.is_none())
+  if (tells_all || managed.noted || managed.recipes != 0 || !managed.slot.is_none())
     buried_(owned.object);
   else if (managed.movable && !device_.is_none())
     memory_->known_bytes -= managed.size_bytes;

@@ -31,7 +31,8 @@ struct ManagedStorage {
   std::int64_t packed_bytes = 0;   // on the device while it is away; 0: none
   bool clean = false, guarded = false, keeps_copy = true, is_void = false, queued = false;
   bool writing = false;  // its packed bytes are being written, or wait for it
-  bool movable = false, lasts = false, gone = false, fixed = false;
+  bool movable = false, lasts = false, gone = false;
+  bool noted = false;  // by the device, which is told of its death
   nb::object slot = nb::none(), hold = nb::none(), place = nb::none();
 
   PyObject* self = nullptr;  // the Python object that this is part of
@@ -88,7 +89,7 @@ class Storages {
     memory_ = &memory;
   }
 
-  bool tells_all = true;  // `buried` is told of those, too, that have neither a copy nor a fixed place
+  bool tells_all = true;  // `buried` is told of those, too, that nobody has noted, and that have no copy
 
   static nb::object make(nb::handle storage, std::int64_t size_bytes, nb::handle died);
   static int traverse(PyObject* self, visitproc visit, void* arg);

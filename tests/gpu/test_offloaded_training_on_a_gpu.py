@@ -5,6 +5,8 @@ Written without a GPU, on the checked accelerator of tests/support; `make gpu` r
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 
 import penstock
 from penstock.runtime.devices.accelerator import AWAY_TEXT
+from penstock.runtime.storage_methods import held_bytes
 from tests.support.families import FAMILIES, _Gpt
 
 pytestmark = [
@@ -234,14 +237,45 @@ def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardwar
     options = tier_options("host", tmp_path, machine)
     with penstock.offload(device="cuda", device_budget=32 * MIB, **options) as run:
         tensors = [torch.full((MIB,), float(index), device="cuda") for index in range(16)]  # 4 MiB each
-        away = [tensor for tensor in tensors if tensor.untyped_storage().nbytes() == 0]
+        away = [tensor for tensor in tensors if held_bytes(tensor.untyped_storage()) == 0]
         assert away
-        if run._device._driver._set_error is None:
+        if run._device._driver._set_access_error is None:
             pytest.skip("this torch cannot have accesses raise")
         with pytest.raises(RuntimeError) as refused:
-            away[0].untyped_storage().data_ptr()
+            away[0].data_ptr()
         assert AWAY_TEXT in str(refused.value)
         assert [float(tensor.mean()) for tensor in tensors] == list(map(float, range(16)))
+
+
+def test_what_is_away_is_saved_and_copied(tmp_path: Path, machine: penstock.Hardware) -> None:
+    options = tier_options("host", tmp_path, machine)
+    with penstock.offload(device="cuda", device_budget=32 * MIB, **options):
+        tensors = [torch.full((MIB,), float(index), device="cuda") for index in range(16)]  # 4 MiB each
+        torch.save(tensors, tmp_path / "new.pt")
+        torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        copies = [*copy.deepcopy(tensors), *map(pickle.loads, map(pickle.dumps, tensors))]
+        expected = list(map(float, range(16)))
+        assert [float(tensor.mean()) for tensor in copies] == expected * 2
+        assert f"{tensors[3]}" == f"{torch.full((MIB,), 3.0)}".replace(")", ", device='cuda:0')")
+    for name in ("new.pt", "old.pt"):
+        loaded = torch.load(tmp_path / name, map_location="cpu")
+        assert [float(tensor.mean()) for tensor in loaded] == expected
+
+
+def test_graphs_are_refused(tmp_path: Path, machine: penstock.Hardware) -> None:
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(MIB, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    with penstock.offload(device="cuda", device_budget="1GiB", **tier_options("host", tmp_path, machine)):
+        with pytest.raises(penstock.InvalidArgument, match="replay"):
+            graph.replay()
+        with pytest.raises(penstock.InvalidArgument, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        compiled = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+        with pytest.raises(Exception, match="no-cudagraphs"):
+            compiled(x)
+    graph.replay()
+    assert float(x.mean()) == 1
 
 
 def test_what_comes_back_after_the_run_is_whole(tmp_path: Path, machine: penstock.Hardware) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.storage.spill import SpillOptions, SpillSpace
+from tests.support.checked import checked_run
 from tests.support.runs import HARDWARE
 
 WIDTH, LAYERS = 128, 8
@@ -67,6 +69,41 @@ def test_same_bits_within_the_budget(tmp_path: Path) -> None:
         assert all(map(torch.equal, found, wanted))
         assert report.evicted_bytes > 0
         assert report.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_an_accelerator_too(tmp_path: Path, seed: int) -> None:
+    width = 16
+    size_bytes = width * width * 4
+    weights = [torch.full((width, width), float(n + 1)) for n in range(LAYERS)]
+    expected = [weight.clone() for weight in weights]
+    with (
+        SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as spill,
+        checked_run(spill, LAYERS * size_bytes, seed=seed, refuses=True) as run,
+    ):
+        moved = [weight.mul(1) for weight in weights]
+        gathered = [torch.empty(width, width) for _ in range(LAYERS)]
+
+        def resize(buffer: torch.Tensor, bytes_then: int) -> None:
+            storage = buffer.untyped_storage()
+            if not bytes_then:
+                run.driver.dropped.add(storage._cdata)  # nobody wants a copy of it
+            assert storage.resize_(bytes_then) is storage
+            assert storage.nbytes() == bytes_then
+
+        for buffer in gathered:
+            resize(buffer, 0)
+        for _ in range(3):
+            for weight, buffer in zip(moved, gathered, strict=True):
+                resize(buffer, size_bytes)
+                buffer.copy_(weight)
+                weight.add_(buffer)
+            for buffer in reversed(gathered):
+                buffer.add_(1)
+                resize(buffer, 0)
+        assert run.device.peak_bytes() <= LAYERS * size_bytes
+        found = [weight.mul(1).tolist() for weight in moved]
+    assert found == [weight.mul(8).tolist() for weight in expected]
 
 
 def test_resize_is_torchs_own_again_when_the_run_is_closed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
 from penstock.runtime.dispatch import Clock
-from penstock.runtime.storage_methods import held_bytes
+from penstock.runtime.storage_methods import held_bytes, resize
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.spill import SpillSpace
 
@@ -63,6 +63,7 @@ class Region:
     taken    what had happened on that stream when the memory was handed out
     filled   something was written to it
     copies   to the host since it was written last, by the offset at which they begin
+    recorded  streams that may still use it when it is freed: `record_stream`
     """
 
     def __init__(self, name: str, size_bytes: int, owner: CheckedStream | None, taken: Times) -> None:
@@ -71,6 +72,7 @@ class Region:
         self.reads: list[Access] = []
         self.filled = False
         self.copies: dict[int, PendingCopy] = {}
+        self.recorded: set[str] = set()
 
 
 class PendingCopy:
@@ -282,7 +284,7 @@ class CheckedDriver:
                 else:
                     self._check_copied(region)
                 self._free(region, "emptied")
-                storage.resize_(0)
+                resize(storage, 0)
                 region.size_bytes = 0
                 return True
             if held_bytes(storage):
@@ -292,13 +294,23 @@ class CheckedDriver:
             if self.refuses and self._is_too_much(size_bytes):
                 self.refused += 1
                 return False
-            storage.resize_(size_bytes)
+            resize(storage, size_bytes)
             ctypes.memset(storage.data_ptr(), self.random.randrange(256), size_bytes)
             region.size_bytes, region.owner = size_bytes, stream
             region.taken = _joined(stream.times, self.host)
             region.write, region.reads, region.filled = None, [], False
             self._allocate(size_bytes, f"bringing {region.name} back")
             return True
+
+    def name_stream(self, stream: CheckedStream) -> torch.Stream:
+        """What operators of torch take for it."""
+        return torch.Stream(stream_id=self._streams.index(stream), device_index=0, device_type=1)
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: CheckedStream | torch.Stream) -> None:
+        with self.at_random():
+            if isinstance(stream, torch.Stream):
+                stream = self._streams[stream.stream_id]
+            self._region(storage).recorded.add(stream.name)
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         if text is None:
@@ -430,9 +442,12 @@ class CheckedDriver:
         owner = region.owner
         times = _joined(owner.times if owner is not None else {}, self.host)
         for other in (region.write, *region.reads):
-            if other is not None and not other.happened_before(times):
+            if other is None or other.stream in region.recorded:
+                continue
+            if not other.happened_before(times):
                 self._violate(f"{region.name} is {how} while {other.text} may still use it")
         region.write, region.reads, region.filled = None, [], False
+        region.recorded.clear()
         self._allocated_bytes -= region.size_bytes
 
     def _is_too_much(self, size_bytes: int) -> bool:
@@ -521,6 +536,9 @@ class CheckedDriver:
 
     def kernel(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = describe(operator)
+        if facts.name == "record_stream":
+            self.record_stream(args[0].untyped_storage(), args[1])
+            return None
         if not facts.is_kernel:
             return operator(*args, **kwargs)
         stream = self.current_stream()

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Operators that ask for metadata only, or mark something for a profiler.
+# Operators that ask for metadata only, or tell an allocator or a profiler something.
 _NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
 _METADATA = frozenset(
     ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous")
     + ("is_coalesced", "sparse_dim", "dense_dim", "_dimI", "_dimV", "_nnz")
     + ("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size", "stride", "dim")
+    + ("record_stream",)
 )
+# Whose schemas are true, with a tag or without.
+_OF_TORCH = ("aten", "prims")
 # Operators on lists of tensors.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 # Norms write their running statistics, which these schemas do not say.
@@ -39,7 +42,8 @@ class Operator(NamedTuple):
     written        (position, name) of the arguments that it writes to
     is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
     draws          it is repeatable but for the random numbers that it draws from a generator
-    is_opaque      it has no schema, such as a compiled region: any of its inputs may be written
+    is_opaque      it has no schema, such as a compiled region, or one that says of no write and that nobody
+                   vouches for: any of its inputs may be written
     takes_lists    of tensors, each for itself: see penstock.capture.slices
     is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
                    to stay until it is waited for
@@ -77,17 +81,21 @@ def describe(operator: Any) -> Operator:
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in silent
     )
     returns = schema.returns
+    is_opaque = not (written or is_collective or operator.namespace in _OF_TORCH) and not _has_tag(
+        operator, "pt2_compliant_tag"
+    )
     is_view = bool(returns) and not written and all(entry.alias_info is not None for entry in returns)
     is_metadata = operator.namespace in _NAMESPACES_WITHOUT_KERNELS or name in _METADATA
     return Operator(
         name,
         not (is_view or is_metadata),
         written,
-        not (written or is_collective)
+        not (written or is_collective or is_opaque)
         and not _has_tag(operator, "nondeterministic_seeded", "nondeterministic_bitwise"),
-        draws=not written
+        draws=not (written or is_opaque)
         and _has_tag(operator, "nondeterministic_seeded")
         and not _has_tag(operator, "nondeterministic_bitwise"),
+        is_opaque=is_opaque and not is_view,
         takes_lists=name.startswith(LIST_PREFIXES),
         is_collective=is_collective,
     )

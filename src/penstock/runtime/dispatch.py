@@ -33,7 +33,7 @@ from penstock.codecs.bitmask import sampled_density
 from penstock.core.columns import KINDS
 from penstock.core.trace import Variant
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import graphs, storage_methods
+from penstock.runtime import graphs, storage_methods, triton_kernels
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -141,8 +141,8 @@ class Clock(TorchDispatchMode):
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
         self._kernels.entered = True
+        self._replace(torch.UntypedStorage, "resize_", self._resizing())
         if self._device.memory.in_arena:
-            self._replace(torch.UntypedStorage, "resize_", self._resizing())
             for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
                 self._replace(torch.UntypedStorage, name, self._sharing(getattr(torch.UntypedStorage, name)))
         elif self._device.empties_storages:
@@ -150,6 +150,7 @@ class Clock(TorchDispatchMode):
                 self._replace(torch.UntypedStorage, name, method)
             self._replace(torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             self._replaced.enter_context(graphs.refused())
+            self._replaced.enter_context(triton_kernels.seen(self))
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         if name in vars(owner):
@@ -177,21 +178,31 @@ class Clock(TorchDispatchMode):
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
         """In the place of UntypedStorage.resize_, which is no operator: FSDP2 frees gathered parameters with
         it, and allocates them again. To the run it is another storage then."""
-        resize = torch._C.StorageBase.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            if not self._device.has(storage):
+                return storage_methods.resize(storage, size)
+            # What is away on an accelerator is empty, and neither freed nor allocated by the program.
+            needed = size > 0 or self._device.empties_storages
             with self._interrupts, self._lock:
                 self.storages.bury()
                 managed = self.storages.find(storage)
                 if managed is not None:
                     managed.pins += 1
-                    self.recomputation.will_write(managed)
-                    self._engine.settle(managed, needed=size > 0)
-                self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
-            resize(storage, size)
-            with self._interrupts, self._lock:
+            try:
+                with self._interrupts, self._lock:
+                    if managed is not None:
+                        self.recomputation.will_write(managed)
+                        self._engine.settle(managed, needed)
+                    self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
+                while not self._device.resize(storage, size):
+                    with self._interrupts, self._lock:
+                        self._engine.make_some_room(size)
+            finally:
                 if managed is not None:
                     managed.pins -= 1
+            with self._interrupts, self._lock:
+                if managed is not None:
                     self.storages.renew(storage)
                 made = self.storages.meet(storage, made=True)
                 if self._recording is not None and self._kernels.in_step:
@@ -374,16 +385,21 @@ class Clock(TorchDispatchMode):
         with self._interrupts:
             self._engine.demand(used)
 
+    def _record_stream(self, used: list[ManagedStorage], stream: Any) -> None:
+        for managed in used:
+            self._device.record_stream(managed, stream)
+
     @contextlib.contextmanager
     def present(
         self,
         storages: Iterable[torch.UntypedStorage],
-        written: torch.UntypedStorage | None = None,
+        written: Sequence[torch.UntypedStorage] = (),
         stays: bool = False,
     ) -> Iterator[None]:
         """See penstock.runtime.storage_methods.Clock. On any thread."""
         with self._interrupts:
             with self._lock:
+                within = self._engine.memory.reserved_bytes  # of a kernel that does this
                 self._device.begin_kernel()
                 used = self._pin(storages, written)
             try:
@@ -393,7 +409,7 @@ class Clock(TorchDispatchMode):
                 with self._lock:
                     for managed in used:
                         managed.pins += stays
-                    self._unpin(used)
+                    self._unpin(used, is_over=not within)
 
     def away_bytes(self, storage: torch.UntypedStorage) -> int:
         """See penstock.runtime.storage_methods.Clock."""
@@ -403,7 +419,7 @@ class Clock(TorchDispatchMode):
             return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
 
     def _pin(
-        self, storages: Iterable[torch.UntypedStorage], written: torch.UntypedStorage | None = None
+        self, storages: Iterable[torch.UntypedStorage], written: Sequence[torch.UntypedStorage] = ()
     ) -> list[ManagedStorage]:
         """Bring them, to stay until `_unpin`."""
         used: list[ManagedStorage] = []
@@ -417,20 +433,22 @@ class Clock(TorchDispatchMode):
         try:
             if any(managed.state > LEAVING for managed in used):
                 self._engine.demand(used)
-            managed = self.storages.find(written) if written is not None else None
-            if managed in used:
-                self.recomputation.will_write(managed)
-                self._engine.will_write(managed)
+            for storage in written:
+                managed = self.storages.find(storage)
+                if managed is not None and managed.movable:
+                    self.recomputation.will_write(managed)
+                    self._engine.will_write(managed)
         except BaseException:
             self._unpin(used)
             raise
         return used
 
-    def _unpin(self, used: list[ManagedStorage]) -> None:
+    def _unpin(self, used: list[ManagedStorage], is_over: bool = True) -> None:
         for managed in used:
             managed.pins -= 1
             self.storages.move_to_end(managed)
-        self._kernel_over()
+        if is_over:
+            self._kernel_over()
 
     def _begin_kernel(self) -> None:
         with self._interrupts:

@@ -7,7 +7,7 @@ see. In a run they say how large a storage is when it is there, and find its byt
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -33,11 +33,11 @@ _NO_ADDRESS = 1 << 63  # no device has memory there
 
 class Clock(Protocol):
     def present(
-        self, storages: Iterable[Storage], written: Storage | None = None, stays: bool = False
+        self, storages: Iterable[Storage], written: Sequence[Storage] = (), stays: bool = False
     ) -> AbstractContextManager[None]:
         """The bytes of these are on the device meanwhile.
 
-        written   that is written to
+        written   of them, what is written to
         stays     they do not leave any more
         """
         ...
@@ -98,7 +98,7 @@ def _accessing(clock: Clock, method: Callable[..., Any], writes: bool) -> Callab
     @functools.wraps(method)
     def accessing(storage: Storage, *args: Any, **kwargs: Any) -> Any:
         others = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.UntypedStorage))
-        with clock.present([storage, *others], written=storage if writes else None):
+        with clock.present([storage, *others], written=[storage] if writes else ()):
             return method(storage, *args, **kwargs)
 
     return accessing

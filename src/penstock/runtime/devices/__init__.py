@@ -54,6 +54,17 @@ class Device(copy_engine.Device, Protocol):
     def bury(self, managed: ManagedStorage) -> None:
         """The storage has died."""
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is in the device's memory, or is to be."""
+        ...
+
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        """The program uses the storage on that stream, and may free it before the stream is done with it."""
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
+        """The program resizes a storage that is there. False: there is no memory."""
+        ...
+
     def begin_kernel(self) -> None:
         """A kernel begins. In the arena it is told only where something was moved unasked."""
 

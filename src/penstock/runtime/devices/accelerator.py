@@ -13,14 +13,15 @@ Rules that keep copies and kernels apart:
   waits for an event recorded then: until it the allocator's former owner may still be using the memory;
 - storages are emptied, and handed to kernels, only after the host has seen the copy complete, or once all
   streams of kernels wait for it (`join`). Where kernels ran on several streams, the stream that owns the
-  memory waits for the others first;
+  memory waits for the others first; of what was made before the run it is not known, and the allocator waits
+  for all of them;
 - a block of host memory is used for something else only after the host has seen the copies to and from it
   complete;
 - what leaves compressed is packed on a stream of its own, into memory of that stream, and emptied when the
   host has seen that complete; it is expanded on the same stream, into memory taken as for a copy.
 
-Streams and events are made once and kept; `record_stream` is never called: each makes the pools of the
-allocator grow.
+Streams and events are made once and kept; beyond these `record_stream` is called only for tensors that
+the program has called it for: each makes the pools of the allocator grow.
 
 The budget is of reserved bytes, beside those of what was there before and the run does not move. The
 allocator is capped at it, so that fragments count too: where the tensors would fit and the allocator still
@@ -134,6 +135,10 @@ class Driver(Protocol):
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
         ...
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """When the storage is freed, its memory is handed out again after the stream has done what it has
+        then."""
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         """Have each access to the storage raise this text, where torch can; None: no longer."""
@@ -276,6 +281,8 @@ class AcceleratorDevice:
         self._issued: dict[int, Any] = {}  # by key: after which the copy of it as it is, on the host, is over
         self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
         self._copies = threading.Lock()  # both, and how many copies use a block of the slab
+        self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
+        self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         self._packing = CopyQueue(
@@ -291,10 +298,12 @@ class AcceleratorDevice:
     # -- which storages ------------------------------------------------------------------------
 
     def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
-        if storage.device != self._driver.device or not managed.size_bytes or not storage.resizable():
+        if not self.has(storage) or not managed.size_bytes or not storage.resizable():
             return False
         managed.place = self._driver.current_stream()
         if not made:
+            self._found.add(managed.key)
+            managed.noted = True
             self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
             self._driver.limit(self._limit_bytes)
             self.memory.asks_in = 0
@@ -321,10 +330,25 @@ class AcceleratorDevice:
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
             return
+        self._recorded.pop(managed.key, None)
+        self._found.discard(managed.key)
         if managed.state not in (AWAY, DROPPED):
             self.memory.known_bytes -= managed.size_bytes
         self.drop_packed(managed)
         self._forget_copy(managed)
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device == self._driver.device
+
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        managed.noted = True
+        recorded = self._recorded.setdefault(managed.key, [])
+        if stream not in recorded:
+            recorded.append(stream)
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
+        self.begin_kernel()
+        return self._driver.resize(storage, size_bytes, self._latest_stream)
 
     def _forget_copy(self, managed: ManagedStorage) -> None:
         managed.clean = False
@@ -358,12 +382,18 @@ class AcceleratorDevice:
             self._driver.set_access_error(storage, AWAY_TEXT)
             self.memory.asks_in = 0
             return False
+        for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
+            self._driver.record_stream(storage, stream)
         self.memory.known_bytes += managed.size_bytes
         return True
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        found = managed.key in self._found
+        self._found.discard(managed.key)
         for stream in self._streams:
-            if stream != managed.place:  # it may still be using the memory, which its owner hands out again
+            if found:
+                self._driver.record_stream(storage, stream)
+            elif stream != managed.place:  # it may still be using the memory, which its owner hands out again
                 event = self._record(stream)
                 managed.place.wait_event(event)
                 self._free_events.append(event)

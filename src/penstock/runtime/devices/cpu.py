@@ -24,6 +24,7 @@ from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copy_engine import CopyEngine, Done, Moved
+from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -120,7 +121,7 @@ class CpuDevice:
                     _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
                 self._set_budget()
-                managed.fixed = True
+                managed.noted = True
                 return False
             if self.engine is not None:
                 self.engine.make_room(managed.size_bytes)
@@ -143,13 +144,23 @@ class CpuDevice:
         self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
 
     def bury(self, managed: ManagedStorage) -> None:
-        if managed.fixed:
+        if managed.noted:
             self._fixed_bytes -= managed.size_bytes
             self._set_budget()
         self._packed.pop(managed.key, None)
         if managed.slot is not None:
             self.forget(managed, managed.slot)
             managed.slot = None
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "cpu"
+
+    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
+        pass  # it has none
+
+    def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
+        resize(storage, size_bytes)
+        return True
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -171,7 +182,7 @@ class CpuDevice:
         managed.movable = managed.guarded = managed.gone = False
         self.engine.note_elsewhere(managed)
         if not self._serial(storage):
-            managed.fixed = True
+            managed.noted = True
             self._fixed_bytes += managed.size_bytes
             self._set_budget()
         return True

@@ -14,7 +14,7 @@ import torch
 
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import Memory
-from penstock.runtime.storage_methods import resize
+from penstock.runtime.storage_methods import held_bytes, resize
 
 logger = logging.getLogger("penstock")
 
@@ -94,6 +94,12 @@ class TorchDriver:
         except torch.OutOfMemoryError:
             return False
         return True
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        with torch._C._DisableTorchDispatch():  # it is no operator of the program's
+            content = torch.empty(0, dtype=torch.uint8, device=self.device)
+            content.set_(storage, 0, (held_bytes(storage),), (1,))  # type: ignore[call-overload]
+            content.record_stream(stream)
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
         pass
