@@ -140,7 +140,7 @@ def test_families(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["optimal", "evict_all", "at random"])
+@pytest.mark.parametrize("policy", ["evict_all", "at random"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_in_all_orders(emu: Any, name: str, order: str, policy: str, tmp_path: Path) -> None:
