@@ -11,6 +11,7 @@ import torch
 
 ORDERS = ["eager", "lazy", "stepped", "random", "newest"]
 HOSTILE = ["lazy", "stepped", "random", "newest"]
+REPEATABLE = ["lazy", "stepped", "newest"]  # with one thread of the host
 SEEDS = range(12)
 
 
@@ -70,7 +71,7 @@ def test_who_waits_is_right_in_every_order(emu: Any, program: Callable[[bool], b
         assert program(True)
 
 
-@pytest.mark.parametrize("order", HOSTILE)
+@pytest.mark.parametrize("order", REPEATABLE)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_missing_wait_is_seen(emu: Any, program: Callable[[bool], bool], order: str) -> None:
     def found(seed: int) -> bool:

@@ -28,21 +28,23 @@ class Program(NamedTuple):
     order: list[int]
 
 
-def make_program(seed: int) -> Program:
+def make_program(seed: int, scale: int = 1) -> Program:
+    """All sizes are multiples of ``scale``."""
     rng = random.Random(seed)
-    parameters = [rng.choice([4, 8, 12, 16]) for _ in range(PARAMETERS)]
-    kinds = [_make_step(rng, parameters) for _ in range(rng.choice([1, 1, 2]))]
+    parameters = [rng.choice([4, 8, 12, 16]) * scale for _ in range(PARAMETERS)]
+    kinds = [_make_step(rng, parameters, scale) for _ in range(rng.choice([1, 1, 2]))]
     order = [rng.randrange(len(kinds)) if step > 1 else 0 for step in range(rng.randint(2, 5))]
     return Program(seed, parameters, kinds, order)
 
 
-def begin(program: Program) -> Values:
+def begin(program: Program, device: str = "cpu") -> Values:
     """The values with which the program begins: parameters, by number from 0 on."""
     torch.manual_seed(program.seed)
     generator = torch.Generator().manual_seed(program.seed)
     values: Values = {}
     for number, size in enumerate(program.parameters):
-        values[number] = torch.randn(size, size, generator=generator).requires_grad_(number % 2 == 0)
+        made = torch.randn(size, size, generator=generator).to(device)
+        values[number] = made.requires_grad_(number % 2 == 0)
     return values
 
 
@@ -56,7 +58,7 @@ def run_step(program: Program, values: Values, kind: int) -> list[torch.Tensor]:
     return results
 
 
-def _make_step(rng: random.Random, parameters: list[int]) -> list[Instruction]:
+def _make_step(rng: random.Random, parameters: list[int], scale: int) -> list[Instruction]:
     """All values are square; their sizes are known while the step is made."""
     sizes = dict(enumerate(parameters))
     leaves = set(range(0, PARAMETERS, 2))  # those that autograd knows: nothing writes to them
@@ -79,7 +81,7 @@ def _make_step(rng: random.Random, parameters: list[int]) -> list[Instruction]:
             sizes[fresh] = sizes[first]
             fresh += 1
         elif draw < 0.62:
-            size = rng.choice([4, 8, 12, 16])
+            size = rng.choice([4, 8, 12, 16]) * scale
             step.append(_new(fresh, size, rng.randrange(1000)))
             sizes[fresh] = size
             fresh += 1
@@ -106,7 +108,8 @@ def _delete(gone: int) -> Instruction:
 
 def _new(number: int, size: int, seed: int) -> Instruction:
     def instruction(values: Values) -> None:
-        values[number] = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+        made = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+        values[number] = made.to(values[0].device)
 
     return instruction
 
@@ -175,7 +178,7 @@ _MAKERS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: torch.where(x > y, x, y),
     lambda x, y: F.dropout(x, 0.5),
     lambda x, y: torch.randn_like(x),
-    lambda x, y: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1)),
+    lambda x, y: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1, device=x.device)),
     lambda x, y: x.double().float(),
     lambda x, y: torch.view_as_complex(x.reshape(-1, 2)).conj().mul(2).abs().repeat(2).view(x.shape),
     lambda x, y: x.cumsum(0) - y.sum(1, keepdim=True),

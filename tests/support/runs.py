@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ HARDWARE = penstock.Hardware(
     disk_write_latency_s=1e-4,
     disk_shares_bus=False,
     name="given",
+)
+# Of an accelerator: with a bus between device and host.
+ACCELERATED = replace(
+    HARDWARE, host_bytes=4 << 30, device_to_host_bytes_per_s=2e9, host_to_device_bytes_per_s=2e9
 )
 EVERYTHING = 4096  # bytes: the arena's smallest block, so that every tensor of a small model pages
 

@@ -261,6 +261,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   Block* take(size_t requested_bytes, int stream) {
+    refuse_if_forked();
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     give_pending(false);
     size_t size_bytes = round_up(requested_bytes, kRound);

@@ -45,7 +45,7 @@ struct State {
   int running = -1;  // the stream whose item is carried out
   int latest = -1;
   int next_stream = 0;
-  pid_t process = 0;  // whose thread the executor is
+  std::atomic<pid_t> process{0};  // whose thread the executor is
   bool halted = false;
   std::string error;  // of work, until a wait raises it
   Counters counters;
@@ -183,10 +183,7 @@ void on_crash(int number, siginfo_t* info, void*) {
 }
 
 void start(State& s) {
-  if (s.process) {
-    if (is_forked()) throw std::runtime_error("emu: the device cannot be used in a forked process");
-    return;
-  }
+  if (s.process) return;
   s.process = getpid();
   struct sigaction action = {};
   action.sa_sigaction = on_crash;
@@ -245,6 +242,7 @@ void set_order(Order order, uint64_t seed) {
 }
 
 void launch(int stream, const char* name, Work work) {
+  refuse_if_forked();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   start(s);
@@ -254,6 +252,7 @@ void launch(int stream, const char* name, Work work) {
 }
 
 MarkPtr record(int stream) {
+  refuse_if_forked();
   State& s = state();
   auto mark = std::make_shared<Mark>(stream);
   std::unique_lock<std::mutex> lock(s.mutex);
@@ -265,6 +264,7 @@ MarkPtr record(int stream) {
 
 void wait(int stream, const MarkPtr& mark) {
   if (!mark || mark->reached) return;
+  refuse_if_forked();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   start(s);
@@ -274,6 +274,7 @@ void wait(int stream, const MarkPtr& mark) {
 
 bool query(const MarkPtr& mark) {
   if (!mark || mark->reached) return true;
+  refuse_if_forked();
   State& s = state();
   {
     std::lock_guard<std::mutex> lock(s.mutex);
@@ -286,6 +287,7 @@ bool query(const MarkPtr& mark) {
 
 void synchronize(const MarkPtr& mark) {
   if (!mark) return;
+  refuse_if_forked();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   s.counters.synchronized++;
@@ -302,6 +304,7 @@ void synchronize(const MarkPtr& mark) {
 void synchronize_stream(int stream) { synchronize(record(stream)); }
 
 void synchronize_device() {
+  refuse_if_forked();
   State& s = state();
   std::vector<int> busy;
   {
@@ -326,6 +329,11 @@ void delay_host() {
 }
 
 bool is_forked() { return state().process && state().process != getpid(); }
+
+// Before any lock is taken: a thread that is not there may hold it.
+void refuse_if_forked() {
+  if (is_forked()) throw std::runtime_error("emu: the device cannot be used in a forked process");
+}
 
 void halt() {
   if (is_forked()) return;

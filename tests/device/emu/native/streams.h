@@ -52,8 +52,9 @@ int new_stream();
 void set_host_delay(int microseconds);
 void delay_host();
 
-// Whether this process was forked from the one that uses the device.
+// Whether this process was forked from the one that uses the device; what needs the device raises there.
 bool is_forked();
+void refuse_if_forked();
 
 // At the end of the process: nothing is carried out any more, and nobody waits.
 void halt();

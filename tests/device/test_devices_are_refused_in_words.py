@@ -1,0 +1,79 @@
+"""What is wrong with a device, or a budget for it, is said at once, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.errors import DeviceUnavailable, InvalidArgument
+
+
+def offloaded(**options: Any) -> Callable[[Path], object]:
+    return lambda spill_dir: penstock.offload(spill_dir=spill_dir, **{"device_budget": "32MiB"} | options)
+
+
+CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (offloaded(device="tpu"), InvalidArgument, "'tpu' is no device: give 'cpu', 'cuda'"),
+        (offloaded(device=7.5), InvalidArgument, "7.5 is no device: give 'cpu', 'cuda'"),
+        (offloaded(device="meta"), DeviceUnavailable, "penstock cannot use 'meta': give 'cpu', 'cuda'"),
+        (
+            offloaded(model=torch.nn.Linear(2, 2, device="meta")),
+            DeviceUnavailable,
+            "penstock cannot use 'meta': give 'cpu', 'cuda'",
+        ),
+        pytest.param(
+            offloaded(device="cuda"),
+            DeviceUnavailable,
+            "sees 0 CUDA device(s). Give device='cpu'",
+            marks=CUDA,
+        ),
+        pytest.param(
+            lambda spill_dir: penstock.probe(spill_dir, device="cuda:1"),
+            DeviceUnavailable,
+            "'cuda:1' is not on this machine",
+            marks=CUDA,
+        ),
+        (offloaded(device="emu:3"), DeviceUnavailable, "'emu:3' is not on this machine"),
+        (
+            offloaded(device="emu", device_budget="5GiB"),
+            InvalidArgument,
+            "device_budget is 5.00 GiB, and emu:0 (emulated device) has 4.00 GiB: give less",
+        ),
+        (offloaded(device="emu", host_budget="1MiB"), InvalidArgument, "host_budget is 1.00 MiB"),
+    ],
+)
+def test_devices(
+    call: Callable[[Path], object],
+    error: type[Exception],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(penstock.runtime.run, "PROBE_S", 0.05)
+    with pytest.raises(error) as refused:
+        call(tmp_path)
+    assert said in str(refused.value)
+
+
+def test_devices_are_measured(tmp_path: Path) -> None:
+    machine = penstock.probe(tmp_path, device="emu", time_budget_s=0.2)
+    assert machine.device_bytes == 4 << 30 and machine.name.startswith("emulated device, ")
+    assert machine.device_to_host_bytes_per_s > 0 and machine.host_to_device_bytes_per_s > 0
+    assert machine.compress_bytes_per_s > 0 and not machine.copy_overhead_s
+
+
+def test_steps_are_traced_on_it() -> None:
+    layer = torch.nn.Linear(64, 64, device="emu")
+    x = torch.ones(64, 64, device="emu")
+    trace = penstock.trace(lambda: layer(x).square().sum().backward(), fake=False, device="emu")
+    assert trace.kernels > 3 and trace.peak_bytes >= 4 * 64 * 64 * 4
