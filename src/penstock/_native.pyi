@@ -447,7 +447,7 @@ class ManagedStorage:
     movable: bool  # it can leave the device
     lasts: bool  # it was there before the step, or the optimizer keeps it
     gone: bool  # the device took its memory by itself, and keeps a copy of its own
-    fixed: bool  # it lies outside of the arena, and counts
+    noted: bool  # by the device, which is told of its death
     pins: int  # kernels that use it now, and what runs beside them
     @property
     def in_kernel(self) -> bool: ...  # the clock's kernel that runs uses it
@@ -467,7 +467,7 @@ class Storages:
     adopt         decides whether a storage can be moved, and prepares it: called once for each one, with
                   whether a kernel has just made it
     buried        is told of each one that has died: of all, or if not `tells_all`, of those with a copy, and
-                  of those that are fixed
+                  of those that the device has noted
     first_serial  storages in blocks of the arena from this one on are movable, and `adopt` is not asked
                   about them; 0: there are none
     """

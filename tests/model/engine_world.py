@@ -964,7 +964,7 @@ class World:
                         managed.freeing_bytes,
                     ),
                     (managed.packed_bytes, managed.writing, managed.void, managed.queued, managed.movable),
-                    (managed.gone, managed.fixed, managed.pins, managed.recipes, managed.hold is not None),
+                    (managed.gone, managed.noted, managed.pins, managed.recipes, managed.hold is not None),
                     slot and (known(extents, slot.extent.offset), slot.packing.packed_bytes),
                     slot and [known(marks, mark) for mark in self._slot_marks(managed) or ()],
                     staging

@@ -348,7 +348,7 @@ class AcceleratorDevice:
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
         self.begin_kernel()
-        return self._driver.resize(storage, size_bytes, self._latest_stream)
+        return self._driver.resize(storage, size_bytes, self._driver.current_stream())
 
     def _forget_copy(self, managed: ManagedStorage) -> None:
         managed.clean = False

@@ -45,7 +45,9 @@ class TorchDriver:
         return torch.Event(self.device)
 
     def current_stream(self) -> Any:
-        return torch._C._accelerator_getStream(self.device.index)  # torch.accelerator asks more, for each kernel
+        return torch._C._accelerator_getStream(
+            self.device.index
+        )  # torch.accelerator asks more, for each kernel
 
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
