@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
-#include <string>
+#include <string_view>
 #include <utility>
 
 #ifdef __linux__
@@ -184,7 +184,7 @@ Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
   known.callee = is_overload ? nb::object(torch_operator.attr("_op")) : known.torch_operator;
   known.name = known.facts.attr("name");
   known.is_kernel = nb::cast<bool>(known.facts.attr("is_kernel"));
-  known.records_stream = nb::cast<std::string>(nb::str(torch_operator)) == "aten.record_stream.default";
+  known.records_stream = std::string_view(nb::str(torch_operator).c_str()) == "aten.record_stream.default";
   known.is_repeatable = nb::cast<bool>(known.facts.attr("is_repeatable"));
   known.is_opaque = nb::cast<bool>(known.facts.attr("is_opaque"));
   known.takes_lists = nb::cast<bool>(known.facts.attr("takes_lists"));
