@@ -290,11 +290,16 @@ class Recomputation:
             engine.make_room(recipe.need_bytes, expected=self._device.keeps_budget)
             self._device.use(recipe.reads)
             began_s = time.perf_counter()
-            engine.lock.release()
-            try:
-                result = _made_again(recipe, managed)
-            finally:
-                engine.lock.acquire()
+            while True:
+                engine.lock.release()
+                try:
+                    result = _made_again(recipe, managed)
+                    break
+                except Exception as error:
+                    failed = error
+                finally:
+                    engine.lock.acquire()
+                self._free_for(recipe, failed)
             self.recompute_s += time.perf_counter() - began_s
         finally:
             for storage in used:
@@ -310,6 +315,14 @@ class Recomputation:
         while not self._device.fill(managed, target, result):
             engine.make_some_room(managed.size_bytes)
         self._is_back(managed, recipe)
+
+    def _free_for(self, recipe: _Recipe, error: Exception) -> None:
+        """Where the kernel lacked memory, let more leave: it wrote nothing, and can run again. Else raise."""
+        missing_bytes = self._device.missing_bytes(error, recipe.need_bytes)
+        if not missing_bytes or not self._engine.free(missing_bytes):
+            if missing_bytes:
+                self._device.kernel_failed(error, recipe.need_bytes)
+            raise error
 
     def _is_back(self, managed: ManagedStorage, recipe: _Recipe) -> None:
         managed.state = RESIDENT

@@ -153,6 +153,7 @@ class CudaDriver(TorchDriver):
     memory_manager = "CUDA caching allocator"
 
     def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # the allocator counts from then on
         super().__init__(device)
         self._set_access_error = access_errors(self.device)
         self._has_nvtx = hasattr(torch._C, "_nvtx")
