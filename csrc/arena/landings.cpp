@@ -106,8 +106,8 @@ Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
   auto* block = start(address);
   *staging = nullptr;
   if (block == nullptr) return Answer::kUnknown;
-  if (!block->is_out() || block->copy->in_swap_file) return Answer::kNo;
-  if (packed && (block->copy->in_memory() || block->copy->packing.packed_bytes == 0)) return Answer::kNo;
+  if (!block->is_out() || block->copy->in_swap_file || block->copy->in_memory()) return Answer::kNo;
+  if (packed && block->copy->packing.packed_bytes == 0) return Answer::kNo;
   if (block->staging == nullptr) {
     const auto packed_bytes = round_up(block->copy->packing.packed_bytes, kPageBytes);
     const auto size_bytes = packed ? packed_bytes : block->requested_bytes;

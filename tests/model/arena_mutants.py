@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "an older copy is staged",
         "landings.cpp",
-        " || block->copy->in_swap_file) return Answer::kNo;",
-        ") return Answer::kNo;",
+        " || block->copy->in_swap_file || block",
+        " || block",
     ),
     Mutant(
         "what was staged arrives over a newer copy",

@@ -36,6 +36,7 @@ def use_elsewhere(run: CheckedRun, tells: bool) -> None:
     event.record(run.driver.current_stream())
     side.wait_event(event)
     tensor.view(16, 16)  # it comes back
+    run.engine.drain()
     with run.driver.on(side):
         made = tensor.add(1)
         del managed, tensor

@@ -441,6 +441,9 @@ class CheckedDriver:
         """Its memory may be handed out again to the stream that owns it."""
         owner = region.owner
         times = _joined(owner.times if owner is not None else {}, self.host)
+        for stream in self._streams:
+            if stream.name in region.recorded:
+                _join(times, stream.times)
         for other in (region.write, *region.reads):
             if other is None or other.stream in region.recorded:
                 continue
