@@ -12,6 +12,7 @@ import torch
 import penstock
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cuda import TorchDriver
+from penstock.runtime.devices.queues import StreamQueue
 from tests.support.runs import ACCELERATED
 
 MIB = 1 << 20
@@ -42,16 +43,55 @@ def run(spill_dir: Path) -> bool:
         return [float(value) for value in read] == [number + 2.0 for number in range(COUNT)] * 2
 
 
-def copies_do_not_wait_for_kernels(patch: Patch) -> None:
-    def begin(device: Any, copy: Any, stream: Any) -> None:
-        device._free_events.extend(copy.ready)
-        copy.ready = []
+def read_elsewhere(spill_dir: Path) -> bool:
+    """A tensor with a copy is read on another stream, leaves, and another gets its memory. Was it read
+    first?"""
+    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    with penstock.offload(
+        device="emu", device_budget=40 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
+    ) as run:
+        tensor = torch.full((4 * MIB,), 1.0, device="emu")
+        engine, managed = run._engine, run._clock.storages.find(tensor.untyped_storage())
+        assert managed is not None
+        with engine.lock:
+            engine.evict(managed, release=False)
+        engine.drain()
+        side.wait_stream(main)
+        with side:
+            value = tensor.max()
+        with engine.lock:
+            engine.release(managed)
+        other = torch.full((4 * MIB,), 5.0, device="emu")
+        main.synchronize()
+        main.wait_stream(side)
+        return float(value) == 1 and float(other[0]) == 5
 
-    patch(AcceleratorDevice, "_begin", begin)
+
+def copies_do_not_wait_for_kernels(patch: Patch) -> None:
+    put = StreamQueue.put
+
+    def careless(queue: Any, copy: Any) -> Any:
+        copy.ready = []
+        return put(queue, copy)
+
+    patch(StreamQueue, "put", careless)
 
 
 def copies_count_as_complete_when_they_begin(patch: Patch) -> None:
-    patch(AcceleratorDevice, "_complete", lambda device, stream: None)
+    issue = AcceleratorDevice._issue
+
+    def too_early(device: Any, out: bool, copy: Any, stream: Any) -> Any:
+        over = device._record(stream)
+        device._free_events.append(issue(device, out, copy, stream))
+        return over
+
+    patch(AcceleratorDevice, "_issue", too_early)
+
+
+def kernels_do_not_wait_for_copies(patch: Patch) -> None:
+    patch(
+        AcceleratorDevice, "join", lambda device, managed: device._issued.pop(managed.key, None) is not None
+    )
 
 
 def memory_is_taken_on_another_stream(patch: Patch) -> None:
@@ -86,6 +126,7 @@ def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
 FAULTS = [
     copies_do_not_wait_for_kernels,
     copies_count_as_complete_when_they_begin,
+    kernels_do_not_wait_for_copies,
     memory_is_taken_on_another_stream,
     streams_that_use_memory_are_forgotten,
     blocks_are_handed_out_before_they_are_read,
@@ -98,6 +139,7 @@ def test_without_a_fault_all_is_right(emu: Any, order: str, tmp_path: Path) -> N
     for seed in range(3):
         emu.configure(order=order, seed=seed)
         assert run(tmp_path)
+        assert read_elsewhere(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -107,6 +149,6 @@ def test_faults(
     fault(monkeypatch.setattr)
     for order, seed in ATTEMPTS:
         emu.configure(order=order, seed=seed, host_delay_us=50)
-        if not run(tmp_path):
+        if not run(tmp_path) or not read_elsewhere(tmp_path):
             return
     raise AssertionError(f"nobody saw it in {len(ATTEMPTS)} runs")
