@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -40,6 +41,14 @@ class Gate(FaultyTransport):
 
         threading.Thread(target=begin, daemon=True).start()
 
+    @contextlib.contextmanager
+    def opened_at_last(self) -> Iterator[None]:
+        """A run that is closed waits for what was submitted."""
+        try:
+            yield
+        finally:
+            self.opened.set()
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
@@ -74,7 +83,7 @@ def _pack(run: penstock.Offload, tensor: torch.Tensor) -> None:
 
 
 def test_memory_is_free_before_the_copy_is_written(gate: Gate, tmp_path: Path) -> None:
-    with _offload(tmp_path) as run:
+    with _offload(tmp_path) as run, gate.opened_at_last():
         tensor, other = _sparse(1), _sparse(2)
         views, expected = (tensor.numpy(), other.numpy()), (tensor.clone(), other.clone())
         _pack(run, tensor)
@@ -93,7 +102,7 @@ def test_memory_is_free_before_the_copy_is_written(gate: Gate, tmp_path: Path) -
 
 
 def test_what_is_written_to_meanwhile_is_not_taken_from_the_copy(gate: Gate, tmp_path: Path) -> None:
-    with _offload(tmp_path) as run:
+    with _offload(tmp_path) as run, gate.opened_at_last():
         tensor, other = _sparse(1), _sparse(2)
         view, expected = tensor.numpy(), (tensor.clone(), other.clone())
         _pack(run, tensor)
@@ -113,7 +122,7 @@ def test_what_is_written_to_meanwhile_is_not_taken_from_the_copy(gate: Gate, tmp
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_failed_write_leaves_the_packed_bytes(error: int, gate: Gate, tmp_path: Path) -> None:
-    with _offload(tmp_path) as run:
+    with _offload(tmp_path) as run, gate.opened_at_last():
         tensors = [_sparse(number) for number in range(3)]
         expected = [tensor.clone() for tensor in tensors]
         for tensor in tensors:
@@ -143,7 +152,7 @@ def test_packed_bytes_leave_for_what_needs_the_memory(
 ) -> None:
     """The arena writes them to its own file where nobody in Python can help, also while they are written."""
     elements = times * ELEMENTS
-    with _offload(tmp_path, 4 * times * SIZE, io) as run:
+    with _offload(tmp_path, 4 * times * SIZE, io) as run, gate.opened_at_last():
         tensors = [_sparse(number, elements) for number in range(3)]
         values = [float(tensor.sum()) for tensor in tensors]
         for tensor in tensors:

@@ -54,6 +54,7 @@ class Cuda(TorchDispatchMode):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     runtime = Cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with runtime:
         yield runtime
