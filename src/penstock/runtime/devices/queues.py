@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ logger = logging.getLogger("penstock")
 
 # What went wrong, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
+
+Marked = contextlib.AbstractContextManager[None]
 
 
 class Copy:
@@ -66,12 +68,51 @@ class Copy:
         return Moved(link, started_s, finished_s, managed.index, moved_bytes, managed.kind)
 
 
-class CopyQueue:
+class _Served:
+    """What waits for a thread of its own, until it is closed.
+
+    marked    see Driver: what shows each copy in a profiler
+    """
+
+    def __init__(self, name: str, stream: Any, marked: Callable[[str], Marked]) -> None:
+        self._stream = stream
+        self._marked = marked
+        self._changed = threading.Condition()
+        self._closed = False
+        # A copy that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def _serve(self) -> None:
+        raise NotImplementedError
+
+    def _mark(self, copy: Copy) -> Marked:
+        return self._marked(f"{self._thread.name}: {copy.text}")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PenstockError("the run is closed: no tensor can be moved any more")
+
+    def _wait_for(self, waiting: Sized) -> bool:
+        """With the lock: until something waits. False: nothing comes any more."""
+        while not waiting and not self._closed:
+            self._changed.wait()
+        return len(waiting) > 0
+
+    def close(self, timeout_s: float) -> None:
+        """See to what waits, then end the thread. A copy that hangs is not waited for for longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("a copy hangs (%s), and is left behind", self._thread.name)
+
+
+class CopyQueue(_Served):
     """Carries out copies of one direction and one tier on a thread and a stream of its own, the most urgent
     first.
 
     carry_out   of a Copy, its priority, and the stream. Blocks until the copy is over
-    marked      see Driver: what shows each copy in a profiler
     """
 
     def __init__(
@@ -79,23 +120,17 @@ class CopyQueue:
         name: str,
         stream: Any,
         carry_out: Callable[[Copy, int, Any], Outcome],
-        marked: Callable[[str], contextlib.AbstractContextManager[None]],
+        marked: Callable[[str], Marked],
     ) -> None:
-        self._stream = stream
-        self._marked = marked
+        super().__init__(name, stream, marked)
         self._carry_out = carry_out
         self._waiting: list[tuple[int, int, Copy]] = []
         self._count = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        # A copy to a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def put(self, priority: int, copy: Copy) -> None:
         with self._changed:
-            if self._closed:
-                raise PenstockError("the run is closed: no tensor can be moved any more")
+            self._require_open()
             heapq.heappush(self._waiting, (priority, next(self._count), copy))
             self._changed.notify()
 
@@ -108,19 +143,12 @@ class CopyQueue:
                     heapq.heapify(self._waiting)
                     return
 
-    def close(self, timeout_s: float) -> None:
-        """Carry out what waits, then end the thread. A copy that hangs is not waited for for longer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        _join(self._thread, timeout_s)
-
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             priority, _, copy = entry
             done = copy.done
             try:
-                with self._marked(f"{self._thread.name}: {copy.text}"):
+                with self._mark(copy):
                     outcome = self._carry_out(copy, priority, self._stream)
             except Exception as error:
                 outcome = _failure(error), []
@@ -132,20 +160,15 @@ class CopyQueue:
 
     def _next(self) -> tuple[int, int, Copy] | None:
         with self._changed:
-            while not self._waiting:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            return heapq.heappop(self._waiting)
+            return heapq.heappop(self._waiting) if self._wait_for(self._waiting) else None
 
 
-class StreamQueue:
+class StreamQueue(_Served):
     """Gives the copies of one direction to a stream as they come, and sees on a thread when each is over. The
     stream goes from one to the next without the host.
 
     issue     of a Copy and the stream: returns the event after which it is over
     recycle   takes events that nobody waits for any more
-    marked    see Driver: what shows each copy in a profiler
     """
 
     def __init__(
@@ -155,30 +178,24 @@ class StreamQueue:
         stream: Any,
         issue: Callable[[Copy, Any], Any],
         recycle: Callable[[Sequence[Any]], None],
-        marked: Callable[[str], contextlib.AbstractContextManager[None]],
+        marked: Callable[[str], Marked],
     ) -> None:
+        super().__init__(name, stream, marked)
         self._link = link
-        self._stream = stream
         self._issue = issue
         self._recycle = recycle
-        self._marked = marked
         self._issued: deque[tuple[Copy, Any]] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        # A copy that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def put(self, copy: Copy) -> Any:
         """The event after which the copy is over."""
         with self._changed:
-            if self._closed:
-                raise PenstockError("the run is closed: no tensor can be moved any more")
+            self._require_open()
             # On a thread of the program's: no mode of its own sees the copy.
             with (
                 torch._C._DisableTorchDispatch(),
                 torch._C.DisableTorchFunction(),
-                self._marked(f"{self._thread.name}: {copy.text}"),
+                self._mark(copy),
             ):
                 for event in copy.ready:
                     self._stream.wait_event(event)
@@ -186,13 +203,6 @@ class StreamQueue:
             self._issued.append((copy, over))
             self._changed.notify()
         return over
-
-    def close(self, timeout_s: float) -> None:
-        """See what was issued end, then end the thread. A copy that hangs is not waited for for longer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        _join(self._thread, timeout_s)
 
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
@@ -215,11 +225,7 @@ class StreamQueue:
 
     def _next(self) -> tuple[Copy, Any] | None:
         with self._changed:
-            while not self._issued:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            return self._issued.popleft()
+            return self._issued.popleft() if self._wait_for(self._issued) else None
 
 
 def _failure(error: Exception) -> PenstockError:
@@ -233,9 +239,3 @@ def _tell(done: Done, outcome: Outcome) -> None:
         done(*outcome)
     except Exception:
         logger.exception("what follows a copy failed")
-
-
-def _join(thread: threading.Thread, timeout_s: float) -> None:
-    thread.join(timeout_s)
-    if thread.is_alive():
-        logger.warning("a copy hangs (%s), and is left behind", thread.name)
