@@ -41,6 +41,7 @@ from penstock.runtime.eviction_order import eviction_order
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.output_bytes import Needs
 from penstock.runtime.recompute import Recomputation
+from penstock.runtime.replacing import replace
 from penstock.runtime.schedule import Drop, Evict, Note, Prefetch, Recompute, Schedule
 from penstock.runtime.storages import DROPPED, LEAVING, ManagedStorage, Storages
 from penstock.runtime.variants import AS_TRACED, Cost, Costs, alternatives, as_traced, has_alternatives, named
@@ -141,23 +142,17 @@ class Clock(TorchDispatchMode):
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
         self._kernels.entered = True
-        self._replace(torch.UntypedStorage, "resize_", self._resizing())
+        replace(self._replaced, torch.UntypedStorage, "resize_", self._resizing())
         if self._device.memory.in_arena:
             for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
-                self._replace(torch.UntypedStorage, name, self._sharing(getattr(torch.UntypedStorage, name)))
+                shared = self._sharing(getattr(torch.UntypedStorage, name))
+                replace(self._replaced, torch.UntypedStorage, name, shared)
         elif self._device.empties_storages:
             for name, method in storage_methods.methods(self).items():
-                self._replace(torch.UntypedStorage, name, method)
-            self._replace(torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
+                replace(self._replaced, torch.UntypedStorage, name, method)
+            replace(self._replaced, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             self._replaced.enter_context(graphs.refused())
             self._replaced.enter_context(triton_kernels.seen(self))
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        if name in vars(owner):
-            self._replaced.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self._replaced.callback(delattr, owner, name)
-        setattr(owner, name, method)
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""

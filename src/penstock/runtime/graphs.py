@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch._inductor.config as inductor
 
 from penstock.errors import InvalidArgument
+from penstock.runtime.replacing import replace
 
 # What records or replays: an object of torch's, and its names.
 _ENTRIES = (
@@ -57,15 +58,14 @@ def refused() -> Iterator[None]:
             owner = getattr(owner, kind, None) if kind else owner
             for name in names:
                 if hasattr(owner, name):
-                    _replace(undo, owner, name, f"torch.{path}")
+                    replace(undo, owner, name, _refusing(f"torch.{path}", name))
         if hasattr(inductor, "cudagraph_policy"):  # older ones record at the second call
             undo.enter_context(inductor.patch("cudagraph_policy", _NoGraphs()))
         yield
 
 
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, path: str) -> None:
+def _refusing(path: str, name: str) -> Callable[..., NoReturn]:
     def refusing(*_: Any, **__: Any) -> NoReturn:
         _refuse(path if name == "__enter__" else f"{path}.{name}", "Run the kernels without one.")
 
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, refusing)
+    return refusing

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.capture.operators import tensors_in
+from penstock.runtime.replacing import replace
 from penstock.runtime.storage_methods import Clock
 
 
@@ -30,8 +31,6 @@ def seen(clock: Clock) -> Iterator[None]:
         with clock.present(storages, written=storages):
             return run(kernel, *args, **kwargs)
 
-    kind.run = launched
-    try:
+    with contextlib.ExitStack() as undo:
+        replace(undo, kind, "run", launched)
         yield
-    finally:
-        kind.run = run
