@@ -136,7 +136,8 @@ class Arena {
 
   // Writes are noticed from now on. The caller is about to make a copy: no other one is kept. kNo if the block is not in
   // memory; then there is nothing to copy, even if it comes a moment later.
-  Answer guard(void* address);
+  // With `loan` it is lent from the same moment on, see `lend`.
+  Answer guard(void* address, std::uint64_t* loan = nullptr);
   // Brings it in first if it is out.
   Answer unguard(void* address, int* error);
   Answer written(void* address) const;
@@ -282,6 +283,7 @@ class Arena {
   // The end.
   void put_aside(Block& block);
   void end(Block& block, bool has_memory);
+  std::uint64_t lend_block(Block& block);
   bool end_visit(std::uint64_t serial, std::uint64_t snapshot);
 
   // The way back.

@@ -164,9 +164,12 @@ std::optional<bool> arrive(std::uintptr_t staging, bool guard) {
   return check_staged(answer, staging, error);
 }
 
-std::uint64_t lend(std::uintptr_t address) {
-  const auto loan = arena().lend(pointer(address));
-  if (loan == 0) check(Answer::kUnknown, address);
+std::uint64_t lend(std::uintptr_t address, bool guards) {
+  std::uint64_t loan = 0;
+  if (guards)
+    check(arena().guard(pointer(address), &loan), address);
+  else if ((loan = arena().lend(pointer(address))) == 0)
+    check(Answer::kUnknown, address);
   return loan;
 }
 
@@ -350,11 +353,8 @@ void bind_arena(nb::module_& module) {
         return writable ? hold(address, change, true) : arena().hold(pointer(address), change);
       },
       nb::arg("address"), nb::arg("change"), nb::arg("writable") = false);
-  module.def("arena_lend", &lend, nb::arg("address"));
+  module.def("arena_lend", &lend, nb::arg("address"), nb::arg("guards") = false);
   module.def("arena_lent_back", [](std::uint64_t loan) { return arena().lent_back(loan); }, nb::arg("loan"));
-  module.def(
-      "arena_guard", [](std::uintptr_t address) { return check(arena().guard(pointer(address)), address); },
-      nb::arg("address"));
   module.def(
       "arena_unguard", [](std::uintptr_t address) { without_gil(&Arena::unguard, address); }, nb::arg("address"));
   module.def(

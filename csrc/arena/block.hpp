@@ -69,7 +69,7 @@ struct Block {
   // Another one with each version, and with each departure: what was read at its addresses from one moment to
   // another is its bytes as they were if this is the same at both.
   std::uint64_t snapshot = 1;
-  std::uint64_t watched = 0;  // the version at the last arena_guard
+  std::uint64_t watched = 0;  // the version at the last guard
   std::uint32_t recipes = 0;  // ways to compute dropped blocks that hold only while this one is not written
   std::shared_ptr<const Copy> copy;  // of this version; none while it is writable
 
@@ -86,7 +86,7 @@ struct Block {
   bool is_in() const { return place == Place::kIn; }
   bool is_out() const { return place == Place::kOut; }
   bool is_dropped() const { return place == Place::kDropped; }
-  bool written() const { return watched != version; }  // or writable, since arena_guard was called
+  bool written() const { return watched != version; }  // or writable, since guard was called
   bool large() const { return owned_bytes % (std::size_t{2} << 20) == 0; }
 };
 

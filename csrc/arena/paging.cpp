@@ -82,8 +82,9 @@ bool Arena::make_writable(Block& block) {
   return true;
 }
 
-Arena::Answer Arena::guard(void* address) {
+Arena::Answer Arena::guard(void* address, std::uint64_t* loan) {
   const Lock lock(mutex_);
+  if (loan != nullptr) require_reserve();
   auto* block = start(address);
   if (block == nullptr) return Answer::kUnknown;
   if (!block->is_in()) return Answer::kNo;  // even if it is on its way: then it comes with the copy that it has
@@ -95,6 +96,7 @@ Arena::Answer Arena::guard(void* address) {
   // Whoever guards it is about to write a copy, often to the place of the last one: that one counts for nothing while
   // it is written over. Should the block leave meanwhile, what is written may be anything.
   block->copy.reset();
+  if (loan != nullptr) *loan = lend_block(*block);
   return Answer::kYes;
 }
 
@@ -124,9 +126,12 @@ std::uint64_t Arena::lend(void* address) {
   const Lock lock(mutex_);
   require_reserve();
   auto* block = start(address);
-  if (block == nullptr) return 0;
-  loans_[++last_loan_] = {block->serial, block->snapshot};
-  ++block->lends;
+  return block == nullptr ? 0 : lend_block(*block);
+}
+
+std::uint64_t Arena::lend_block(Block& block) {
+  loans_[++last_loan_] = {block.serial, block.snapshot};
+  ++block.lends;
   return last_loan_;
 }
 

@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant(
         "a guarded block keeps a copy that is written over",
         "paging.cpp",
-        "  block->copy.reset();\n  return Answer::kYes;\n",
-        "  return Answer::kYes;\n",
+        "  block->copy.reset();\n  if (loan",
+        "  if (loan",
     ),
     Mutant(
         "what is out is guarded, and comes a moment later with its copy",

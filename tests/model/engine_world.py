@@ -471,7 +471,7 @@ class World:
                 block.event = "in"
             if is_in and not was_in and block.copy.startswith("packed"):
                 block.copy = block.copy[8:]
-            if (here and name == "arena_guard" and is_in) or state in ("in", "dropped"):
+            if (here and name == "arena_lend" and result) or state in ("in", "dropped"):
                 block.copy = ""
             if was_in != is_in or (here and name == "arena_arrive"):
                 self.order = [*(other for other in self.order if other != one), one]

@@ -117,13 +117,6 @@ MUTANTS = [
         "managed.gone = False",
     ),
     Mutant(
-        "what the arena took a moment ago is copied",
-        "taken",
-        "cpu",
-        'if _native.arena_state(managed.address) != "out":',
-        "if True:",
-    ),
-    Mutant(
         "a copy whose memory the arena took is an error",
         "taken",
         "cpu",
@@ -136,13 +129,6 @@ MUTANTS = [
         "cpu",
         "managed.void = True\n            self.notice()\n            if managed.void and",
         "pass\n            if managed.void and",
-    ),
-    Mutant(
-        "what left while it was copied is copied",
-        "taken",
-        "cpu",
-        "                managed.void = True  # it left while it was copied",
-        "                pass",
     ),
     Mutant(
         "packed bytes are forgotten while they are written",
@@ -184,9 +170,9 @@ MUTANTS = [
         "addresses that are being read are not lent",
         "shared, taken",
         "cpu",
-        "                        managed.guarded = True\n                        return loan",
-        "                        managed.guarded = True\n"
-        "                        _native.arena_lent_back(loan)\n"
-        "                        return 1 << 60",
+        "                    managed.guarded = True\n                    return loan",
+        "                    managed.guarded = True\n"
+        "                    _native.arena_lent_back(loan)\n"
+        "                    return 1 << 60",
     ),
 ]

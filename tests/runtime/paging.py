@@ -39,7 +39,7 @@ class Away:
     def write(self, tensor: torch.Tensor) -> tuple[int, int, int, int]:
         """Guard the tensor and copy it to the file; give the segment that holds it."""
         address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        _native.arena_guard(address)
+        _native.arena_lent_back(_native.arena_lend(address, guards=True))
         offset, self.end = self.end, self.end + -(-size // 4096) * 4096
         view = (ctypes.c_char * size).from_address(address)
         assert os.pwrite(self.file, view, offset) == size

@@ -368,7 +368,7 @@ LIMITED = """
     os.ftruncate(file, 64 * MIB)
 
     def leave(tensor):
-        _native.arena_guard(tensor.data_ptr())
+        _native.arena_lent_back(_native.arena_lend(tensor.data_ptr(), guards=True))
         assert _native.arena_leave(tensor.data_ptr(), [(file, 0, 0, tensor.numel())])
 """
 

@@ -93,7 +93,7 @@ def test_segments_come_from_several_files_also_those_for_direct_io(
         second = os.open(tmp_path / "second", os.O_RDONLY | os.O_DIRECT)
     except OSError:
         second = os.open(tmp_path / "second", os.O_RDONLY)
-    _native.arena_guard(address)
+    _native.arena_lent_back(_native.arena_lend(address, guards=True))
     with pytest.raises(ValueError):
         _native.arena_leave(address, [(first, 300, 0, 4100)])
     with pytest.raises(ValueError):
@@ -290,7 +290,7 @@ def test_ten_thousand_rounds_leave_no_trace(away: Away) -> None:
 def test_unknown_addresses_are_refused_and_ignored_where_kernels_touch(away: Away) -> None:
     tensor = torch.zeros(MIB)
     for call in (
-        _native.arena_guard,
+        _native.arena_lend,
         _native.arena_unguard,
         _native.arena_written,
         _native.arena_stage,

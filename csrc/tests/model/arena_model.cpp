@@ -122,11 +122,18 @@ void come(World& world, Tensor& tensor, bool guard) {
   char* staging = nullptr;
   int error = 0;
   if (arena.stage(tensor.address, false, &staging) == Arena::Answer::kYes && staging != nullptr) {
+    const auto packing = world.probe.block(tensor.address)->copy->packing;
+    const auto size = packing.packed_bytes == 0 ? world.block_bytes : round_up(packing.packed_bytes, kPageBytes);
+    const auto begin = world.block_bytes - size;
     world.read_into.emplace_back(staging, world.block_bytes);
-    World::need(world.explorer.read(world.slots.number, staging, world.block_bytes, tensor.slot) ==
-                    static_cast<long>(world.block_bytes),
+    World::need(world.explorer.read(world.slots.number, staging + begin, size, tensor.slot + begin) ==
+                    static_cast<long>(size),
                 "a staging area cannot be read into");
     world.explorer.step("read");
+    if (packing.packed_bytes != 0) {
+      std::vector<char> head(head_bytes(packing));
+      unpack_in_place(packing, staging, world.block_bytes, head.data());  // fails only where it is not wanted any more
+    }
     std::erase_if(world.read_into, [&](const auto& each) { return each.first == staging; });
     World::need(arena.arrive(staging, guard, &error) != Arena::Answer::kUnknown, "a staging area is gone");
     if (!guard) tensor.in_slot = false;

@@ -241,12 +241,9 @@ class CpuDevice:
         there is nothing to copy."""
         if not self._is_elsewhere(managed, storage):
             with contextlib.suppress(ValueError):  # the program gives the storage other memory just now
-                if _native.arena_guard(managed.address):
-                    loan = _native.arena_lend(managed.address)
-                    if _native.arena_state(managed.address) != "out":
-                        managed.guarded = True
-                        return loan
-                    _native.arena_lent_back(loan)
+                if loan := _native.arena_lend(managed.address, guards=True):
+                    managed.guarded = True
+                    return loan
                 self.notice()  # the arena took it a moment ago
         managed.void = True
         return 0
@@ -552,8 +549,6 @@ class CpuDevice:
             managed = self.storages.at(address)
             if managed is None:
                 continue  # nobody's any more
-            if managed.state == LEAVING and not managed.queued:
-                managed.void = True  # it left while it was copied
             if what == "out":
                 managed.gone = True
                 managed.guarded = False
