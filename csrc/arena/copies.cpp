@@ -117,6 +117,7 @@ std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t 
   std::size_t packed_bytes = 0;
   {
     const Unlocked unlocked(lock);
+    io_step("measure");
     packed_bytes = packed_size(codec, address, elements, itemsize);
   }
   const auto size_bytes = round_up(packed_bytes, kPageBytes);
@@ -129,6 +130,7 @@ std::shared_ptr<const Copy> Arena::pack(void* address, Codec codec, std::size_t 
   bool whole = false;
   {
     const Unlocked unlocked(lock);
+    io_step("pack");
     whole = penstock::pack(copy->packing, address, end - packed_bytes);
   }
   if (!whole) return nullptr;

@@ -18,6 +18,7 @@ namespace {
 
 // Expands a packed copy that is in memory, whole pages from `memory` on. 0, or an errno.
 int expand(const Packing& packing, const char* memory, char* data) {
+  io_step("expand");
   const auto* const packed = memory + round_up(packing.packed_bytes, kPageBytes) - packing.packed_bytes;
   return unpack(packing, packed, data) ? 0 : EBADMSG;
 }

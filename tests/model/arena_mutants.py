@@ -103,13 +103,6 @@ MUTANTS = [
         "  if (!guard)\n    change_bytes(block);\n  else if",
         "  if",
     ),
-    # Made again.
-    Mutant(
-        "what is made again keeps a number",
-        "paging.cpp",
-        "  block->guarded = guarded;\n  change_bytes(*block);\n",
-        "  block->guarded = guarded;\n",
-    ),
     # Events.
     Mutant(
         "what has come back keeps its event",
@@ -161,6 +154,7 @@ MUTANTS = [
         "gate.cpp",
         "!block->is_out() || block->moving != Block::Moving::kNot || !block->copy->in_memory()",
         "!block->is_out() || !block->copy->in_memory()",
+        ("--only", "make from Y"),
         real=True,
     ),
     Mutant(
@@ -168,13 +162,7 @@ MUTANTS = [
         "gate.cpp",
         "      empty_landing(packed->memory);\n",
         "      drop_landing(packed->memory);\n",
-        real=True,
-    ),
-    Mutant(
-        "what is writable is packed",
-        "copies.cpp",
-        "block == nullptr || !block->guarded || itemsize == 0",
-        "block == nullptr || !block->is_in() || itemsize == 0",
+        ("--only", "make from Y"),
         real=True,
     ),
     Mutant(
@@ -188,6 +176,7 @@ MUTANTS = [
         "copies.cpp",
         "  const Visit visit(*this, *block);\n",
         "",
+        ("--large", "--only", "pack X; release X", "--seconds", "60"),
         real=True,
     ),
 ]

@@ -1,6 +1,6 @@
 // Every interleaving of three actors over two blocks of the arena.
 //
-//   arena_model [--seconds S] [--deep] [--forks] [--only TEXT]
+//   arena_model [--seconds S] [--deep] [--forks] [--large] [--only TEXT]
 //
 // Each program sets the blocks up, then lets three actors do one thing each (with --deep, two actors two things each
 // as well; with --forks, a child that reads beside one other). Prints what was explored; ends with 1, and the steps that led there, where something is wrong.
@@ -72,6 +72,20 @@ void allocate(World& world, std::size_t) {
   for (std::size_t i = 0; i < 2; ++i) world.write_cell(other, i, world.fresh_value());
   for (std::size_t i = 0; i < 2; ++i) world.read_cell(other, i);
   world.arena.release(address);
+}
+
+// A kernel uses Y, and makes two others: with a budget of 3, all else must leave.
+void make(World& world) {
+  const Turn turn(world.y);
+  if (!turn) return;
+  const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(world.y.address)};
+  std::size_t out = 0;
+  world.arena.touch(used, &out);
+  if (out > 0) world.arena.bring_in_moved(used);
+  auto* const first = world.allocate();
+  allocate(world, 0);
+  if (first != nullptr) world.arena.release(first);
+  world.arena.kernel_over();
 }
 
 // As the copy engine does: notices writes, copies, and lets the block leave. By direct I/O, which fails where the
@@ -158,7 +172,14 @@ void pack(World& world, Tensor& tensor, bool keeps) {
   const auto size = round_up(packed->packing.packed_bytes, kPageBytes);
   auto* const memory = arena.packed_address(*packed);
   const auto begin = world.block_bytes - size;
-  if (memory != nullptr && world.explorer.write(world.slots.number, memory, size, tensor.slot + begin) == static_cast<long>(size)) {
+  if (memory != nullptr) {
+    // By a thread that copies: what it reads may be anything once the arena has emptied it, but is there.
+    for (std::size_t at = 0; at < size; at += kPageBytes) {
+      world.explorer.step("copy packed");
+      std::uint64_t first = 0;
+      World::need(load(memory + at, &first), "a packed copy cannot be read while it is written");
+      World::need(raw_write(world.slots.number, memory + at, kPageBytes, tensor.slot + begin + at) == kPageBytes, "write");
+    }
     world.explorer.step("written packed");
     if (tensor.alive && arena.packed_address(*packed) != nullptr)
       arena.packed_written(address, packed, {{world.slots.number, tensor.slot + begin, begin, size}}, keeps);
@@ -394,6 +415,13 @@ int main(int count, char** arguments) {
       try_it(setup, {{named("leave by direct I/O X")}, {named("allocate"), named("read X")}, {named("write X")}}, budget);
       try_it(setup, {{named("read X"), named("allocate")}, {named("leave by direct I/O X"), named("leave again X")}}, budget);
     }
+#ifndef PENSTOCK_SIMULATED_PAGES
+  const Act makes{"make from Y", make};
+  for (const char* how : {"pack X", "pack and keep X"}) {
+    try_it(all_setups[0], {{named(how)}, {&makes}}, 3);
+    try_it(all_setups[0], {{named(how)}, {&makes}, {named("read X")}}, 3);
+  }
+#endif
   std::vector<std::tuple<const Setup*, Actors, std::size_t>> longer;
   for (const auto& setup : all_setups)
     for (std::size_t a = 0; a < quick; ++a)
