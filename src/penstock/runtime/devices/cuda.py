@@ -87,7 +87,13 @@ class TorchDriver:
         self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
     ) -> bool:
         with self._on(stream):
-            return packing.unpack(packed, content, codec, itemsize)
+            try:
+                return packing.unpack(packed, content, codec, itemsize)
+            except torch.OutOfMemoryError:  # it takes some beside, which the host has
+                expanded = torch.empty_like(content, device="cpu")
+                whole = packing.unpack(packed.cpu(), expanded, codec, itemsize)
+                content.copy_(expanded)
+                return whole
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         try:
