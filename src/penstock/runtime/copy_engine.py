@@ -232,6 +232,8 @@ class CopyEngine:
         self._pumping = False
         self._completions = 0
         self._passages: dict[ManagedStorage, _Passage] = {}  # that may be joined, the first to begin first
+        # The prefetch that the device had no memory for, and the device's bytes in use then.
+        self._refused: tuple[ManagedStorage, int] | None = None
         self._error: PenstockError | None = None
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
@@ -810,10 +812,20 @@ class CopyEngine:
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
-                if not self.fits(size_bytes) or not self._bring(managed, PREFETCH):
+                if not self.fits(size_bytes) or self._would_be_refused(managed):
+                    return
+                if not self._bring(managed, PREFETCH):
+                    self._refused = managed, self._device.in_memory_bytes()
                     return
             self.prefetches.popleft()
             managed.queued = False
+            self._refused = None
+
+    def _would_be_refused(self, managed: ManagedStorage) -> bool:
+        """Whether the device had no memory for this prefetch, and no less is in use since. An allocator that
+        is asked again gives back all that it keeps for later, and waits for the device, before it refuses."""
+        refused = self._refused
+        return refused is not None and refused[0] is managed and self._device.in_memory_bytes() >= refused[1]
 
     def _start_evictions(self) -> None:
         while self._evictions:
