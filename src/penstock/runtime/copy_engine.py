@@ -184,6 +184,10 @@ class Device(Protocol):
         False: they cannot."""
         ...
 
+    def budget_for(self, size_bytes: int) -> int:
+        """The budget in which so many bytes fit beside what is on the device now."""
+        ...
+
 
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
@@ -713,7 +717,7 @@ class CopyEngine:
                         if expected:
                             break
                         if not self._device.make_room(size_bytes):
-                            self._refuse(used_bytes + size_bytes)
+                            self._refuse(used_bytes, size_bytes)
                     elif not self._join_one_that_leaves():
                         self._wait()
                     used_bytes = self._device.in_memory_bytes()
@@ -754,7 +758,7 @@ class CopyEngine:
             if not self._freeing_bytes and self._device.in_memory_bytes() >= before:
                 if self.wait_for_others() or self._device.make_room(size_bytes):
                     return
-                self._refuse(before + size_bytes)
+                self._refuse(before, size_bytes)
         if self._freeing_bytes or self._in_bytes or self._out_bytes:
             self._wait()
 
@@ -768,7 +772,8 @@ class CopyEngine:
             if not managed.pins and (managed.state in (RESIDENT, LEAVING) or managed.packed_bytes):
                 self.evict(managed, release=True)
 
-    def _refuse(self, needed_bytes: int) -> None:
+    def _refuse(self, used_bytes: int, size_bytes: int) -> None:
+        needed_bytes = max(used_bytes + size_bytes, self._device.budget_for(size_bytes))
         raise BudgetTooSmall(
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "

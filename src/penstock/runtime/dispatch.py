@@ -472,6 +472,13 @@ class Clock(TorchDispatchMode):
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
+    def _secure(self, need_bytes: int) -> None:
+        """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
+        has, is asked before."""
+        with self._interrupts:
+            while not self._device.has_room(need_bytes) and self._engine.free(need_bytes):
+                pass
+
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
         """Make what the kernel uses and was dropped, and what can be made no more once it has run. What else
         it uses may leave meanwhile. False: there was nothing to make."""

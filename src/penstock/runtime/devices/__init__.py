@@ -75,6 +75,10 @@ class Device(copy_engine.Device, Protocol):
         """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
         ``writable`` by the system, too."""
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether the device gives a kernel of this thread so many bytes now, in one piece."""
+        ...
+
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
         failed for another reason than memory, or the budget allows no more."""

@@ -499,6 +499,12 @@ class CpuDevice:
         self.notice()
         return made
 
+    def has_room(self, size_bytes: int) -> bool:
+        return self.in_memory_bytes() + size_bytes <= self._budget_bytes
+
+    def budget_for(self, size_bytes: int) -> int:
+        return self.in_memory_bytes() + size_bytes
+
     # -- recomputation -------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
