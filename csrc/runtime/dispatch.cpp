@@ -391,9 +391,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       throw;
     }
   }
-  if (watches) clock.attr("_end_measuring")();
   const double ended_s = now_s();
   if (watches) {
+    clock.attr("_end_measuring")();
     try {
       clock.attr("_try_variants")(facts.torch_operator, args, kwargs, result);
     } catch (...) {

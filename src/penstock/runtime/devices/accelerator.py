@@ -50,6 +50,7 @@ from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
+from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
@@ -110,7 +111,9 @@ class Driver(Protocol):
 
     def make_stream(self) -> Any: ...
 
-    def make_event(self) -> Any: ...
+    def make_event(self, timed: bool = False) -> Any:
+        """timed: it has `elapsed_time`, as those of torch with `enable_timing`."""
+        ...
 
     def current_stream(self) -> Any:
         """That kernels of this thread go to."""
@@ -299,6 +302,10 @@ class AcceleratorDevice:
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
+        self._begun: Any = None  # of the kernel that is measured: an event
+        self._ended: Any = None  # of the one before
+        self._was_idle = True
+        self._step_begun = self._timed_event()
         self._driver.limit(self._limit_bytes)
 
     # -- which storages ------------------------------------------------------------------------
@@ -885,19 +892,40 @@ class AcceleratorDevice:
         self._peak_bytes = 0
         self.memory.asks_in = 0
         self._driver.reset_peaks()
+        self._step_begun = self._timed_event()
+
+    def end_step(self) -> Callable[[], float]:
+        # Nothing of the runtime waits for this: whoever uses memory again waits for what used it before, on
+        # the device. So the next step is launched while this one runs.
+        begun, ended = self._step_begun, self._timed_event()
+
+        def took_s() -> float:
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1e3
+
+        return took_s
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         return self._driver.marked(text)
 
     def begin_measuring(self) -> None:
         self._note_peak()
-        self._driver.synchronize()
         self._driver.reset_peaks()
         self._before_bytes = self._driver.memory().allocated_bytes
         self._emptied_bytes = 0
+        self._was_idle = self._ended is None or self._ended.query()
+        self._begun = self._timed_event()
 
-    def end_measuring(self) -> None:
-        self._driver.synchronize()
+    def end_measuring(self) -> Timed:
+        # What the allocator counts is the host's doing: no kernel need be over for it.
+        reached = self._begun.query()
+        self._ended = self._timed_event()
+        return Timed(self._begun, self._ended, self._was_idle and reached, not self._was_idle and reached)
+
+    def _timed_event(self) -> Any:
+        event = self._driver.make_event(timed=True)
+        event.record(self._driver.current_stream())
+        return event
 
     def workspace_bytes(self) -> int:
         memory = self._driver.memory()

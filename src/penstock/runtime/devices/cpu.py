@@ -617,6 +617,9 @@ class CpuDevice:
         _native.arena_own_faults()
         _native.arena_reset_peak()
 
+    def end_step(self) -> None:
+        pass
+
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # profilers of CPUs see torch's own records
 
