@@ -108,6 +108,24 @@ def test_a_refused_prefetch_is_tried_again_when_memory_was_freed(monkeypatch: py
     assert managed.state == COMING
 
 
+def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(timeout_s=5.0)
+    wanted = bench.away()
+    for coming in [bench.away() for _ in range(4)]:  # when these have come, there is no more memory
+        bench.engine.prefetch(coming)
+    bench.make()
+    prepare, full_bytes, asked = bench.device.prepare, bench.device.in_memory_bytes(), []
+
+    def refused(managed: ManagedStorage, *rest: Any) -> bool:
+        asked.append(managed)
+        return bench.device.in_memory_bytes() < full_bytes and prepare(managed, *rest)
+
+    monkeypatch.setattr(bench.device, "prepare", refused)
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([wanted])
+    assert wanted.state == RESIDENT and len(asked) == 2
+
+
 def test_what_a_prefetch_began_while_a_kernel_waited_for_room_is_not_brought_twice() -> None:
     bench = Bench(anywhere=True, timeout_s=5.0)
     wanted = [bench.away() for _ in range(2)]
