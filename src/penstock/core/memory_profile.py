@@ -72,7 +72,8 @@ def required_bytes(trace: Trace) -> IntArray:
 
 def minimum_bytes(trace: Trace) -> int:
     """The smallest device budget at which the step can run, for the batch at hand: moDNN's equation 7, but
-    that tensors which outlive the step may leave too."""
+    that tensors which outlive the step may leave too. Bytes of tensors and workspace: what an allocator takes
+    beside them, such as whole segments on an accelerator, is not in it."""
     floor = 0 if trace.kernels else trace.persistent_bytes
     return int(required_bytes(trace).max(initial=floor))
 
