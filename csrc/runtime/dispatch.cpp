@@ -344,6 +344,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
+      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes);
       if (facts.is_collective) {
         launching = true;
         clock.attr("_launching")(to_list(used.storages), to_list(written.storages));
@@ -390,9 +391,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       throw;
     }
   }
-  if (watches) clock.attr("_end_measuring")();
   const double ended_s = now_s();
   if (watches) {
+    clock.attr("_end_measuring")();
     try {
       clock.attr("_try_variants")(facts.torch_operator, args, kwargs, result);
     } catch (...) {

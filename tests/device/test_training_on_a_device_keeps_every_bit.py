@@ -77,7 +77,7 @@ def inside_at_least(program: Program, budget_bytes: int, *args: Any, **options: 
         try:
             found, report = inside(program, budget_bytes, *args, **options)
         except BudgetTooSmall as error:
-            assert budget_bytes < error.minimum_bytes <= 16 * MIB
+            assert budget_bytes < error.minimum_bytes <= 64 * MIB
             budget_bytes = (budget_bytes // SEGMENT_BYTES + 1) * SEGMENT_BYTES
         else:
             assert differences(expected(program), found) == [], f"budget {budget_bytes}"

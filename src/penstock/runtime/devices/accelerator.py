@@ -35,6 +35,7 @@ import contextlib
 import functools
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,11 +50,12 @@ from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
+from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
 
@@ -62,6 +64,11 @@ CHUNKS = 8  # of staging, shared by both directions
 
 # Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
 ASKED_EVERY = 32
+
+# torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
+# up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
+LARGEST_SMALL_BYTES = 1 << 20
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -104,7 +111,9 @@ class Driver(Protocol):
 
     def make_stream(self) -> Any: ...
 
-    def make_event(self) -> Any: ...
+    def make_event(self, timed: bool = False) -> Any:
+        """timed: it has `elapsed_time`, as those of torch with `enable_timing`."""
+        ...
 
     def current_stream(self) -> Any:
         """That kernels of this thread go to."""
@@ -293,6 +302,10 @@ class AcceleratorDevice:
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
+        self._begun: Any = None  # of the kernel that is measured: an event
+        self._ended: Any = None  # of the one before
+        self._was_idle = True
+        self._step_begun = self._timed_event()
         self._driver.limit(self._limit_bytes)
 
     # -- which storages ------------------------------------------------------------------------
@@ -462,6 +475,17 @@ class AcceleratorDevice:
 
     def make_room(self, size_bytes: int) -> bool:
         return False  # what no kernel of ours has used cannot leave
+
+    def has_room(self, size_bytes: int) -> bool:
+        if self._driver.allocate(size_bytes, self._driver.current_stream()) is not None:
+            return True  # the allocator keeps it for who asks next
+        self.memory.asks_in = 0
+        return False
+
+    def budget_for(self, size_bytes: int) -> int:
+        self._driver.empty_cache()  # what stays reserved is in segments that tensors are in
+        kept_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
+        return max(kept_bytes, 0) + _segments_bytes(size_bytes)
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -846,16 +870,18 @@ class AcceleratorDevice:
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         if not self._driver.is_out_of_memory(error):
             return
+        asked_bytes = max(needed_bytes, _asked_bytes(error), 1)
         memory = self._driver.memory()
         in_use_bytes = max(memory.allocated_bytes - self._foreign_bytes, 0)
-        needed_bytes = max(in_use_bytes + needed_bytes, self._budget_bytes + 1)
+        fragments_bytes = memory.reserved_bytes - memory.allocated_bytes
+        least_bytes = max(self.budget_for(asked_bytes), self._budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
-            f"that cannot leave now, {format_bytes(memory.reserved_bytes - memory.allocated_bytes)} are "
-            f"fragments of the allocator, and the device budget is {format_bytes(self._budget_bytes)}. Raise "
-            f"device_budget to {format_bytes_up(needed_bytes)} or more, lower the batch size, or set "
+            f"that cannot leave now, {format_bytes(fragments_bytes)} are fragments of the allocator, and the "
+            f"device budget is {format_bytes(self._budget_bytes)}. Raise device_budget to "
+            f"{format_bytes_up(least_bytes)} or more, lower the batch size, or set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer fragments.",
-            needed_bytes,
+            least_bytes,
         ) from error
 
     # -- measuring -----------------------------------------------------------------------------
@@ -866,19 +892,40 @@ class AcceleratorDevice:
         self._peak_bytes = 0
         self.memory.asks_in = 0
         self._driver.reset_peaks()
+        self._step_begun = self._timed_event()
+
+    def end_step(self) -> Callable[[], float]:
+        # Nothing of the runtime waits for this: whoever uses memory again waits for what used it before, on
+        # the device. So the next step is launched while this one runs.
+        begun, ended = self._step_begun, self._timed_event()
+
+        def took_s() -> float:
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1e3
+
+        return took_s
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         return self._driver.marked(text)
 
     def begin_measuring(self) -> None:
         self._note_peak()
-        self._driver.synchronize()
         self._driver.reset_peaks()
         self._before_bytes = self._driver.memory().allocated_bytes
         self._emptied_bytes = 0
+        self._was_idle = self._ended is None or self._ended.query()
+        self._begun = self._timed_event()
 
-    def end_measuring(self) -> None:
-        self._driver.synchronize()
+    def end_measuring(self) -> Timed:
+        # What the allocator counts is the host's doing: no kernel need be over for it.
+        reached = self._begun.query()
+        self._ended = self._timed_event()
+        return Timed(self._begun, self._ended, self._was_idle and reached, not self._was_idle and reached)
+
+    def _timed_event(self) -> Any:
+        event = self._driver.make_event(timed=True)
+        event.record(self._driver.current_stream())
+        return event
 
     def workspace_bytes(self) -> int:
         memory = self._driver.memory()
@@ -945,3 +992,17 @@ class AcceleratorDevice:
             waiting.close(CLOSE_TIMEOUT_S)
         self._driver.limit(None)
         self._slab.close()
+
+
+def _segments_bytes(size_bytes: int) -> int:
+    """That the allocator may have to reserve for tensors of so many bytes together, whatever their sizes."""
+    if size_bytes <= LARGEST_SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    whole_bytes = -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return whole_bytes + LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
+
+
+def _asked_bytes(error: BaseException) -> int:
+    """That the allocator says it was asked for; 0 where it does not say."""
+    found = re.search(r"ried to allocate ([\d.]+) ?([KMG]iB)", str(error))
+    return parse_bytes(f"{found[1]}{found[2]}") if found is not None else 0

@@ -41,8 +41,8 @@ class TorchDriver:
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
 
-    def make_event(self) -> Any:
-        return torch.Event(self.device)
+    def make_event(self, timed: bool = False) -> Any:
+        return torch.Event(self.device, enable_timing=timed)
 
     def current_stream(self) -> Any:
         return torch._C._accelerator_getStream(
