@@ -48,6 +48,7 @@ __all__ = [
     "Wait",
     "configure",
     "counters",
+    "now_s",
     "page_lock",
     "page_unlock",
     "report",
@@ -97,6 +98,11 @@ def configure(
     if refused is not None:
         raise RuntimeError(refused.decode())
     _virtual.configure(machine)
+
+
+def now_s() -> float:
+    """This thread's clock, in virtual time."""
+    return _virtual.now_s()
 
 
 def reset_report() -> None:

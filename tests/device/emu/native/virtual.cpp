@@ -19,7 +19,7 @@ namespace {
 
 using Wall = std::chrono::steady_clock;
 constexpr auto kCatchUp = std::chrono::milliseconds(2);    // a helper that holds the program up any longer is late
-constexpr auto kNothing = std::chrono::milliseconds(20);   // so long without any activity: nobody will wake us
+constexpr auto kNothing = std::chrono::milliseconds(100);  // so long without any activity: nobody will wake us
 constexpr auto kReached = std::chrono::milliseconds(500);  // until work that a helper waits for is carried out
 
 struct VirtualStream {
@@ -31,6 +31,7 @@ struct VirtualStream {
 struct Thread {
   enum { Busy, Waiting, Blocked } state = Busy;  // Blocked: another thread must wake it
   bool is_program = false;
+  bool is_helper = false;  // it has waited for the device; others have nothing to tell
   double now_s = 0;     // of a helper
   Cause cause = Cause::Host;   // of its latest wait
   double until_s = 0;   // Waiting
@@ -119,7 +120,7 @@ bool is_its_turn(State& s, const Thread& helper, const Moment& moment) {
   if (!is_program_blocked(s)) return false;
   return std::none_of(s.threads.begin(), s.threads.end(), [&](auto& entry) {
     const Thread& other = *entry.second;
-    if (other.is_program || &other == &helper || other.epoch != s.epoch) return false;
+    if (!other.is_helper || &other == &helper || other.epoch != s.epoch) return false;
     return other.state == Thread::Busy || (other.state == Thread::Waiting && other.until_s < moment.at_s);
   });
 }
@@ -238,6 +239,7 @@ void begin_host_wait(const Moment& moment) {
     reach(s, thread, moment.at_s, waits_for_room ? Cause::Room : moment.cause);
   } else {
     now_of(s, thread);
+    thread.is_helper = true;
     thread.state = Thread::Waiting;
     thread.until_s = moment.at_s;
   }
@@ -274,7 +276,7 @@ void let_helpers_catch_up() {
     auto now = Wall::now();
     bool waits = now < deadline && std::any_of(s.threads.begin(), s.threads.end(), [&](auto& entry) {
       const Thread& other = *entry.second;
-      if (other.is_program || other.epoch != s.epoch) return false;
+      if (!other.is_helper || other.epoch != s.epoch) return false;
       return other.state == Thread::Waiting ? other.until_s <= s.program_s
                                             : other.state == Thread::Busy && now < other.since + kCatchUp;
     });
