@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.support.runs import ACCELERATED, differences, family_training, in_memory, offloaded
 
 ORDERS = ["eager", "lazy", "stepped", "random", "newest"]
 TO_DEVICE, TO_HOST = "to_device", "to_host"
@@ -240,9 +244,9 @@ def test_a_helper_hands_its_time_to_who_waits_for_it(emu: Any) -> None:
     assert report.early == 0
 
 
-def test_helpers_go_on_in_the_order_of_virtual_time(emu: Any) -> None:
-    """What lasts longer was launched first, and its helper waits first."""
-    sizes = [4000, 2000, 500]
+@pytest.mark.parametrize("sizes", list(itertools.permutations([500, 2000, 4000])))
+def test_helpers_go_on_in_the_order_of_virtual_time(emu: Any, sizes: tuple[int, ...]) -> None:
+    """Of three that wait for streams that take 4, 16 and 32."""
     streams = [torch.Stream(device="emu") for _ in sizes]
     contents = [torch.zeros(size, device="emu") for size in sizes]
     begin = torch.accelerator.current_stream().record_event()
@@ -277,8 +281,8 @@ def test_helpers_go_on_in_the_order_of_virtual_time(emu: Any) -> None:
         changed.wait_for(lambda: len(seen) == 3)
     for helper in helpers:
         helper.join()
-    assert seen == [2, 1, 0]
-    assert emu.report().step_s == approx_ms(0.1 + 32)
+    assert [sizes[number] for number in seen] == [500, 2000, 4000]
+    assert emu.report().step_s == approx_ms(0.1 * (1 + sizes.index(4000)) + 32)
 
 
 def products() -> list[tuple[str, Callable[[Any], object], float]]:
@@ -371,6 +375,29 @@ def test_a_smaller_program_takes_as_long_on_a_machine_that_is_shrunk(emu: Any) -
         return float(emu.report().step_s)
 
     assert took_s(2) == pytest.approx(took_s(16))
+
+
+@pytest.mark.parametrize(("order", "tier"), [("random", "host"), ("lazy", "disk")])
+def test_training_inside_a_budget_keeps_its_bits(emu: Any, order: str, tier: str, tmp_path: Path) -> None:
+    program = family_training("gpt", 4, "emu")
+    emu.configure()
+    expected = in_memory(program)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    emu.configure(order=order, machine="h100-pcie5")
+    found, _ = offloaded(
+        program,
+        "6MiB",
+        tmp_path,
+        device="emu:0",
+        hardware=ACCELERATED,
+        host_budget={"host": "128MiB", "disk": "64MiB"}[tier],
+        policy="evict_all",
+    )
+    report = emu.report()
+    assert differences(expected, found) == []
+    assert report.to_host.copies > 100 and report.to_device.copies > 100
+    assert report.busy_s > 0
 
 
 ITEMS = st.lists(
