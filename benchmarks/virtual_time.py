@@ -161,7 +161,7 @@ def results(
     begin(machine)
     plain, peak_bytes = plain_step(model, steps)
     begin(machine)
-    trace = traced(model, spill_dir)
+    trace = traced(model, machine, spill_dir)
     found = []
     for share in SHARES:
         result = inside_at_least(model, machine, trace, int(share * peak_bytes), policy, steps, spill_dir)
@@ -218,13 +218,13 @@ def hardware(machine: emu.Machine, budget_bytes: int) -> penstock.Hardware:
     )
 
 
-def traced(model: Model, spill_dir: str) -> Trace:
+def traced(model: Model, machine: emu.Machine, spill_dir: str) -> Trace:
     """A step, with the virtual times of its kernels, where everything is in memory."""
     DRIVERS["emu"] = _Timed
     _Timed.noted_s = noted_s = []
     trace, times_s = None, np.empty(0)
     try:
-        with opened(1 << 31, spill_dir, hardware(emu.MACHINES["h100-pcie5"], 1 << 31)) as run:
+        with opened(1 << 31, spill_dir, hardware(machine, 1 << 31)) as run:
             train = model.build(model.blocks)
             for _ in range(UNMEASURED_STEPS):
                 noted_s.clear()
