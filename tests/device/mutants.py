@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "packed bytes are written before they are packed",
         ACCELERATOR,
-        "            made = self._driver.pack(content, *codec, admits, stream)\n            self._complete(stream)\n",
-        "            made = self._driver.pack(content, *codec, admits, stream)\n",
+        "(content, *codec, admits, stream)\n            self._complete(stream)\n",
+        "(content, *codec, admits, stream)\n",
     ),
     Mutant(
         "memory is given away before it is packed, or used before it is expanded",
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "memory of what was there before is given away while it is used",
         ACCELERATOR,
-        "            if found:\n                self._driver.record_stream(storage, stream)\n            elif",
-        "            if found:\n                pass\n            elif",
+        "if found:\n                self._driver.record_stream(storage, stream)\n",
+        "if found:\n                pass\n",
     ),
     Mutant(
         "what the program recorded of a stream is forgotten with the memory",

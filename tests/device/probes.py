@@ -1,4 +1,4 @@
-"""Small programs on the emulated device that give other numbers where copies and kernels are not kept apart."""
+"""Small programs on the emulated device that give other numbers where copies meet kernels."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def recorded(spill_dir: Path) -> bool:
 
 
 def a_new_stream(spill_dir: Path) -> bool:
-    """Kernels wait for copies that are under way when another stream uses their tensors for the first time."""
+    """Kernels wait for copies that are under way when a new stream uses the same tensors."""
     made = torch.Event("emu")
     with _offload(spill_dir, 24 * MIB) as run:
         tensors = [torch.full((MIB,), float(number), device="emu") for number in range(3)]
