@@ -597,6 +597,12 @@ class CheckedDriver:
 
 
 class _Kernels(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, driver: CheckedDriver) -> None:
         super().__init__()
         self._driver = driver
