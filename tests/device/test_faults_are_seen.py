@@ -13,6 +13,7 @@ import penstock
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.queues import StreamQueue
+from penstock.runtime.devices.staging import Staging
 from tests.support.runs import ACCELERATED
 
 MIB = 1 << 20
@@ -21,11 +22,15 @@ COUNT = 12
 Patch = Callable[[Any, str, Any], None]
 
 
-def run(spill_dir: Path) -> bool:
+def run(spill_dir: Path, host_budget: str = "96MiB") -> bool:
     """Kernels over 12 MiB of tensors in 6 MiB, on two streams. Whether all numbers are right."""
     side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
     with penstock.offload(
-        device="emu", device_budget=6 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
+        device="emu",
+        device_budget=6 * MIB,
+        spill_dir=spill_dir,
+        hardware=ACCELERATED,
+        host_budget=host_budget,
     ):
         tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
         for turn in range(4):
@@ -41,6 +46,11 @@ def run(spill_dir: Path) -> bool:
             read = [tensor.max() for _ in range(2) for tensor in tensors]
         main.wait_stream(side)
         return [float(value) for value in read] == [number + 2.0 for number in range(COUNT)] * 2
+
+
+def run_by_disk(spill_dir: Path) -> bool:
+    """The same, with all of the host's memory for staging."""
+    return run(spill_dir, "64MiB")
 
 
 def read_elsewhere(spill_dir: Path) -> bool:
@@ -123,6 +133,47 @@ def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
     patch(AcceleratorDevice, "copy_in", careless)
 
 
+def chunks_go_on_before_they_have_crossed(patch: Patch, out: bool) -> None:
+    cross = Staging._cross
+
+    def too_early(staging: Any, chunk: Any, over: Any) -> None:
+        if (staging._legs[0].__name__ == "too_early") != out:
+            cross(staging, chunk, over)
+            return
+        cross(staging, chunk, lambda error, moved: None)
+        chunk.whole.copy.ready = []  # the host still waits for these events: nobody records them again
+        over(None, [])
+
+    patch(Staging, "_cross", too_early)
+
+
+def chunks_are_written_before_they_are_in_their_buffer(patch: Patch) -> None:
+    chunks_go_on_before_they_have_crossed(patch, out=True)
+
+
+def chunks_have_arrived_before_they_have_crossed(patch: Patch) -> None:
+    chunks_go_on_before_they_have_crossed(patch, out=False)
+
+
+def buffers_are_handed_out_too_early(patch: Patch, leg: str) -> None:
+    go = getattr(Staging, leg)
+
+    def careless(staging: Any, chunk: Any, over: Any) -> None:
+        buffer = staging._slab.tensor(chunk.buffer, chunk.size_bytes)
+        go(staging, chunk, over)
+        buffer.fill_(0xAB)
+
+    patch(Staging, leg, careless)
+
+
+def buffers_are_handed_out_before_they_are_read(patch: Patch) -> None:
+    buffers_are_handed_out_too_early(patch, "_cross")
+
+
+def buffers_are_handed_out_before_they_are_written(patch: Patch) -> None:
+    buffers_are_handed_out_too_early(patch, "_write")
+
+
 FAULTS = [
     copies_do_not_wait_for_kernels,
     copies_count_as_complete_when_they_begin,
@@ -130,7 +181,12 @@ FAULTS = [
     memory_is_taken_on_another_stream,
     streams_that_use_memory_are_forgotten,
     blocks_are_handed_out_before_they_are_read,
+    chunks_are_written_before_they_are_in_their_buffer,
+    chunks_have_arrived_before_they_have_crossed,
+    buffers_are_handed_out_before_they_are_read,
+    buffers_are_handed_out_before_they_are_written,
 ]
+PROGRAMS = [run, run_by_disk, read_elsewhere]
 ATTEMPTS = [(order, seed) for seed in range(4) for order in ("lazy", "stepped", "random", "newest")]
 
 
@@ -138,8 +194,8 @@ ATTEMPTS = [(order, seed) for seed in range(4) for order in ("lazy", "stepped", 
 def test_without_a_fault_all_is_right(emu: Any, order: str, tmp_path: Path) -> None:
     for seed in range(3):
         emu.configure(order=order, seed=seed)
-        assert run(tmp_path)
-        assert read_elsewhere(tmp_path)
+        for program in PROGRAMS:
+            assert program(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -149,6 +205,6 @@ def test_faults(
     fault(monkeypatch.setattr)
     for order, seed in ATTEMPTS:
         emu.configure(order=order, seed=seed, host_delay_us=50)
-        if not run(tmp_path) or not read_elsewhere(tmp_path):
+        if not all(program(tmp_path) for program in PROGRAMS):
             return
     raise AssertionError(f"nobody saw it in {len(ATTEMPTS)} runs")

@@ -609,6 +609,12 @@ class CheckedDriver:
 
 
 class _Kernels(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, driver: CheckedDriver) -> None:
         super().__init__()
         self._driver = driver
@@ -636,15 +642,16 @@ def checked_run(
     refuses: bool = False,
     smallest_bytes: int = 1,
     timeout_s: float = 30.0,
+    in_flight_bytes: int = 8192,
     variants: bool = False,
     make_device: Callable[..., AcceleratorDevice] = AcceleratorDevice,
     make_driver: Callable[..., CheckedDriver] = CheckedDriver,
 ) -> Iterator[CheckedRun]:
     """Everything inside runs on a checked accelerator, inside the budget. Raises the first violation."""
     driver = make_driver(seed, refuses=refuses)
-    staging_bytes = 3 * 4096
+    staging_bytes = 2 * 3 * 4096
     device = make_device(spill, driver, budget_bytes, staging_bytes + host_bytes, chunk_bytes=4096, chunks=3)
-    engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=8192)
+    engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=in_flight_bytes)
     engine.tier = device.tier
     device.engine = engine
     drop = device.drop

@@ -25,6 +25,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import _native
+from penstock.capture import regions
 from penstock.capture.operators import Operator, describe, tensors_in
 from penstock.capture.phases import Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
@@ -379,6 +380,13 @@ class Clock(TorchDispatchMode):
     @staticmethod
     def _describe(operator: Any) -> Operator:
         return describe(operator)
+
+    _told = staticmethod(regions.told)
+
+    def _has_written(self, written: list[ManagedStorage]) -> None:
+        """A kernel has, of which that was not known before."""
+        for managed in written:
+            self._engine.will_write(managed)
 
     @staticmethod
     def _storages_in(values: Any) -> list[torch.UntypedStorage]:
