@@ -13,8 +13,10 @@ import penstock
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.queues import StreamQueue
+from tests.support.accelerator import orders, wanted
 from tests.support.runs import ACCELERATED
 
+DEVICE = wanted("emu")
 MIB = 1 << 20
 COUNT = 12
 
@@ -23,11 +25,11 @@ Patch = Callable[[Any, str, Any], None]
 
 def run(spill_dir: Path) -> bool:
     """Kernels over 12 MiB of tensors in 6 MiB, on two streams. Whether all numbers are right."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with penstock.offload(
-        device="emu", device_budget=6 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
+        device=DEVICE, device_budget=6 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
     ):
-        tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        tensors = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         for turn in range(4):
             for tensor in tensors:
                 tensor.mul_(2).sub_(tensor, alpha=0.5)
@@ -46,11 +48,11 @@ def run(spill_dir: Path) -> bool:
 def read_elsewhere(spill_dir: Path) -> bool:
     """A tensor with a copy is read on another stream, leaves, and another gets its memory. Was it read
     first?"""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with penstock.offload(
-        device="emu", device_budget=40 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
+        device=DEVICE, device_budget=40 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
     ) as run:
-        tensor = torch.full((4 * MIB,), 1.0, device="emu")
+        tensor = torch.full((4 * MIB,), 1.0, device=DEVICE)
         engine, managed = run._engine, run._clock.storages.find(tensor.untyped_storage())
         assert managed is not None
         with engine.lock:
@@ -61,7 +63,7 @@ def read_elsewhere(spill_dir: Path) -> bool:
             value = tensor.max()
         with engine.lock:
             engine.release(managed)
-        other = torch.full((4 * MIB,), 5.0, device="emu")
+        other = torch.full((4 * MIB,), 5.0, device=DEVICE)
         main.synchronize()
         main.wait_stream(side)
         return float(value) == 1 and float(other[0]) == 5
@@ -95,7 +97,7 @@ def kernels_do_not_wait_for_copies(patch: Patch) -> None:
 
 
 def memory_is_taken_on_another_stream(patch: Patch) -> None:
-    resize, other = TorchDriver.resize, torch.Stream(device="emu")
+    resize, other = TorchDriver.resize, torch.Stream(device=DEVICE)
 
     def on_another(driver: Any, storage: Any, size_bytes: int, stream: Any) -> bool:
         return resize(driver, storage, size_bytes, other if size_bytes else stream)
@@ -134,10 +136,10 @@ FAULTS = [
 ATTEMPTS = [(order, seed) for seed in range(4) for order in ("lazy", "stepped", "random", "newest")]
 
 
-@pytest.mark.parametrize("order", ["lazy", "stepped", "random", "newest"])
-def test_without_a_fault_all_is_right(emu: Any, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
+def test_without_a_fault_all_is_right(configure: Callable[..., None], order: str, tmp_path: Path) -> None:
     for seed in range(3):
-        emu.configure(order=order, seed=seed)
+        configure(order=order, seed=seed)
         assert run(tmp_path)
         assert read_elsewhere(tmp_path)
 
