@@ -32,10 +32,9 @@ STEPS = 5
 MIB = 1 << 20
 # cuBLAS and cuDNN keep workspaces in the allocator, and segments have 2 MiB: more than these models.
 LIBRARIES_BYTES = (64 if DEVICE == "cuda" else 16) * MIB
-# Rows of what is compressed; a GPT's width, its batch, and the budget of its training, which needs more.
-ROWS, WIDTH, BATCH, BUDGET = (
-    (8192, 512, (8, 256), 256 * MIB) if DEVICE == "cuda" else (1024, 256, (2, 32), 48 * MIB)
-)
+# Of what is compressed; and a GPT's width, its batch, and the budget of its training, which needs more.
+ROWS, COLUMNS = (8192, 1024) if DEVICE == "cuda" else (4096, 256)
+WIDTH, BATCH, BUDGET = (512, (8, 256), 256 * MIB) if DEVICE == "cuda" else (256, (2, 32), 48 * MIB)
 on_cuda = functools.partial(pytest.mark.skipif, DEVICE != "cuda")
 # Families whose inputs the loss makes on the CPU: they are moved by the test.
 NAMES = [name for name in FAMILIES if name != "bf16_autocast"]
@@ -99,17 +98,21 @@ def test_same_bits(name: str, tier: str, policy: str, tmp_path: Path, machine: p
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("lossy", [None, "fp16"])
+@pytest.mark.parametrize(
+    "lossy", [None, pytest.param("fp16", marks=on_cuda(reason=NOT_REHEARSED + "plans that choose to round"))]
+)
 def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine: penstock.Hardware) -> None:
     """ReLUs leave compressed on a stream of their own; the bits are the same unless the user names a loss."""
 
     def steps(run: penstock.Offload | None) -> list[bytes]:
         torch.manual_seed(1)
-        layers = [torch.nn.Linear(1024, 1024, device=DEVICE) for _ in range(8)]
+        layers = [torch.nn.Linear(COLUMNS, COLUMNS, device=DEVICE) for _ in range(8)]
+        for layer in layers:
+            torch.nn.init.kaiming_normal_(layer.weight)  # else all is 0 after some layers
         found = []
         for step in range(STEPS):
             with run.step() if run else nullcontext():
-                x = torch.randn(ROWS, 1024, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+                x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(step)).to(DEVICE)
                 for layer in layers:
                     x = torch.relu(layer(x) - 0.3)
                 loss = x.square().sum()
@@ -122,6 +125,7 @@ def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine:
         return found
 
     expected = steps(None)
+    assert any(expected[0]), "the loss is 0, whatever is rounded"
     slow_bytes_per_s = 1e9 if DEVICE == "cuda" else 1e7
     slow = replace(
         machine,
@@ -138,10 +142,11 @@ def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine:
         steps(run)
         trace = run.trace
     assert trace is not None
-    trace = trace.with_density({"aten::relu": 0.4, "relu": 0.4})
+    if lossy is None:  # else bitmask-CSR makes them smaller than a lossy codec
+        trace = trace.with_density({"aten::relu": 0.4, "relu": 0.4})
     budget_bytes = LIBRARIES_BYTES + trace.peak_bytes // 2
     hardware = replace(run.hardware, device_bytes=budget_bytes)
-    plan = penstock.plan(trace, hardware, compress=lossy is None, lossy=lossy)
+    plan = penstock.plan(trace, hardware, compress=lossy is None, lossy=lossy, time_limit_s=2)
     assert any(evict.codec != "raw" for evict in plan.evictions)
     with penstock.offload(device_budget=budget_bytes, plan=plan, lossy=lossy, **options) as run:
         found = steps(run)
