@@ -1,6 +1,6 @@
 """Mistakes in what keeps copies and kernels apart on an accelerator: each wait, pin and guard taken out.
 
-    PYTHONPATH=tests/device python -m tests.device.mutants NAME
+    python -m tests.device.mutants NAME
 
 tries programs in many orders, with the mistake NAME. It ends with 1, and says how, where one goes wrong.
 """
@@ -161,9 +161,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def attempts() -> Iterator[str]:
     """What went wrong, of each attempt; "": nothing."""
-    import emu
-    import emu.driver
+    from tests.support import accelerator
 
+    emu = accelerator.load("emu")
     from tests.device import probes
 
     for order, seed, probe in probes.ATTEMPTS:

@@ -11,22 +11,24 @@ from typing import Any
 import torch
 
 import penstock
+from tests.support.accelerator import wanted
 from tests.support.runs import ACCELERATED
 
+DEVICE = wanted("emu")
 MIB = 1 << 20
 COUNT = 12
 
 
 def _offload(spill_dir: Path, budget_bytes: int, **options: Any) -> penstock.Offload:
     how = {"host_budget": "96MiB", "hardware": ACCELERATED, **options}
-    return penstock.offload(device="emu", device_budget=budget_bytes, spill_dir=spill_dir, **how)
+    return penstock.offload(device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **how)
 
 
 def two_streams(spill_dir: Path, **options: Any) -> bool:
     """Kernels over 12 MiB of tensors in 6 MiB, on two streams."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with _offload(spill_dir, 6 * MIB, **options):
-        tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        tensors = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         for turn in range(4):
             for tensor in tensors:
                 tensor.mul_(2).sub_(tensor, alpha=0.5)
@@ -44,9 +46,9 @@ def two_streams(spill_dir: Path, **options: Any) -> bool:
 
 def read_elsewhere(spill_dir: Path) -> bool:
     """A tensor with a copy is read on another stream, leaves, and another gets its memory."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with _offload(spill_dir, 40 * MIB) as run:
-        tensor = torch.full((4 * MIB,), 1.0, device="emu")
+        tensor = torch.full((4 * MIB,), 1.0, device=DEVICE)
         engine, managed = run._engine, run._clock.storages.find(tensor.untyped_storage())
         assert managed is not None
         with engine.lock:
@@ -57,7 +59,7 @@ def read_elsewhere(spill_dir: Path) -> bool:
             value = tensor.max()
         with engine.lock:
             engine.release(managed)
-        other = torch.full((4 * MIB,), 5.0, device="emu")
+        other = torch.full((4 * MIB,), 5.0, device=DEVICE)
         main.synchronize()
         main.wait_stream(side)
         return float(value) == 1 and float(other[0]) == 5
@@ -65,9 +67,9 @@ def read_elsewhere(spill_dir: Path) -> bool:
 
 def made_before(spill_dir: Path) -> bool:
     """A tensor that was made on another stream before the run leaves, and that stream gets its memory."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with side:
-        tensor = torch.full((4 * MIB,), 1.0, device="emu")
+        tensor = torch.full((4 * MIB,), 1.0, device=DEVICE)
     main.wait_stream(side)
     with _offload(spill_dir, 40 * MIB) as run:
         tensor.max()
@@ -80,16 +82,16 @@ def made_before(spill_dir: Path) -> bool:
         with engine.lock:
             engine.release(managed)
         with side:
-            other = torch.full((4 * MIB,), 5.0, device="emu")
+            other = torch.full((4 * MIB,), 5.0, device=DEVICE)
         side.synchronize()
         return float(value) == 1 and float(other[0]) == 5 and float(tensor[-1]) == 1
 
 
 def recorded(spill_dir: Path) -> bool:
     """What the program has recorded of a stream leaves, comes back, and dies while the stream uses it."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with _offload(spill_dir, 24 * MIB) as run:
-        tensor = torch.full((4 * MIB,), 1.0, device="emu")
+        tensor = torch.full((4 * MIB,), 1.0, device=DEVICE)
         managed = run._clock.storages.find(tensor.untyped_storage())
         assert managed is not None
         tensor.record_stream(side)
@@ -102,16 +104,16 @@ def recorded(spill_dir: Path) -> bool:
         with side:
             value = tensor.max()
         del tensor, managed
-        other = torch.full((4 * MIB,), 9.0, device="emu")
+        other = torch.full((4 * MIB,), 9.0, device=DEVICE)
         main.wait_stream(side)
         return float(value) == 4 and float(other[0]) == 9
 
 
 def a_new_stream(spill_dir: Path) -> bool:
     """Kernels wait for copies that are under way when a new stream uses the same tensors."""
-    made = torch.Event("emu")
+    made = torch.Event(DEVICE)
     with _offload(spill_dir, 24 * MIB) as run:
-        tensors = [torch.full((MIB,), float(number), device="emu") for number in range(3)]
+        tensors = [torch.full((MIB,), float(number), device=DEVICE) for number in range(3)]
         made.record(torch.accelerator.current_stream())
         found = [run._clock.storages.find(tensor.untyped_storage()) for tensor in tensors]
         with run._engine.lock:
@@ -119,7 +121,7 @@ def a_new_stream(spill_dir: Path) -> bool:
                 run._engine.evict(managed, release=True)
         run._engine.drain()
         first = [tensor.max() for tensor in tensors]
-        side = torch.Stream(device="emu")
+        side = torch.Stream(device=DEVICE)
         side.wait_event(made)
         with side:
             second = [tensor.max() for tensor in tensors]
@@ -136,14 +138,14 @@ def compressed(spill_dir: Path) -> bool:
         for turn in range(3):
             tensors = []
             for number in range(6):
-                tensor = torch.zeros(MIB // 4, device="emu")
+                tensor = torch.zeros(MIB // 4, device=DEVICE)
                 tensor[::50] = number + 1
                 tensors.append(tensor.mul_(2))
                 managed = run._clock.storages.find(tensor.untyped_storage())
                 codec = "fp16" if number % 2 else "csr"  # of small whole numbers, without a loss
                 with run._engine.lock:
                     run._engine.evict(managed, release=True, packs=4, codec=codec, writes=turn > 0)
-            others = [torch.full((MIB // 4,), 100.0, device="emu") for _ in range(6)]
+            others = [torch.full((MIB // 4,), 100.0, device=DEVICE) for _ in range(6)]
             if turn != 1:
                 run._engine.drain()
             for number, tensor in enumerate(tensors):
@@ -156,7 +158,7 @@ def compressed(spill_dir: Path) -> bool:
 def memory_changes_hands(spill_dir: Path) -> bool:
     """Blocks of a small host tier are given from one tensor to another while copies use them."""
     with _offload(spill_dir, 6 * MIB, host_budget="72MiB"):
-        tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        tensors = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         for _ in range(3):
             for number in range(COUNT):
                 tensors[number] = tensors[number] + 1

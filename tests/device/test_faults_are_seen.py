@@ -9,72 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.queues import StreamQueue
 from penstock.runtime.devices.staging import Staging
-from tests.support.runs import ACCELERATED
-
-MIB = 1 << 20
-COUNT = 12
+from tests.device import probes
 
 Patch = Callable[[Any, str, Any], None]
-
-
-def run(spill_dir: Path, host_budget: str = "96MiB") -> bool:
-    """Kernels over 12 MiB of tensors in 6 MiB, on two streams. Whether all numbers are right."""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
-    with penstock.offload(
-        device="emu",
-        device_budget=6 * MIB,
-        spill_dir=spill_dir,
-        hardware=ACCELERATED,
-        host_budget=host_budget,
-    ):
-        tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
-        for turn in range(4):
-            for tensor in tensors:
-                tensor.mul_(2).sub_(tensor, alpha=0.5)
-            side.wait_stream(main)
-            with side:
-                for tensor in tensors[turn % 2 :: 2]:
-                    tensor.add_(1)
-            main.wait_stream(side)
-        side.wait_stream(main)
-        with side:  # what it reads leaves without a copy, and the program waits at the end only
-            read = [tensor.max() for _ in range(2) for tensor in tensors]
-        main.wait_stream(side)
-        return [float(value) for value in read] == [number + 2.0 for number in range(COUNT)] * 2
-
-
-def run_by_disk(spill_dir: Path) -> bool:
-    """The same, with all of the host's memory for staging."""
-    return run(spill_dir, "64MiB")
-
-
-def read_elsewhere(spill_dir: Path) -> bool:
-    """A tensor with a copy is read on another stream, leaves, and another gets its memory. Was it read
-    first?"""
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
-    with penstock.offload(
-        device="emu", device_budget=40 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
-    ) as run:
-        tensor = torch.full((4 * MIB,), 1.0, device="emu")
-        engine, managed = run._engine, run._clock.storages.find(tensor.untyped_storage())
-        assert managed is not None
-        with engine.lock:
-            engine.evict(managed, release=False)
-        engine.drain()
-        side.wait_stream(main)
-        with side:
-            value = tensor.max()
-        with engine.lock:
-            engine.release(managed)
-        other = torch.full((4 * MIB,), 5.0, device="emu")
-        main.synchronize()
-        main.wait_stream(side)
-        return float(value) == 1 and float(other[0]) == 5
 
 
 def copies_do_not_wait_for_kernels(patch: Patch) -> None:
@@ -186,16 +127,8 @@ FAULTS = [
     buffers_are_handed_out_before_they_are_read,
     buffers_are_handed_out_before_they_are_written,
 ]
-PROGRAMS = [run, run_by_disk, read_elsewhere]
+PROGRAMS = [probes.two_streams, probes.from_disk, probes.read_elsewhere]
 ATTEMPTS = [(order, seed) for seed in range(4) for order in ("lazy", "stepped", "random", "newest")]
-
-
-@pytest.mark.parametrize("order", ["lazy", "stepped", "random", "newest"])
-def test_without_a_fault_all_is_right(emu: Any, order: str, tmp_path: Path) -> None:
-    for seed in range(3):
-        emu.configure(order=order, seed=seed)
-        for program in PROGRAMS:
-            assert program(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

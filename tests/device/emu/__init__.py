@@ -64,7 +64,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 torch.utils.rename_privateuse1_backend("emu")
 torch.ops.load_library(str(_path := library()))
 _native = ctypes.CDLL(str(_path))
-_native.emu_total_bytes.restype = ctypes.c_uint64
+_native.emu_total_bytes.restype = _native.emu_alias_of.restype = ctypes.c_uint64
 _native.emu_counter.restype = ctypes.c_int64
 _native.emu_configure.restype = _native.emu_page_unlock.restype = ctypes.c_char_p
 _virtual = VirtualTime(_native)
@@ -124,6 +124,11 @@ def spans() -> list[Span]:
 def counters() -> dict[str, int]:
     """Of the whole process: work launched and executed, changes of stream, and waits of the host."""
     return {name: _native.emu_counter(which) for which, name in enumerate(_COUNTERS)}
+
+
+def alias_of(address: int) -> int:
+    """Where a disk that reads and writes the device's memory by itself finds what lies at the address."""
+    return int(_native.emu_alias_of(ctypes.c_uint64(address)))
 
 
 def page_lock(address: int, size_bytes: int) -> None:

@@ -191,6 +191,10 @@ const char* emu_page_unlock(uint64_t address) {
   return result;
 }
 
+uint64_t emu_alias_of(uint64_t address) {
+  return reinterpret_cast<uint64_t>(emu::alias_of(reinterpret_cast<void*>(address)));
+}
+
 int64_t emu_counter(int which) {
   auto& c = emu::counters();
   return (which == 0 ? c.launched : which == 1 ? c.executed : which == 2 ? c.switches : c.synchronized).load();
