@@ -60,7 +60,7 @@ class HeldDriver(CheckedDriver):
         self.launched = 0
         self._one_more = threading.Condition()
 
-    def make_event(self) -> CheckedEvent:
+    def make_event(self, timed: bool = False) -> CheckedEvent:
         return HeldEvent(self)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
