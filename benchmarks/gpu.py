@@ -1,12 +1,17 @@
 """Penstock on a GPU against what else there is, in one table. No GPU has run this yet.
 
-    python benchmarks/gpu.py --size small -o out/gpu-small.json
+    python benchmarks/gpu.py --size small --methods penstock -o out/gpu-small-penstock.json
+    python benchmarks/gpu.py --size small --methods others -o out/gpu-small-others.json
     python benchmarks/gpu.py --table out          # joins the parts to out/gpu.json, and prints the table
 
 Every method trains the same transformer with AdamW on the same batches, in a process of its own: so each
 begins with an empty device, and one that fails ends alone. What is not installed is skipped, and the table
-says why. Times are medians of the steps after the first ones; memory is the peak of
-reserved bytes.
+says why. All use kernels that give the same bits each time. Times are medians of the steps after the first
+ones; memory is the peak of reserved bytes in these steps, and the peak that nvidia-smi saw from beginning to
+end, which has what CUDA itself takes, too. A part ends within ten minutes: what is left then is not measured.
+
+With PENSTOCK_TEST_DEVICE=emu and --size tiny all runs on the emulated accelerator of the tests, in place of
+nvidia-smi a shell counts, and the figures mean nothing: `make gpu-rehearsal`.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,12 +32,36 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support import accelerator  # noqa: E402
+
+DEVICE = accelerator.wanted("cuda")
+NOT_REHEARSED = accelerator.NOT_REHEARSED
 TIMEOUT_S = 55
+PART_S = 560  # for all methods of a part
 
 # Width, layers, batch and length. small: all fits an 8 GiB device. large: weights and Adam state take 20 GB.
-SIZES = {"small": (1024, 12, 8, 512), "large": (2560, 16, 4, 512)}
-BUDGET_SHARES = {"small": (0.65, 0.35, 0.2), "large": (0.35, 0.2)}
+SIZES = {"tiny": (256, 4, 4, 64), "small": (1024, 12, 8, 512), "large": (2560, 16, 4, 512)}
+# Of the peak in memory: what each run of penstock gets, by which policy, and the tiers below the device.
+RUNS = [
+    (0.35, "optimal", "host and disk"),
+    (0.35, "optimal", "disk"),
+    (0.35, "g10", "host and disk"),
+    (0.35, "g10", "disk"),
+    (0.65, "optimal", "host and disk"),
+    (0.65, "flashneuron", "host and disk"),  # moves activations only
+    (0.65, "flashneuron", "disk"),
+    (0.25, "optimal", "host and disk"),
+]
+HOST_BUDGETS = {"host and disk": 32 << 30, "disk": 512 << 20}  # the latter is all staging
 STEPS, WARM = 10, 4
+SMI = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
+if DEVICE != "cuda":
+    SMI = ["sh", "-c", "while echo 1024; do sleep 0.1; done"]
+    HOST_BUDGETS = {"host and disk": 1 << 30, "disk": 64 << 20}
+    STEPS, WARM, TIMEOUT_S = 5, 3, 120
+    RUNS = [RUNS[0], RUNS[3], RUNS[6]]
 
 
 def model_of(size: str) -> tuple[Any, Callable[[int], Any]]:
@@ -51,7 +81,7 @@ def model_of(size: str) -> tuple[Any, Callable[[int], Any]]:
 
     def words(step: int) -> Any:
         seeded = torch.Generator().manual_seed(step)
-        return torch.randint(0, 8192, (batch, length), generator=seeded).cuda()
+        return torch.randint(0, 8192, (batch, length), generator=seeded).to(DEVICE)
 
     return model, words
 
@@ -66,7 +96,7 @@ def plain_steps(size: str, wrap: Callable[[], Any] = contextlib.nullcontext) -> 
     import torch
 
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model, words = model_of(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(STEPS):
@@ -84,16 +114,20 @@ def save_on_cpu(size: str, budget: int) -> Iterator[float]:
     return plain_steps(size, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
 
 
-def penstock_offload(size: str, budget: int) -> Iterator[float]:
+def penstock_offload(size: str, budget: int, policy: str, tiers: str) -> Iterator[float]:
     import torch
 
     import penstock
 
     torch.manual_seed(0)
     with penstock.offload(
-        device="cuda", device_budget=budget, spill_dir=tempfile.gettempdir(), host_budget=32 << 30
+        device=DEVICE,
+        device_budget=budget,
+        spill_dir=tempfile.gettempdir(),
+        host_budget=HOST_BUDGETS[tiers],
+        policy=policy,
     ) as run:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             model, words = model_of(size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         for step in range(STEPS):
@@ -103,12 +137,14 @@ def penstock_offload(size: str, budget: int) -> Iterator[float]:
                 optimizer.step()
                 optimizer.zero_grad()
                 value = loss.item()
+            if step == STEPS - 1:
+                report = run.report()
+                SAID.update(policy=report.policy, evicted_bytes=report.evicted_bytes)
             yield value
 
 
 def transformers_offload(size: str, budget: int) -> Iterator[float]:
-    """Checkpointed blocks whose inputs go to the host, as transformers' Trainer does with
-    gradient_checkpointing_kwargs={"offload": True}."""
+    """Checkpointed blocks whose inputs go to the host, as newer versions of transformers have it."""
     import torch
     import transformers
 
@@ -117,14 +153,14 @@ def transformers_offload(size: str, budget: int) -> Iterator[float]:
     config = transformers.GPT2Config(
         vocab_size=8192, n_embd=width, n_layer=layers, n_head=width // 64, n_positions=length
     )
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = transformers.GPT2LMHeadModel(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})
+    model.gradient_checkpointing_enable(offload=True)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(STEPS):
         seeded = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 8192, (batch, length), generator=seeded).cuda()
+        ids = torch.randint(0, 8192, (batch, length), generator=seeded).to(DEVICE)
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -137,7 +173,7 @@ def torchao_offload(size: str, budget: int) -> Iterator[float]:
     from torchao.optim import CPUOffloadOptimizer
 
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model, words = model_of(size)
     optimizer = CPUOffloadOptimizer(
         model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, lr=1e-4
@@ -158,7 +194,7 @@ def fsdp2_offload(size: str, budget: int) -> Iterator[float]:
     one_process()
     torch.manual_seed(0)
     model, words = model_of(size)
-    mesh, policy = init_device_mesh("cuda", (1,)), CPUOffloadPolicy()
+    mesh, policy = init_device_mesh(DEVICE, (1,)), CPUOffloadPolicy()
     for layer in model[1].layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -200,16 +236,25 @@ def zero_infinity(size: str, budget: int) -> Iterator[float]:
     return deepspeed_steps(size, 3, {"offload_optimizer": disk, "offload_param": disk})
 
 
-def one_process() -> None:
-    import os
+# What a method says beside its losses.
+SAID: dict[str, Any] = {}
 
+
+class NotRehearsed(Exception):
+    """What it says has no stand-in."""
+
+
+def one_process() -> None:
     import torch
+
+    if DEVICE != "cuda":
+        raise NotRehearsed("NCCL, and with it FSDP2's and DeepSpeed's rows")
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     torch.distributed.init_process_group("nccl")
 
 
-METHODS: dict[str, Callable[[str, int], Iterator[float]]] = {
+METHODS: dict[str, Callable[..., Iterator[float]]] = {
     "in memory": lambda size, budget: plain_steps(size),
     "penstock": penstock_offload,
     "save_on_cpu": save_on_cpu,
@@ -221,65 +266,95 @@ METHODS: dict[str, Callable[[str, int], Iterator[float]]] = {
 }
 
 
-def measure(method: str, size: str, budget: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def watched() -> Iterator[list[int]]:
+    """At its end the list holds what nvidia-smi saw in use, in MiB, ten times a second."""
+    seen: list[int] = []
+    try:
+        smi = subprocess.Popen(SMI, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        smi.terminate()
+        seen += [int(line) for line in smi.communicate()[0].split() if line.isdigit()]
+
+
+def measure(method: str, size: str, budget: int, how: list[str]) -> dict[str, Any]:
     """In this process."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {"skipped": "no CUDA device"}
     try:
-        steps = METHODS[method](size, budget)
+        accelerator.load(DEVICE)
+    except accelerator.NoAccelerator as reason:
+        return {"skipped": str(reason)}
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        steps = METHODS[method](size, budget, *how)
         times, losses = [], []
-        while True:
+        for _ in range(STEPS):
             begun_s = time.perf_counter()
-            loss = next(steps, None)
-            torch.cuda.synchronize()
-            if loss is None:
-                break
+            loss = next(steps)
+            torch.accelerator.synchronize()
             times.append(time.perf_counter() - begun_s)
             losses.append(float(loss).hex())
             if len(losses) == WARM:
-                torch.cuda.reset_peak_memory_stats()
+                torch.accelerator.reset_peak_memory_stats()
     except ImportError as error:
         return {"skipped": f"not installed: {error}"}
-    except (torch.OutOfMemoryError, RuntimeError, TypeError, ValueError) as error:
+    except NotRehearsed as what:
+        return {"skipped": f"{NOT_REHEARSED}{what}"}
+    except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
     return {
         "step_s": times[WARM:],
         "median_s": statistics.median(times[WARM:]),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "peak_reserved_bytes": torch.accelerator.max_memory_reserved(),
         "losses": losses,
+        **SAID,
     }
 
 
-def in_its_own_process(method: str, size: str, budget: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", method, "--size", size, "--budget", str(budget)]
+def in_its_own_process(
+    method: str, size: str, budget: int, end_s: float, how: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Until that time of the clock at most."""
+    limit_s = min(TIMEOUT_S, end_s - time.monotonic())
+    if limit_s <= 0:
+        return {"skipped": f"the {PART_S} s of this part were over"}
+    command = [sys.executable, __file__, "--one", method, "--size", size, "--budget", str(budget), *how]
     try:
-        ran = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
-        )
+        with watched() as seen_mib:
+            ran = subprocess.run(
+                command, check=False, capture_output=True, text=True, timeout=limit_s, cwd=ROOT
+            )
     except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {TIMEOUT_S} s"}
+        return {"failed": f"took more than {limit_s:.0f} s"}
     for line in reversed(ran.stdout.splitlines()):
         if line.startswith("{"):
-            return dict(json.loads(line))
+            return {**json.loads(line), "smi_peak_bytes": max(seen_mib, default=0) << 20}
     return {"failed": ran.stderr.strip()[-300:] or f"exit status {ran.returncode}"}
 
 
-def run(size: str) -> dict[str, Any]:
-    rows = []
-    base = in_its_own_process("in memory", size, 0)
-    rows.append({"method": "in memory", **base})
-    peak = base.get("peak_reserved_bytes", 16 << 30)
-    for share in BUDGET_SHARES[size]:
-        budget = int(share * peak)
-        row = in_its_own_process("penstock", size, budget)
+def run(size: str, methods: str) -> dict[str, Any]:
+    end_s = time.monotonic() + PART_S
+    base = in_its_own_process("in memory", size, 0, end_s)
+    left_out = [] if DEVICE == "cuda" else ["nvidia-smi itself"]
+    rows = [{"method": "in memory", "not_rehearsed": left_out, **base}]
+    if methods == "others":
+        for method in METHODS:
+            if method not in ("in memory", "penstock"):
+                rows.append({"method": method, **in_its_own_process(method, size, 0, end_s)})
+        return {"size": size, "methods": methods, "rows": rows}
+    for share, policy, tiers in RUNS:
+        budget = int(share * base.get("peak_reserved_bytes", 16 << 30))
+        row = in_its_own_process("penstock", size, budget, end_s, (policy, tiers))
         row["same_bits"] = row.get("losses") == base.get("losses") if "losses" in row else None
-        rows.append({"method": f"penstock, {share:.0%}", "budget_bytes": budget, **row})
-    for method in METHODS:
-        if method not in ("in memory", "penstock"):
-            rows.append({"method": method, **in_its_own_process(method, size, 0)})
-    return {"size": size, "rows": rows}
+        rows.append({"method": f"penstock {share:.0%} {policy}, {tiers}", "budget_bytes": budget, **row})
+    return {"size": size, "methods": methods, "rows": rows}
 
 
 def machine() -> dict[str, Any]:
@@ -292,8 +367,13 @@ def machine() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
+    try:
+        accelerator.load(DEVICE)
+        name = torch.get_device_module(DEVICE).get_device_properties(0).name
+    except accelerator.NoAccelerator as reason:
+        name = str(reason)
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device",
+        "device": name,
         "versions": versions,
         "python": sys.version.split()[0],
         "commit": commit.stdout.strip(),
@@ -302,19 +382,33 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(directory: Path) -> None:
+def table(directory: Path) -> int:
+    """The number of rows that must not be: of penstock's, those that failed or have other bits."""
     parts = [json.loads(path.read_text()) for path in sorted(directory.glob("gpu-*.json"))]
     (directory / "gpu.json").write_text(json.dumps({"machine": machine(), "parts": parts}, indent=1))
-    print(f"{'size':6} {'method':30} {'step':>9} {'reserved':>10}  remarks")
+    wrong = 0
+    print(f"{'size':6} {'method':42} {'step':>9} {'reserved':>10} {'nvidia-smi':>10}  remarks")
     for part in parts:
         for row in part["rows"]:
-            step = f"{row['median_s'] * 1e3:.0f} ms" if "median_s" in row else "-"
-            memory = f"{row['peak_reserved_bytes'] / 2**30:.2f} GiB" if "median_s" in row else "-"
+            measured = "median_s" in row
+            step = f"{row['median_s'] * 1e3:.0f} ms" if measured else "-"
+            reserved, smi = (
+                f"{row[name] / 2**30:.2f} GiB" if measured and row[name] else "-"
+                for name in ("peak_reserved_bytes", "smi_peak_bytes")
+            )
             remarks = row.get("skipped") or row.get("failed") or ""
             if row.get("same_bits") is not None:
                 remarks = "same bits" if row["same_bits"] else "OTHER BITS"
-            print(f"{part['size']:6} {row['method']:30} {step:>9} {memory:>10}  {remarks}")
+                if row["peak_reserved_bytes"] > row["budget_bytes"]:
+                    remarks += ", ABOVE ITS BUDGET"
+                    wrong += 1
+                if row["policy"] not in row["method"]:
+                    remarks += f", no plan: {row['policy']}"
+            ours = DEVICE != "cuda" or row["method"].startswith(("in memory", "penstock"))
+            wrong += ours and ("failed" in row or row.get("same_bits") is False)
+            print(f"{part['size']:6} {row['method']:42} {step:>9} {reserved:>10} {smi:>10}  {remarks}")
     print(f"written: {directory / 'gpu.json'}")
+    return wrong
 
 
 def main() -> None:
@@ -322,19 +416,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--methods", choices=("penstock", "others"), default="penstock")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--table", type=Path, metavar="DIRECTORY")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("how", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.one, options.size, options.budget)))
+        print(json.dumps(measure(options.one, options.size, options.budget, options.how)), flush=True)
+        os._exit(0)  # at the end of a run everything would come back, which is no part of its peak
     elif options.table:
-        table(options.table)
+        sys.exit(table(options.table) > 0)
     else:
-        output = options.output or ROOT / "out" / f"gpu-{options.size}.json"
+        output = options.output or ROOT / "out" / f"gpu-{options.size}-{options.methods}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(run(options.size), indent=1))
+        output.write_text(json.dumps(run(options.size, options.methods), indent=1))
         print(f"written: {output}")
 
 

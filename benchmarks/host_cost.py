@@ -102,7 +102,7 @@ class EmptyMode(TorchDispatchMode):
 @contextlib.contextmanager
 def clock_of(directory: Path) -> Iterator[Clock]:
     with contextlib.closing(SpillSpace([directory])) as spill:
-        device = AcceleratorDevice(spill, IdleDriver(), BUDGET_BYTES, 16 << 20, chunk_bytes=1 << 20, chunks=4)
+        device = AcceleratorDevice(spill, IdleDriver(), BUDGET_BYTES, 16 << 20, chunk_bytes=1 << 20, chunks=2)
         engine = CopyEngine(device, BUDGET_BYTES)
         engine.tier, device.engine = device.tier, engine
         clock = Clock(device, engine, smallest_bytes=1)

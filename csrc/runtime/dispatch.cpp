@@ -270,7 +270,7 @@ nb::object KernelClock::run(nb::handle clock, nb::handle torch_operator, nb::han
 nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, nb::handle kwargs) {
   const double entered_s = now_s();
   excluded_s = 0;
-  Pins used(*this), written(*this), made(*this);
+  Pins used(*this), written(*this), made(*this), spare(*this);
   std::int64_t need_bytes = 0, kernel = 0;
   bool inferred = false;
   nb::object stream;  // that the kernel runs on
@@ -318,7 +318,13 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       bool away = false, asks = false;
       for (const auto* managed : used.storages) away |= managed->state > kLeaving;
       if (facts.is_opaque && views_need_bytes) {  // it may write any of them, and nobody else would notice
-        for (auto* managed : used.storages) written.add(managed);
+        const nb::object told = clock.attr("_told")(args);
+        if (told.is_none()) {
+          for (auto* managed : used.storages) written.add(managed);
+        } else {
+          collect(clock, told.attr("written"), written);
+          collect(clock, told.attr("spare"), spare);
+        }
       } else {
         for (const auto& [position, name] : facts.written) {
           if (position < PyTuple_Size(args.ptr()))
@@ -344,6 +350,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
+      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes);
       if (facts.is_collective) {
         launching = true;
         clock.attr("_launching")(to_list(used.storages), to_list(written.storages));
@@ -390,9 +397,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       throw;
     }
   }
-  if (watches) clock.attr("_end_measuring")();
   const double ended_s = now_s();
   if (watches) {
+    clock.attr("_end_measuring")();
     try {
       clock.attr("_try_variants")(facts.torch_operator, args, kwargs, result);
     } catch (...) {
@@ -407,6 +414,11 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   try {
     storages_.bury();
     collect(clock, result, made, Meet::kMade, stream);
+    Pins reused(*this);
+    for (auto* managed : made.storages)
+      if (std::ranges::find(spare.storages, managed) != spare.storages.end()) reused.add(managed);
+    if (!reused.storages.empty()) clock.attr("_has_written")(to_list(reused.storages));
+    for (auto* managed : reused.storages) written.add(managed);
     for (auto* managed : made.storages) {
       if (managed->birth != kNew) continue;
       managed->birth = in_step ? kernel : -1;

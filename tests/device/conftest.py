@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import accelerator
+
 HERE = Path(__file__).parent
+DEVICE = accelerator.wanted("emu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,18 +22,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> Any:
+def loaded() -> Any:
     try:
-        importlib.import_module("emu.driver")
-    except ImportError as error:
-        pytest.skip(str(error))
-    return importlib.import_module("emu")
+        return accelerator.load(DEVICE)
+    except accelerator.NoAccelerator as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(autouse=True)
-def emu(compiled: Any) -> Iterator[Any]:
-    """The module, and a device as it is at first. Errors that a test has left come out at its end."""
-    compiled.configure()
-    yield compiled
-    torch.emu.set_per_process_memory_fraction(1.0)  # type: ignore[attr-defined]
+def configure(loaded: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """A device as it is at first, and what makes it another one, where it is emulated: emu.configure. Errors
+    that a test has left come out at its end."""
+    if loaded is None:
+        with accelerator.reproducible(request.node.name):
+            yield lambda **how: None
+    else:
+        loaded.configure()
+        yield loaded.configure
+    torch.get_device_module(DEVICE).set_per_process_memory_fraction(1.0)
     torch.accelerator.synchronize()
+
+
+@pytest.fixture
+def emu(loaded: Any, configure: object) -> Any:
+    """The module, for tests of the emulated device itself."""
+    if loaded is None:
+        pytest.skip("shows what the emulated device does")
+    return loaded

@@ -11,6 +11,9 @@ import torch
 
 import penstock
 from penstock.errors import DeviceUnavailable, InvalidArgument
+from tests.support.accelerator import wanted
+
+DEVICE = wanted("emu")
 
 
 def offloaded(**options: Any) -> Callable[[Path], object]:
@@ -43,13 +46,13 @@ CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA dev
             "'cuda:1' is not on this machine",
             marks=CUDA,
         ),
-        (offloaded(device="emu:3"), DeviceUnavailable, "'emu:3' is not on this machine"),
+        (offloaded(device=f"{DEVICE}:99"), DeviceUnavailable, f"'{DEVICE}:99' is not on this machine"),
         (
-            offloaded(device="emu", device_budget="5GiB"),
+            offloaded(device=DEVICE, device_budget="5TiB"),
             InvalidArgument,
-            "device_budget is 5.00 GiB, and emu:0 (emulated device) has 4.00 GiB: give less",
+            f"device_budget is 5.00 TiB, and {DEVICE}:0 (",
         ),
-        (offloaded(device="emu", host_budget="1MiB"), InvalidArgument, "host_budget is 1.00 MiB"),
+        (offloaded(device=DEVICE, host_budget="1MiB"), InvalidArgument, "host_budget is 1.00 MiB"),
     ],
 )
 def test_devices(
@@ -66,14 +69,16 @@ def test_devices(
 
 
 def test_devices_are_measured(tmp_path: Path) -> None:
-    machine = penstock.probe(tmp_path, device="emu", time_budget_s=0.2)
-    assert machine.device_bytes == 4 << 30 and machine.name.startswith("emulated device, ")
+    machine = penstock.probe(tmp_path, device=DEVICE, time_budget_s=0.2)
+    properties = torch.get_device_module(DEVICE).get_device_properties(0)
+    assert machine.device_bytes == properties.total_memory
+    assert machine.name.startswith(f"{properties.name}, ")
     assert machine.device_to_host_bytes_per_s > 0 and machine.host_to_device_bytes_per_s > 0
     assert machine.compress_bytes_per_s > 0 and not machine.copy_overhead_s
 
 
 def test_steps_are_traced_on_it() -> None:
-    layer = torch.nn.Linear(64, 64, device="emu")
-    x = torch.ones(64, 64, device="emu")
-    trace = penstock.trace(lambda: layer(x).square().sum().backward(), fake=False, device="emu")
+    layer = torch.nn.Linear(64, 64, device=DEVICE)
+    x = torch.ones(64, 64, device=DEVICE)
+    trace = penstock.trace(lambda: layer(x).square().sum().backward(), fake=False, device=DEVICE)
     assert trace.kernels > 3 and trace.peak_bytes >= 4 * 64 * 64 * 4

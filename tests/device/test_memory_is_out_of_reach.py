@@ -11,6 +11,7 @@ import pytest
 import torch
 
 HEADER = "import ctypes, os, sys, torch\nsys.path.insert(0, 'tests/device')\nimport emu\n"
+pytestmark = pytest.mark.usefixtures("emu")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("emu")
+
 Given = Callable[[torch.Tensor, torch.Tensor], Any]  # of [8, 16] float32, and indices [1, 3]
 
 

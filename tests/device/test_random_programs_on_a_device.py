@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ import torch
 import penstock
 from penstock.errors import BudgetTooSmall
 from tests.device.test_training_on_a_device_keeps_every_bit import TIERS, scheduled_at_random
+from tests.support.accelerator import orders, wanted
 from tests.support.programs import begin, make_program, run_step
 from tests.support.runs import ACCELERATED, Bits, bits, differences, in_memory
 
+DEVICE = wanted("emu")
 MIB = 1 << 20
 SCALE = 16  # matrices of up to 256 KiB
 PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "200"))
 PARTS = 10
-ORDERS = ["lazy", "stepped", "random", "newest"]
+Configure = Callable[..., None]
+ORDERS = orders(DEVICE, "lazy", "stepped", "random", "newest")
 
 
 def run(seed: int, step: Any) -> Bits:
     program = make_program(seed, SCALE)
-    values = begin(program, "emu")
+    values = begin(program, DEVICE)
     found: Bits = []
     for kind in program.order:
         with step(str(kind)):
@@ -38,15 +42,15 @@ def run(seed: int, step: Any) -> Bits:
     return found + bits(values[number] for number in sorted(values))
 
 
-def check(emu: Any, seed: int, spill_dir: Path) -> int:
+def check(configure: Configure, seed: int, spill_dir: Path) -> int:
     """Bytes that moved in the last step."""
-    emu.configure(order="eager")
+    configure(order="eager")
     expected = in_memory(lambda step: run(seed, step))
     rng = random.Random(seed)
     budget_bytes = rng.choice([2, 4, 4, 6, 8, 32]) * MIB
     order, tier = rng.choice(ORDERS), rng.choice(list(TIERS))
     while True:
-        emu.configure(order=order, seed=seed, host_delay_us=rng.choice([0, 0, 30]))
+        configure(order=order, seed=seed, host_delay_us=rng.choice([0, 0, 30]))
         torch.accelerator.empty_cache()
         text = f"program {seed}, {order}, {tier}, {budget_bytes >> 20} MiB"
         options: dict[str, Any] = {"hardware": ACCELERATED, "host_budget": TIERS[tier], "smallest_bytes": 1}
@@ -54,7 +58,7 @@ def check(emu: Any, seed: int, spill_dir: Path) -> int:
             with (
                 scheduled_at_random(seed),
                 penstock.offload(
-                    device="emu", device_budget=budget_bytes, spill_dir=spill_dir, **options
+                    device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **options
                 ) as offload,
             ):
                 found = run(seed, offload.step)
@@ -70,11 +74,11 @@ def check(emu: Any, seed: int, spill_dir: Path) -> int:
         return report.evicted_bytes
 
 
-def test_a_few_programs(emu: Any, tmp_path: Path) -> None:
-    assert sum(check(emu, seed, tmp_path) for seed in range(8)) > 0
+def test_a_few_programs(configure: Configure, tmp_path: Path) -> None:
+    assert sum(check(configure, seed, tmp_path) for seed in range(8)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_many_programs(emu: Any, part: int, tmp_path: Path) -> None:
-    assert sum(check(emu, seed, tmp_path) for seed in range(100 + part, 100 + PROGRAMS, PARTS)) > 0
+def test_many_programs(configure: Configure, part: int, tmp_path: Path) -> None:
+    assert sum(check(configure, seed, tmp_path) for seed in range(100 + part, 100 + PROGRAMS, PARTS)) > 0

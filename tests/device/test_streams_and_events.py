@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-ORDERS = ["eager", "lazy", "stepped", "random", "newest"]
-HOSTILE = ["lazy", "stepped", "random", "newest"]
+from tests.support.accelerator import orders, wanted
+
+DEVICE = wanted("emu")
+HOSTILE = orders(DEVICE, "lazy", "stepped", "random", "newest")
+ORDERS = orders(DEVICE, "eager", "lazy", "stepped", "random", "newest")
+Configure = Callable[..., None]
 REPEATABLE = ["lazy", "stepped", "newest"]  # with one thread of the host
 SEEDS = range(12)
 
 
 def is_copied_right(waits: bool) -> bool:
     """A copy to the host on another stream than the kernel that makes its source."""
-    side = torch.Stream(device="emu")
-    made = torch.full((64, 64), 2.0, device="emu")
+    side = torch.Stream(device=DEVICE)
+    made = torch.full((64, 64), 2.0, device=DEVICE)
     torch.accelerator.synchronize()
-    event = torch.Event(device="emu")
+    event = torch.Event(device=DEVICE)
     squared = made @ made
     event.record()
     if waits:
@@ -37,8 +41,8 @@ def is_copied_right(waits: bool) -> bool:
 def is_reused_right(waits: bool) -> bool:
     """A page-locked source that is written again, once the host has waited for the copy of its content."""
     host = torch.ones(256).pin_memory()
-    torch.zeros(64, device="emu")
-    there = host.to("emu", non_blocking=True)
+    torch.zeros(64, device=DEVICE)
+    there = host.to(DEVICE, non_blocking=True)
     if waits:
         torch.accelerator.current_stream().synchronize()
     host.fill_(7)
@@ -47,8 +51,8 @@ def is_reused_right(waits: bool) -> bool:
 
 def is_ordered_right(waits: bool) -> bool:
     """A kernel of the main stream that reads what another stream writes."""
-    side = torch.Stream(device="emu")
-    shared = torch.zeros(4096, device="emu")
+    side = torch.Stream(device=DEVICE)
+    shared = torch.zeros(4096, device=DEVICE)
     side.wait_event(torch.accelerator.current_stream().record_event())
     with side:
         shared.add_(1)
@@ -65,9 +69,11 @@ PROGRAMS = [is_copied_right, is_reused_right, is_ordered_right]
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_who_waits_is_right_in_every_order(emu: Any, program: Callable[[bool], bool], order: str) -> None:
+def test_who_waits_is_right_in_every_order(
+    configure: Configure, program: Callable[[bool], bool], order: str
+) -> None:
     for seed in SEEDS:
-        emu.configure(order=order, seed=seed)
+        configure(order=order, seed=seed)
         assert program(True)
 
 
@@ -92,8 +98,8 @@ def test_a_seed_repeats_its_order(emu: Any, order: str) -> None:
     def order_of(seed: int) -> list[float]:
         """Three streams append their numbers to one list, without waiting for each other."""
         emu.configure(order=order, seed=seed)
-        streams = [torch.Stream(device="emu") for _ in range(3)]
-        trail = torch.zeros((), dtype=torch.float64, device="emu")
+        streams = [torch.Stream(device=DEVICE) for _ in range(3)]
+        trail = torch.zeros((), dtype=torch.float64, device=DEVICE)
         torch.accelerator.synchronize()
         for _ in range(8):
             for digit, stream in enumerate(streams, start=1):
@@ -111,10 +117,10 @@ def test_a_seed_repeats_its_order(emu: Any, order: str) -> None:
 def test_nothing_runs_lazily_until_somebody_waits(emu: Any) -> None:
     emu.configure(order="lazy")
     before = emu.counters()
-    side = torch.Stream(device="emu")
-    made = torch.ones(64, device="emu") + 1
+    side = torch.Stream(device=DEVICE)
+    made = torch.ones(64, device=DEVICE) + 1
     with side:
-        other = torch.ones(64, device="emu") + 1
+        other = torch.ones(64, device=DEVICE) + 1
     after = emu.counters()
     assert after["executed"] == before["executed"] and after["launched"] > before["launched"]
     assert float(made.sum()) == 128  # not the other stream's
@@ -125,9 +131,9 @@ def test_nothing_runs_lazily_until_somebody_waits(emu: Any) -> None:
 def test_the_newest_work_goes_first(emu: Any) -> None:
     """What a host waits for is done last, and what came last is done first."""
     emu.configure(order="newest")
-    seen = torch.zeros(1, device="emu")
+    seen = torch.zeros(1, device=DEVICE)
     torch.accelerator.synchronize()
-    streams = [torch.Stream(device="emu") for _ in range(4)]
+    streams = [torch.Stream(device=DEVICE) for _ in range(4)]
     late = 0
     for _ in range(12):
         for stream in streams:
@@ -138,11 +144,11 @@ def test_the_newest_work_goes_first(emu: Any) -> None:
     assert late == 12
 
 
-def test_events_know_when_they_are_reached(emu: Any) -> None:
-    emu.configure(order="lazy")
-    first, last = (torch.Event(device="emu", enable_timing=True) for _ in range(2))
+def test_events_know_when_they_are_reached(configure: Configure) -> None:
+    configure(order="lazy")
+    first, last = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
     first.record()
-    torch.ones(256, 256, device="emu") @ torch.ones(256, 256, device="emu")
+    torch.ones(256, 256, device=DEVICE) @ torch.ones(256, 256, device=DEVICE)
     last.record()
     while not last.query():  # who polls gets there, too
         pass
@@ -153,22 +159,22 @@ def test_events_know_when_they_are_reached(emu: Any) -> None:
 
 def test_an_error_of_a_kernel_is_raised_by_a_later_wait(emu: Any) -> None:
     emu.configure(order="lazy")
-    torch.zeros(4, device="emu")[torch.full((2,), 99, device="emu")]
+    torch.zeros(4, device=DEVICE)[torch.full((2,), 99, device=DEVICE)]
     with pytest.raises(RuntimeError, match="out of bounds"):
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()  # it was told
 
 
 @pytest.mark.parametrize("order", HOSTILE)
-def test_host_threads_have_streams_of_their_own(emu: Any, order: str) -> None:
-    emu.configure(order=order, seed=1, host_delay_us=50)
+def test_host_threads_have_streams_of_their_own(configure: Configure, order: str) -> None:
+    configure(order=order, seed=1, host_delay_us=50)
     wrong: list[object] = []
 
     def work(number: int) -> None:
         try:
-            with torch.Stream(device="emu"):
+            with torch.Stream(device=DEVICE):
                 for _ in range(30):
-                    x = torch.full((32, 32), float(number)).to("emu", non_blocking=True)
+                    x = torch.full((32, 32), float(number)).to(DEVICE, non_blocking=True)
                     if (found := (x @ x).sum().item()) != 32**3 * number**2:
                         wrong.append(found)
         except BaseException as error:
@@ -183,11 +189,11 @@ def test_host_threads_have_streams_of_their_own(emu: Any, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", HOSTILE)
-def test_backward_follows_the_streams_of_forward(emu: Any, order: str) -> None:
+def test_backward_follows_the_streams_of_forward(configure: Configure, order: str) -> None:
     weight = torch.randn(32, 32)
 
-    def gradient(device: str, side: Any, main: Any) -> torch.Tensor:
-        leaf = weight.clone().to(device).requires_grad_()
+    def gradient(side: Any, main: Any) -> torch.Tensor:
+        leaf = weight.clone().to(DEVICE).requires_grad_()
         if side is None:
             hidden = (leaf @ leaf).relu()
         else:
@@ -199,19 +205,19 @@ def test_backward_follows_the_streams_of_forward(emu: Any, order: str) -> None:
         assert leaf.grad is not None
         return leaf.grad.cpu()
 
-    expected = gradient("cpu", None, None)
+    expected = gradient(None, None)
     for seed in SEEDS:
-        emu.configure(order=order, seed=seed)
+        configure(order=order, seed=seed)
         main = torch.accelerator.current_stream()
-        assert torch.equal(gradient("emu", torch.Stream(device="emu"), main), expected)
+        assert torch.equal(gradient(torch.Stream(device=DEVICE), main), expected)
 
 
 @pytest.mark.parametrize("order", HOSTILE)
-def test_random_numbers_do_not_depend_on_the_order(emu: Any, order: str) -> None:
+def test_random_numbers_do_not_depend_on_the_order(configure: Configure, order: str) -> None:
     def drawn(order: str) -> list[float]:
-        emu.configure(order=order, seed=3)
+        configure(order=order, seed=3)
         torch.manual_seed(5)
-        x = torch.nn.functional.dropout(torch.ones(100, device="emu"), 0.5)
-        return [*x.tolist(), *torch.randn(5, device="emu").tolist(), *torch.rand(5, device="emu").tolist()]
+        x = torch.nn.functional.dropout(torch.ones(100, device=DEVICE), 0.5)
+        return [*x.tolist(), *torch.randn(5, device=DEVICE).tolist(), *torch.rand(5, device=DEVICE).tolist()]
 
     assert drawn(order) == drawn("eager")

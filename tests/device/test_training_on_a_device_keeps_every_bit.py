@@ -8,7 +8,7 @@ import gc
 import itertools
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from penstock.errors import BudgetTooSmall
 from penstock.runtime import step_kinds
 from penstock.runtime.schedule import Schedule
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
+from tests.support.accelerator import orders, wanted
 from tests.support.families import FAMILIES, _Gpt
 from tests.support.runs import (
     ACCELERATED,
@@ -37,11 +38,13 @@ from tests.support.runs import (
     state_bits,
 )
 
+DEVICE = wanted("emu")
 MIB = 1 << 20
 SEGMENT_BYTES = 2 * MIB
 STEPS = 4
 TIERS = {"host": "128MiB", "disk": "64MiB"}  # the latter is all staging
-ORDERS = ["lazy", "stepped", "random", "newest"]
+ORDERS = orders(DEVICE, "lazy", "stepped", "random", "newest")
+Configure = Callable[..., None]
 
 
 @functools.cache
@@ -51,7 +54,7 @@ def expected(program: Program) -> Bits:
 
 @functools.cache
 def family(name: str) -> Program:
-    return family_training(name, STEPS, "emu")
+    return family_training(name, STEPS, DEVICE)
 
 
 def inside(
@@ -64,7 +67,7 @@ def inside(
         program,
         budget_bytes,
         spill_dir,
-        device="emu:0",
+        device=f"{DEVICE}:0",
         hardware=ACCELERATED,
         host_budget=TIERS[tier],
         **options,
@@ -77,7 +80,7 @@ def inside_at_least(program: Program, budget_bytes: int, *args: Any, **options: 
         try:
             found, report = inside(program, budget_bytes, *args, **options)
         except BudgetTooSmall as error:
-            assert budget_bytes < error.minimum_bytes <= 16 * MIB
+            assert budget_bytes < error.minimum_bytes <= 64 * MIB
             budget_bytes = (budget_bytes // SEGMENT_BYTES + 1) * SEGMENT_BYTES
         else:
             assert differences(expected(program), found) == [], f"budget {budget_bytes}"
@@ -100,21 +103,30 @@ def scheduled_at_random(seed: int) -> Iterator[None]:
 @functools.cache
 def range_of(name: str) -> tuple[int, int]:
     """The smallest budget that a plan can keep, and the bytes that all tensors take at most."""
+    plain = expected(family(name))
     gc.collect()
+    before_bytes = torch.accelerator.memory_allocated()  # of libraries' workspaces: beside every budget
     torch.accelerator.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as spill_dir:
         found, report = inside(family(name), 64 * MIB, "host", Path(spill_dir))
-    assert differences(expected(family(name)), found) == []
-    return report.minimum_bytes, torch.accelerator.max_memory_allocated()
+    assert differences(plain, found) == []
+    return report.minimum_bytes, torch.accelerator.max_memory_allocated() - before_bytes
 
 
 def check(
-    emu: Any, name: str, order: str, seed: int, tier: str, share: float, policy: str, spill_dir: Path
+    configure: Configure,
+    name: str,
+    order: str,
+    seed: int,
+    tier: str,
+    share: float,
+    policy: str,
+    spill_dir: Path,
 ) -> None:
     """``policy`` may be "at random"."""
-    emu.configure(order="eager")
+    configure(order="eager")
     least, most = range_of(name)
-    emu.configure(order=order, seed=seed)
+    configure(order=order, seed=seed)
     budget_bytes = int(least + share * (most - least))
     if policy == "at random":
         with scheduled_at_random(seed):
@@ -134,18 +146,20 @@ SETTINGS = [
 @pytest.mark.parametrize(("order", "tier", "share", "policy"), SETTINGS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(
-    emu: Any, name: str, order: str, tier: str, share: float, policy: str, tmp_path: Path
+    configure: Configure, name: str, order: str, tier: str, share: float, policy: str, tmp_path: Path
 ) -> None:
-    check(emu, name, order, 1, tier, share, policy, tmp_path)
+    check(configure, name, order, 1, tier, share, policy, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["evict_all", "at random"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_in_all_orders(emu: Any, name: str, order: str, policy: str, tmp_path: Path) -> None:
+def test_families_in_all_orders(
+    configure: Configure, name: str, order: str, policy: str, tmp_path: Path
+) -> None:
     for seed, (tier, share) in enumerate(itertools.product(TIERS, (0.0, 0.3, 0.6))):
-        check(emu, name, order, seed, tier, share, policy, tmp_path)
+        check(configure, name, order, seed, tier, share, policy, tmp_path)
 
 
 # -- a model larger than its budget ------------------------------------------------------------------
@@ -155,15 +169,15 @@ def _gpt(cast: torch.dtype | None = None, **how: bool) -> Program:
     """A GPT with its AdamW, some 14 MiB of tensors of under 1 MiB, built on the device."""
 
     def program(step: Step) -> Bits:
-        with torch.device("emu"):
+        with torch.device(DEVICE):
             model = _Gpt(width=128, blocks=4, dropout=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **how)
         found: Bits = []
         for number in range(STEPS):
             words = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(number))
             with step():
-                words = words.to("emu")
-                with torch.autocast("emu", cast, enabled=cast is not None):
+                words = words.to(DEVICE)
+                with torch.autocast(DEVICE, cast, enabled=cast is not None):
                     loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -188,25 +202,29 @@ MODELS = {
     [("plain", "lazy", "host"), ("foreach", "stepped", "disk"), ("fused", "random", "host")]
     + [("bf16", "newest", "disk"), ("foreach", "lazy", "host")],
 )
-def test_a_model_above_its_budget(emu: Any, name: str, order: str, tier: str, tmp_path: Path) -> None:
-    emu.configure(order="eager")
-    wanted = expected(MODELS[name])
-    emu.configure(order=order, seed=2, host_delay_us=20)
+def test_a_model_above_its_budget(
+    configure: Configure, name: str, order: str, tier: str, tmp_path: Path
+) -> None:
+    configure(order="eager")
+    plain = expected(MODELS[name])
+    configure(order=order, seed=2, host_delay_us=20)
     found, report = inside(MODELS[name], 8 * MIB, tier, tmp_path)
-    assert differences(wanted, found) == []
+    assert differences(plain, found) == []
     assert report.evicted_bytes > 2 * MIB and report.peak_bytes <= 8 * MIB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_above_its_budget_in_all_orders(emu: Any, name: str, order: str, tmp_path: Path) -> None:
-    emu.configure(order="eager")
-    wanted = expected(MODELS[name])
+def test_a_model_above_its_budget_in_all_orders(
+    configure: Configure, name: str, order: str, tmp_path: Path
+) -> None:
+    configure(order="eager")
+    plain = expected(MODELS[name])
     policies = itertools.cycle(["optimal", "evict_all", "g10"])
     for seed, (tier, budget) in enumerate(itertools.product(TIERS, (6, 8, 12))):
-        emu.configure(order=order, seed=seed, host_delay_us=(0, 50)[seed % 2])
+        configure(order=order, seed=seed, host_delay_us=(0, 50)[seed % 2])
         policy = next(policies)
         found, report = inside(MODELS[name], budget * MIB, tier, tmp_path, policy=policy)
-        assert differences(wanted, found) == [], f"seed {seed}, {tier}, {budget} MiB, {policy}"
+        assert differences(plain, found) == [], f"seed {seed}, {tier}, {budget} MiB, {policy}"
         assert report.peak_bytes <= budget * MIB

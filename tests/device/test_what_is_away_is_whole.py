@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +14,22 @@ import torch
 
 import penstock
 from penstock.runtime.storage_methods import held_bytes
+from tests.support.accelerator import orders, wanted
 from tests.support.runs import ACCELERATED
 
+DEVICE = wanted("emu")
 MIB = 1 << 20
 COUNT = 16
 
 
 @pytest.fixture
-def tensors(emu: Any, tmp_path: Path) -> Iterator[list[torch.Tensor]]:
+def tensors(configure: Callable[..., None], tmp_path: Path) -> Iterator[list[torch.Tensor]]:
     """Sixteen of 1 MiB, of which less than half have room; each is full of its number."""
-    emu.configure(order="stepped", seed=1)
+    configure(order="stepped", seed=1)
     with penstock.offload(
-        device="emu", device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="128MiB"
+        device=DEVICE, device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="128MiB"
     ):
-        made = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        made = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         assert sum(not held_bytes(tensor.untyped_storage()) for tensor in made) >= COUNT // 2
         yield made
 
@@ -71,17 +72,17 @@ def test_accesses_to_its_storage_bring_it_back(tensors: list[torch.Tensor], how:
     assert [bool((tensor == number).all()) for number, tensor in enumerate(found)] == [True] * COUNT
 
 
-def test_what_comes_back_after_the_run_is_whole(emu: Any, tmp_path: Path) -> None:
-    emu.configure(order="lazy")
+def test_what_comes_back_after_the_run_is_whole(configure: Callable[..., None], tmp_path: Path) -> None:
+    configure(order="lazy")
     with penstock.offload(
-        device="emu", device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="64MiB"
+        device=DEVICE, device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="64MiB"
     ):
-        made = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        made = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
     assert [float(tensor.mean()) for tensor in saved(made)] == list(map(float, range(COUNT)))
 
 
-def test_a_model_that_was_there_counts(emu: Any, tmp_path: Path) -> None:
-    made = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+def test_a_model_that_was_there_counts(configure: Callable[..., None], tmp_path: Path) -> None:
+    made = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
     with penstock.offload(
         torch.nn.ParameterList(made),
         device_budget=8 * MIB,
@@ -96,14 +97,16 @@ def test_a_model_that_was_there_counts(emu: Any, tmp_path: Path) -> None:
         assert run.report().peak_bytes <= 8 * MIB
 
 
-@pytest.mark.parametrize("order", ["lazy", "stepped", "random", "newest"])
-def test_kernels_on_other_streams_are_waited_for(emu: Any, order: str, tmp_path: Path) -> None:
-    emu.configure(order=order, seed=3)
-    side, main = torch.Stream(device="emu"), torch.accelerator.current_stream()
+@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
+def test_kernels_on_other_streams_are_waited_for(
+    configure: Callable[..., None], order: str, tmp_path: Path
+) -> None:
+    configure(order=order, seed=3)
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
     with penstock.offload(
-        device="emu", device_budget=10 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="128MiB"
+        device=DEVICE, device_budget=10 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="128MiB"
     ):
-        tensors = [torch.full((MIB // 4,), float(number), device="emu") for number in range(COUNT)]
+        tensors = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         for turn in range(6):
             side.wait_stream(main)
             with side:

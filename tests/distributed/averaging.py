@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.distributed import HostAccumulation, host_accumulation_hook
 from penstock.distributed.exchange import DeviceCopies, Exchange
 from penstock.errors import DistributedError
+from tests.support import accelerator
 from tests.support.checked import CheckedDriver
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -97,9 +99,14 @@ def gradient(state: HostAccumulation) -> float:
 
 
 def gpu() -> dict[str, object]:
-    """All ranks on one GPU. None has run this yet."""
-    with HostAccumulation(method="auto", device="cuda:0", bucket_sizes=["64KiB", "4MiB"]) as state:
-        return {"cases": average_all(state.average, "cuda:0"), "sizes": len(state.measured)}
+    """All ranks on one accelerator. gloo takes no tensors of the emulated one, to measure all-reduce with."""
+    kind = accelerator.wanted("cuda")
+    accelerator.load(kind)
+    how: dict[str, Any] = {"method": "auto", "bucket_sizes": ["64KiB", "4MiB"]}
+    if kind != "cuda":
+        how = {"timeout": timedelta(seconds=60)}
+    with HostAccumulation(device=f"{kind}:0", **how) as state:
+        return {"cases": average_all(state.average, f"{kind}:0"), "sizes": len(state.measured)}
 
 
 def auto() -> dict[str, object]:

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from penstock import checkpoint
+from tests.support.accelerator import wanted
 from tests.support.states import numbers, same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+DEVICE = wanted("cuda")
+ELEMENTS = 1 << (24 if DEVICE == "cuda" else 20)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -22,7 +21,7 @@ def state() -> dict[str, torch.Tensor]:
         "odd": numbers(7, torch.uint8),
         "half": numbers(99, torch.bfloat16),
     }
-    return {name: tensor.cuda() for name, tensor in tensors.items()} | {"host": numbers(33)}
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()} | {"host": numbers(33)}
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -38,8 +37,8 @@ def test_tensors_come_back_to_the_device_they_were_on(mmap: bool, wait: bool, tm
     assert same(loaded, saved)
     on_host = checkpoint.load(tmp_path / "state", "cpu", mmap)
     assert all(tensor.device.type == "cpu" for tensor in on_host.values()) and same(on_host, saved)
-    moved = checkpoint.load(tmp_path / "state", lambda storage, _: storage.cuda(), mmap)
-    assert all(tensor.is_cuda for tensor in moved.values()) and same(moved, saved)
+    moved = checkpoint.load(tmp_path / "state", lambda storage, _: storage.to(device=DEVICE), mmap)
+    assert all(tensor.device.type == DEVICE for tensor in moved.values()) and same(moved, saved)
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -52,8 +51,8 @@ def test_tensors_on_a_gpu_are_filled(mmap: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_sees_what_its_stream_was_told_to_do(wait: bool, tmp_path: Path) -> None:
-    with torch.cuda.stream(torch.cuda.Stream()):
-        tensor = torch.zeros(1 << 24, device="cuda")
+    with torch.Stream(device=DEVICE):
+        tensor = torch.zeros(ELEMENTS, device=DEVICE)
         for _ in range(200):
             tensor += 1
         handle = checkpoint.save({"a": tensor}, tmp_path / "state", wait=wait)

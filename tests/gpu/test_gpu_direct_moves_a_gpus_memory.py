@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
 # The families that are trained on a GPU, and how.
-from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, reproducible, train  # noqa: F401
+from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, train
 
 # The contract, for what follows as `bench`. Left out are the tests that allocate host memory themselves.
 from tests.storage.test_transport_contract import (  # noqa: F401
@@ -44,23 +43,23 @@ from tests.storage.test_transport_contract import (  # noqa: F401
     test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error,
     test_what_other_programs_wrote_is_read,
 )
+from tests.support.accelerator import wanted
 from tests.support.families import _Gpt
+from tests.support.kvikio_stand_in import StandIn
 from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference, open_file
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+DEVICE = wanted("cuda")
 
 GPU_DIRECT = "kvikio gpu-direct"
 MIB = 1 << 20
+BATCH = 8 if DEVICE == "cuda" else 2
 
 
 class GpuMemory(Memory):
     """The same on a GPU. Addresses are multiples of the page size plus the shift here too."""
 
     def __init__(self, size_bytes: int = MIB) -> None:
-        self._bytes = torch.zeros(size_bytes + PAGE, dtype=torch.uint8, device="cuda")
+        self._bytes = torch.zeros(size_bytes + PAGE, dtype=torch.uint8, device=DEVICE)
         self._skipped = align_up(self._bytes.data_ptr(), PAGE) - self._bytes.data_ptr()
         self._buffer = SimpleNamespace(address=self._bytes.data_ptr() + self._skipped, view=self._view)
         self._expected = bytearray(size_bytes)
@@ -72,7 +71,7 @@ class GpuMemory(Memory):
         assert self._used + PAGE <= len(self._expected)
         target = self._bytes[self._skipped + begin : self._skipped + self._used]
         target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         self.expect(self._buffer.address + begin, data)
         return int(self._buffer.address) + begin
 
@@ -81,8 +80,16 @@ class GpuMemory(Memory):
 
 
 @pytest.fixture
-def usable(tmp_path: Path) -> None:
+def usable(
+    loaded: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
     """Skips, with the reason, where there is no direct path to the directory of the test."""
+    if loaded is not None:
+        record_property("not rehearsed", "cuFile and kvikio themselves")
+        StandIn(loaded.alias_of).install(monkeypatch)
     try:
         transport = GpuDirectTransport()
     except TransportUnavailable as reason:
@@ -107,10 +114,10 @@ def bench(request: pytest.FixtureRequest, usable: None, tmp_path: Path) -> Itera
 
 @pytest.mark.usefixtures("usable")
 def test_a_huge_tensor_survives_the_round_trip(tmp_path: Path) -> None:
-    size = (256 << 20) + 4097
-    written = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    size = (256 << 20 if DEVICE == "cuda" else 32 << 20) + 4097
+    written = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
     read = torch.zeros_like(written)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     transport, path = GpuDirectTransport(), tmp_path / "file"
     with open_file(path, "w") as opened:
         for kind, tensor in (("write", written), ("read", read)):
@@ -128,8 +135,8 @@ def test_a_huge_tensor_survives_the_round_trip(tmp_path: Path) -> None:
 def test_a_file_that_is_open_for_reading_only_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(MIB))
-    tensor = torch.ones(MIB, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
+    tensor = torch.ones(MIB, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.synchronize()
     transport, gathered = GpuDirectTransport(), Gathered(1)
     with open_file(path, "r") as opened:
         request = Request("write", opened.file, 0, tensor.data_ptr(), MIB, "gpu-direct", keep=tensor)
@@ -154,8 +161,8 @@ def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
         for direct_first in (True, False):
             content = torch.randint(0, 256, (size,), dtype=torch.uint8)
             extent, target = space.allocate(size), torch.zeros(size, dtype=torch.uint8)
-            on_gpu = content.cuda() if direct_first else target.cuda()
-            torch.cuda.synchronize()
+            on_gpu = content.to(DEVICE) if direct_first else target.to(DEVICE)
+            torch.accelerator.synchronize()
             if direct_first:
                 space.write(extent, on_gpu.data_ptr(), size, on_gpu, on_done, on_gpu=True)
                 assert over.acquire(timeout=WAIT_S)
@@ -174,17 +181,11 @@ def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("usable")
 def test_the_trial_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
-    before = torch.cuda.get_rng_state()
+    before = torch.get_device_module(DEVICE).get_rng_state()
     with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
-        paths = Paths(space, torch.device("cuda"))
+        paths = Paths(space, torch.device(DEVICE))
         assert paths.choice is not None and {*paths.choice.paths} == {BOUNCE, GPU_DIRECT}
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> penstock.Hardware:
-    measured = penstock.probe(tmp_path_factory.mktemp("probe"), device="cuda", time_budget_s=2)
-    return replace(measured, host_bytes=4 << 30)
+    assert torch.equal(torch.get_device_module(DEVICE).get_rng_state(), before)
 
 
 def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dict[str, Any]:
@@ -214,13 +215,13 @@ def test_every_family_keeps_its_bits(
 def train_gpt(**how: Any) -> tuple[list[str], penstock.Report | None]:
     """A GPT whose activations have a megabyte and more."""
     torch.manual_seed(0)
-    model = _Gpt(width=256, blocks=3).cuda()
+    model = _Gpt(width=256, blocks=3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     with penstock.offload(model, optimizer, **how) if how else nullcontext() as run:
         for step in range(12):
             seeded = torch.Generator().manual_seed(step)
-            words = torch.randint(0, 64, (8, 256), generator=seeded).cuda()
+            words = torch.randint(0, 64, (BATCH, 256), generator=seeded).to(DEVICE)
             with run.step() if run else nullcontext():
                 loss = F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
                 loss.backward()

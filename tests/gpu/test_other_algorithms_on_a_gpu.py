@@ -1,6 +1,6 @@
 """Micro-batches and kernel variants on a CUDA device: the bits of plain PyTorch that does the same.
 
-Written without a GPU; `make gpu` runs it on one.
+`make gpu` runs it on one, `make gpu-rehearsal` on the emulated accelerator.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import penstock
+from tests.support.accelerator import NOT_REHEARSED, wanted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+DEVICE = wanted("cuda")
 
 BUDGET = 256 << 20
 SAMPLES = 24
@@ -28,15 +26,8 @@ SAMPLES = 24
 
 @pytest.fixture(autouse=True)
 def reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield
-
-
-@pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> penstock.Hardware:
-    measured = penstock.probe(tmp_path_factory.mktemp("probe"), device="cuda", time_budget_s=2)
-    return replace(measured, host_bytes=4 << 30)
 
 
 def train(
@@ -44,7 +35,8 @@ def train(
 ) -> list[bytes]:
     """Some steps of a convolution; the bits of every gradient."""
     torch.manual_seed(7)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 8, 3)).cuda()
+    layers = torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 8, 3)
+    model = torch.nn.Sequential(*layers).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
 
@@ -52,7 +44,7 @@ def train(
         return F.softplus(model(part)).mean()
 
     for number in range(steps):
-        x = torch.randn(SAMPLES, 3, 32, 32, generator=torch.Generator().manual_seed(number)).cuda()
+        x = torch.randn(SAMPLES, 3, 32, 32, generator=torch.Generator().manual_seed(number)).to(DEVICE)
         with step():
             for part in split(x, loss):
                 (loss(part) * part.weight).backward()
@@ -78,7 +70,7 @@ def test_parts_give_the_bits_of_plain_pytorch(
     with (
         torch.backends.cudnn.flags(deterministic=True),
         penstock.offload(
-            device="cuda", device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, micro_batch=size
+            device=DEVICE, device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, micro_batch=size
         ) as run,
     ):
         found = train(run.micro_batches, run.step)
@@ -87,6 +79,7 @@ def test_parts_give_the_bits_of_plain_pytorch(
         assert train(by_hand(chosen), nullcontext) == found
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason=NOT_REHEARSED + "cuDNN and its variants")
 @pytest.mark.parametrize(
     ("name", "flags"),
     [("without cuDNN", {"enabled": False}), ("deterministic cuDNN", {"deterministic": True})],
@@ -95,7 +88,7 @@ def test_variants_give_the_bits_of_their_settings(
     name: str, flags: dict[str, bool], tmp_path: Path, machine: penstock.Hardware
 ) -> None:
     options: dict[str, Any] = {
-        "device": "cuda", "device_budget": BUDGET, "spill_dir": tmp_path, "hardware": machine,
+        "device": DEVICE, "device_budget": BUDGET, "spill_dir": tmp_path, "hardware": machine,
     }  # fmt: skip
     with penstock.offload(**options, variants=True) as run:
         train(run.micro_batches, run.step)

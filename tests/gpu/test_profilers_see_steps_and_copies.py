@@ -1,12 +1,13 @@
 """NVTX ranges around steps and copies on a CUDA device.
 
-Written without a GPU; `make gpu` runs it on one.
+`make gpu` runs it on one, `make gpu-rehearsal` on the emulated accelerator.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,29 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.runtime.devices.cuda import CudaDriver
+from penstock.runtime.devices.drivers import DRIVERS
+from tests.support.accelerator import wanted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not hasattr(torch._C, "_nvtx"), reason="needs a torch with NVTX"),
-]
-
+DEVICE = wanted("cuda")
 LAYER = 4 << 20  # bytes of weights
 
 
+@pytest.fixture
+def nvtx(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> None:
+    """Elsewhere than on CUDA the device is marked as CUDA's driver does, and NVTX does nothing."""
+    if DEVICE == "cuda":
+        if not hasattr(torch._C, "_nvtx"):
+            pytest.skip("needs a torch with NVTX")
+        return
+    record_property("not rehearsed", "NVTX itself")
+    monkeypatch.setattr(DRIVERS[DEVICE], "marked", CudaDriver.marked)
+    monkeypatch.setattr(DRIVERS[DEVICE], "_has_nvtx", True, raising=False)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda text: 0)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: 0)
+
+
+@pytest.mark.usefixtures("nvtx")
 def test_ranges_are_opened_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a thread are nested, and none stays open."""
     push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
@@ -41,7 +55,7 @@ def test_ranges_are_opened_and_closed(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", popped)
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).cuda()
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     budget = 24 * 2 * LAYER  # of four: weights, gradients and two of AdamW
     with penstock.offload(
@@ -49,7 +63,7 @@ def test_ranges_are_opened_and_closed(tmp_path: Path, monkeypatch: pytest.Monkey
     ) as run:
         for _ in range(4):
             with run.step():
-                model(torch.ones(8, 1024, device="cuda")).sum().backward()
+                model(torch.ones(8, 1024, device=DEVICE)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         assert run.report().evicted_bytes > 0

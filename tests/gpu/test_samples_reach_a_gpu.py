@@ -9,12 +9,13 @@ import torch
 
 from penstock.samples import Loader, mount
 from penstock.samples.dataloader.decoding import Sample
+from tests.support.accelerator import wanted
+
+pytest.importorskip("xxhash", reason="needs xxhash, to write stores")
+
 from tests.support.stores import write_store
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+DEVICE = wanted("cuda")
 
 
 def of_sample(sample: Sample) -> tuple[torch.Tensor, int]:
@@ -31,7 +32,7 @@ def test_batches_are_pinned_and_arrive(tmp_path: Path, threads: int, decode: obj
         for batch in Loader(store, 8, decode=decode, threads=threads, pin_memory=True):
             tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)
             assert all(tensor.is_pinned() for tensor in tensors)
-            on_gpu = [tensor.to("cuda", non_blocking=True) for tensor in tensors]
+            on_gpu = [tensor.to(DEVICE, non_blocking=True) for tensor in tensors]
             assert all(torch.equal(there.cpu(), here) for there, here in zip(on_gpu, tensors, strict=True))
             seen += batch["indices"].tolist() if isinstance(batch, dict) else batch[1].tolist()
         assert sorted(seen) == list(range(50))

@@ -39,6 +39,11 @@ def nothing_planned(budget_bytes: int, *evictions: Evict) -> Plan:
     return Plan(policy="test", device_budget_bytes=budget_bytes, evictions=evictions)
 
 
+def left(trace: Trace, made: Plan, host_bytes: int = 0) -> list[tuple[int, int, str]]:
+    """(tensor, kernel, tier) of what leaves for good."""
+    return [(last.tensor, last.begin, last.tier) for last in leaves_for_good(trace, made, host_bytes)]
+
+
 def written(trace: Trace, made: Plan, disk_bytes_per_s: float = 100.0) -> list[tuple[int, float, float]]:
     """(tensor, start, end) of what is written."""
     timeline = simulate(trace, made, machine(disk_bytes_per_s))
@@ -51,9 +56,9 @@ def test_nothing_is_written_where_all_of_it_fits() -> None:
 
 def test_only_what_has_no_room_is_written_and_the_longest_useless_first() -> None:
     trace = gradients()
-    assert leaves_for_good(trace, nothing_planned(400)) == [(2, 2)]
+    assert left(trace, nothing_planned(400)) == [(2, 2, "disk")]
     assert written(trace, nothing_planned(400)) == [(2, 2, 3)]
-    assert leaves_for_good(trace, nothing_planned(300)) == [(2, 2), (3, 3)]
+    assert left(trace, nothing_planned(300)) == [(2, 2, "disk"), (3, 3, "disk")]
 
 
 def test_a_kernel_waits_until_its_memory_is_written() -> None:
@@ -62,6 +67,37 @@ def test_a_kernel_waits_until_its_memory_is_written() -> None:
     assert timeline.iteration_s == 6 and timeline.stalls == (Stall(3, 4, "memory", 3),)
     assert timeline.peak_bytes == 400
     assert written(gradients(), nothing_planned(300), 50.0) == [(2, 2, 4), (3, 5, 7)]
+
+
+def test_the_host_has_it_as_far_as_there_is_room() -> None:
+    trace, made = gradients(), nothing_planned(300)
+    assert left(trace, made, 200) == [(2, 2, "host"), (3, 3, "host")]
+    assert left(trace, made, 199) == [(2, 2, "host"), (3, 3, "disk")]
+    timeline = simulate(trace, made, machine(host_bytes=199))
+    moved = [(span.index, span.stream) for span in timeline.spans if span.stream != "compute"]
+    assert moved == [(2, "device_to_host"), (3, "disk_write")]
+    actions = [action for actions in schedule(trace, made, 199).before for action in actions]
+    assert [action.tier for action in actions if isinstance(action, EvictAction)] == ["host", "disk"]
+
+
+def test_it_takes_no_room_that_the_plan_has_on_the_host() -> None:
+    """Weight 1, of 100 bytes, is there while kernel 1 runs, and until kernel 2 has."""
+    away = Evict(1, after=0, begin=1, end=2, prefetch_at=2, tier="host")
+    trace, made = gradients(), nothing_planned(300, away)
+    assert left(trace, made, 200) == [(2, 2, "host"), (3, 3, "host")]
+    assert left(trace, made, 199) == [(2, 2, "disk"), (3, 3, "host")]
+
+
+def test_what_was_on_a_tier_goes_there_again() -> None:
+    step = Step()
+    read, other = step.tensor(100), step.tensor(100)
+    step.kernel("make", 1.0, outputs=[read])
+    step.kernel("other", 1.0, outputs=[other])
+    step.kernel("read", 1.0, inputs=[read])
+    step.kernel("more", 1.0, inputs=[other], workspace_bytes=100)
+    trace = replace(step.trace(), tensor_death=np.array([4, 4]))
+    made = nothing_planned(200, Evict(0, after=0, begin=1, end=2, prefetch_at=2))
+    assert left(trace, made, 1000) == [(0, 3, "disk")]
 
 
 def test_it_counts_as_written_to_the_disk() -> None:
@@ -83,7 +119,7 @@ def test_a_copy_that_is_there_is_not_written_again() -> None:
     trace = replace(step.trace(), tensor_death=np.array([4, 4]))
     away = Evict(0, after=0, begin=1, end=2, prefetch_at=2)
     made = nothing_planned(200, away)
-    assert leaves_for_good(trace, made) == [(0, 3)]
+    assert left(trace, made) == [(0, 3, "disk")]
     assert written(trace, made, 1000.0) == [(0, 1, 1.1)]
 
 
@@ -95,7 +131,7 @@ def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fractio
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
     made = plan(trace, machine(1e6), "g10", device_budget_bytes=budget)
-    kept = leaves_for_good(trace, made)
+    kept = [(tensor, kernel) for tensor, kernel, _ in left(trace, made)]
     carried_out = schedule(trace, made)
     for tensor, kernel in kept:
         actions = carried_out.before[kernel]

@@ -47,14 +47,14 @@ class DeafEvent(CheckedEvent):
 
 
 class NoWaitForKernels(CheckedDriver):
-    def make_event(self) -> CheckedEvent:
+    def make_event(self, timed: bool = False) -> CheckedEvent:
         event = DeafEvent(self)
         event.to = "compute"
         return event
 
 
 class NoWaitForCopies(CheckedDriver):
-    def make_event(self) -> CheckedEvent:
+    def make_event(self, timed: bool = False) -> CheckedEvent:
         event = DeafEvent(self)
         event.to = "stream"
         return event
@@ -195,7 +195,7 @@ class HeldDriver(CheckedDriver):
         self.free = threading.Event()
         self.free.set()
 
-    def make_event(self) -> CheckedEvent:
+    def make_event(self, timed: bool = False) -> CheckedEvent:
         return HeldEvent(self)
 
 

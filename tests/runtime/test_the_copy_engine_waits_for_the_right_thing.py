@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import SpillError
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage, Storages
 from tests.support.scripted import ScriptedDevice
 
 PIECE = 100
@@ -90,6 +90,40 @@ def test_prefetches_do_not_take_the_room_that_a_kernel_waits_for() -> None:
 
     assert [managed.state for managed in wanted] == [AWAY, AWAY]
     assert bench.device.in_memory_bytes() <= 4 * PIECE
+
+
+def test_a_refused_prefetch_is_tried_again_when_memory_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    prepare, answers = bench.device.prepare, iter([False, True])
+    monkeypatch.setattr(bench.device, "prepare", lambda *asked: next(answers) and prepare(*asked))
+    managed, other = bench.away(), bench.make()
+    bench.engine.prefetch(managed)
+    for _ in range(10):
+        bench.engine.end_kernel()
+    assert managed.state == AWAY
+
+    bench.engine.evict(other, release=True)
+    bench.device.finish(bench.device.pending[0])
+    bench.engine.end_kernel()
+    assert managed.state == COMING
+
+
+def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(timeout_s=5.0)
+    wanted = bench.away()
+    for coming in [bench.away() for _ in range(4)]:  # when these have come, there is no more memory
+        bench.engine.prefetch(coming)
+    bench.make()
+    prepare, full_bytes, asked = bench.device.prepare, bench.device.in_memory_bytes(), []
+
+    def refused(managed: ManagedStorage, *rest: Any) -> bool:
+        asked.append(managed)
+        return bench.device.in_memory_bytes() < full_bytes and prepare(managed, *rest)
+
+    monkeypatch.setattr(bench.device, "prepare", refused)
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([wanted])
+    assert wanted.state == RESIDENT and len(asked) == 2
 
 
 def test_what_a_prefetch_began_while_a_kernel_waited_for_room_is_not_brought_twice() -> None:

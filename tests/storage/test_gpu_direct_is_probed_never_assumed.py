@@ -14,22 +14,22 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.errors import InvalidArgument, SpillError
-from penstock.runtime.copy_engine import Moved
+from penstock.errors import InvalidArgument, PenstockError, SpillError
+from penstock.runtime.copy_engine import DEMAND, Done, Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.io_paths import IoPaths, _log_once
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import MEASURED_EVERY, SpillOptions, SpillSpace
 from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
@@ -336,10 +336,10 @@ class Runner:
         for _ in range(times):
             storage = torch.frombuffer(bytearray(DATA[:size_bytes]), dtype=torch.uint8).untyped_storage()
             block = self.paths.allocate(size_bytes)
-            error, moves = self.paths.write(self.copy(storage, block), self._bounce)
+            error, moves = self.write(storage, block)
             assert error is None
             target = torch.UntypedStorage(size_bytes)
-            error, more = self.paths.read(self.copy(target, block), self._bounce)
+            error, more = self._moved(self.paths.read, target, block)
             assert error is None
             if self.bounced == 0:
                 assert ctypes.string_at(target.data_ptr(), size_bytes) == DATA[:size_bytes]
@@ -347,16 +347,35 @@ class Runner:
             self.space.release(block)
         return moved
 
-    def copy(self, storage: torch.UntypedStorage, block: Extent, lasts: bool = False) -> Copy:
+    def write(self, storage: torch.UntypedStorage, block: Extent, lasts: bool = False) -> Outcome:
+        return self._moved(self.paths.write, storage, block, lasts)
+
+    def _moved(self, *what: Any) -> Outcome:
+        (outcome,) = self.begin(*what)
+        return outcome
+
+    def begin(
+        self, move: Callable[..., None], storage: torch.UntypedStorage, block: Extent, lasts: bool = False
+    ) -> list[Outcome]:
+        """Where the outcome is going to be."""
         managed = ManagedStorage(storage, storage.nbytes(), lambda _: None)
         managed.lasts = lasts
         ready = types.SimpleNamespace(synchronize=self._wait)
-        return Copy(managed, storage, block, [ready], lambda error, moved: None)
+        outcomes: list[Outcome] = []
 
-    def _bounce(self, copy: Copy) -> Outcome:
+        def done(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            outcomes.append((error, moved))
+
+        move(Copy(managed, storage, block, [ready], done), DEMAND, self, done)
+        return outcomes
+
+    def carry(self, copy: Copy, priority: int, done: Done) -> None:
         time.sleep(self.bounce_s)
         self.bounced += 1
-        return None, []
+        done(None, [])
+
+    def drain(self) -> bool:
+        return True
 
     def _wait(self) -> None:
         self.waits += 1
@@ -381,6 +400,56 @@ def test_the_faster_path_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert {entry.path for entry in chosen.paths.choice.tables().entries} == {BOUNCE, GPU_DIRECT}
     # Three trials of each, for writes and for reads.
     assert chosen.bounced <= 6 if faster == "direct" else chosen.bounced >= 24
+
+
+class Overlapping(Runner):
+    """Its copies are over when somebody waits for them.
+
+    most        that were under way at once
+    disturbed   that were measured, and others were under way with them
+    """
+
+    def __init__(self, space: SpillSpace) -> None:
+        super().__init__(space)
+        self.under_way: list[tuple[Done, int]] = []
+        self.most = self.disturbed = self.observed = 0
+        choice = self.paths.choice
+        assert choice is not None
+        observe = choice.observe
+
+        def observed(*arguments: Any) -> None:
+            self.observed += 1
+            observe(*arguments)
+
+        choice.observe = observed  # type: ignore[method-assign]
+
+    def carry(self, copy: Copy, priority: int, done: Done) -> None:
+        self.under_way.append((done, len(self.under_way)))
+        self.most = max(self.most, len(self.under_way))
+
+    def drain(self) -> bool:
+        while self.under_way:
+            done, others = self.under_way.pop(0)
+            before = self.observed
+            done(None, [])
+            self.disturbed += self.observed > before and others + len(self.under_way) > 0
+        return True
+
+
+def test_what_is_measured_has_its_direction_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memories(MemoryTransport):
+        methods = ("gpu-direct",)
+
+    monkeypatch.setitem(GPU_TRANSPORTS, "kvikio", lambda: Memories(delay_s=0.03))
+    with SpillSpace(tmp_path, SpillOptions(gpu=True, reexplore=0)) as space:
+        runner = Overlapping(space)
+        block, storage = space.allocate(64 << 10), torch.UntypedStorage(64 << 10)
+        for _ in range(3 * MEASURED_EVERY):
+            runner.begin(runner.paths.write, storage, block)
+        runner.drain()
+        assert runner.most > MEASURED_EVERY // 2 and runner.observed > 6 and not runner.disturbed
 
 
 def test_what_was_learned_serves_the_next_run_on_the_same_gpu(
@@ -418,11 +487,11 @@ def test_what_outlives_a_step_goes_where_it_is_checksummed(kvikio: StandIn, tmp_
     with runner(tmp_path, reexplore=0) as both:
         block, storage = both.paths.allocate(MIB), torch.UntypedStorage(MIB)
         for _ in range(10):
-            both.paths.write(both.copy(storage, block, lasts=True), both._bounce)
+            both.write(storage, block, lasts=True)
         assert both.bounced == 10
     with runner(tmp_path, paths=[GPU_DIRECT]) as pinned:
         block = pinned.paths.allocate(MIB)
-        pinned.paths.write(pinned.copy(storage, block, lasts=True), pinned._bounce)
+        pinned.write(storage, block, lasts=True)
         assert pinned.bounced == 0
 
 
@@ -463,7 +532,7 @@ def test_a_failed_transfer_is_reported_and_teaches_nothing(kvikio: StandIn, tmp_
         storage = torch.UntypedStorage(MIB)
         block = pinned.paths.allocate(MIB)
         kvikio.move_error = errno.ENOSPC
-        error, moved = pinned.paths.write(pinned.copy(storage, block), pinned._bounce)
+        error, moved = pinned.write(storage, block)
         assert isinstance(error, SpillError) and error.errno == errno.ENOSPC and not moved
         assert pinned.paths.choice is not None and not pinned.paths.choice.tables().entries
 

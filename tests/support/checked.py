@@ -121,11 +121,20 @@ class CheckedEvent:
         self._driver = driver
         self.times: Times = {}
         self.after: tuple[CheckedStream, int] | None = None
+        self._recorded_s = 0.0
 
     def record(self, stream: CheckedStream) -> None:
         with self._driver.at_random():
             self.times = _joined(stream.times, self._driver.host)
             self.after = stream, stream.issued
+            self._recorded_s = self._driver.device_s
+
+    def query(self) -> bool:
+        with self._driver.lock:
+            return self.after is None or self.after[0].executed >= self.after[1]
+
+    def elapsed_time(self, later: CheckedEvent) -> float:
+        return (later._recorded_s - self._recorded_s) * 1e3
 
     def synchronize(self) -> None:
         with self._driver.at_random():
@@ -148,11 +157,13 @@ class CheckedDriver:
     kernel_bytes     most that one kernel used and made
     refused          how often memory was refused
     marks            what a profiler would have been told
+    kernel_s         that a kernel takes on the device, and `device_s` all so far, by the clock of its events
     """
 
     memory_manager = "checked"
     name = "checked accelerator"
     total_bytes = 1 << 40
+    kernel_s = device_s = 0.0
 
     def __init__(self, seed: int = 0, *, refuses: bool = False, lag: float = 0.3) -> None:
         self.device = torch.device("cpu")
@@ -185,7 +196,7 @@ class CheckedDriver:
         self._streams.append(stream)
         return stream
 
-    def make_event(self) -> CheckedEvent:
+    def make_event(self, timed: bool = False) -> CheckedEvent:
         return CheckedEvent(self)
 
     def current_stream(self) -> CheckedStream:
@@ -565,6 +576,7 @@ class CheckedDriver:
                         self._write(region, access, times)
                     else:
                         self._read(region, access, times)
+            self.device_s += self.kernel_s
             before = {key: held_bytes(storage) for key, storage in used.items()}
             stream.execute(stream.issued)  # the kernel runs now, and so does what its stream waits for
         result = operator(*args, **kwargs)
@@ -597,6 +609,12 @@ class CheckedDriver:
 
 
 class _Kernels(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, driver: CheckedDriver) -> None:
         super().__init__()
         self._driver = driver
@@ -624,15 +642,16 @@ def checked_run(
     refuses: bool = False,
     smallest_bytes: int = 1,
     timeout_s: float = 30.0,
+    in_flight_bytes: int = 8192,
     variants: bool = False,
     make_device: Callable[..., AcceleratorDevice] = AcceleratorDevice,
     make_driver: Callable[..., CheckedDriver] = CheckedDriver,
 ) -> Iterator[CheckedRun]:
     """Everything inside runs on a checked accelerator, inside the budget. Raises the first violation."""
     driver = make_driver(seed, refuses=refuses)
-    staging_bytes = 3 * 4096
+    staging_bytes = 2 * 3 * 4096
     device = make_device(spill, driver, budget_bytes, staging_bytes + host_bytes, chunk_bytes=4096, chunks=3)
-    engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=8192)
+    engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=in_flight_bytes)
     engine.tier = device.tier
     device.engine = engine
     drop = device.drop

@@ -1,4 +1,4 @@
-"""What penstock uses of kvikio, on host memory: for machines without a GPU.
+"""What penstock uses of kvikio, on memory that the host can reach: for machines without a GPU.
 
 It moves bytes as kvikio does without its compatibility mode: ranges of less than `gds_threshold` by their
 own bytes through the page cache, others by whole blocks past it. What it says when something fails is
@@ -12,7 +12,7 @@ import errno
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -43,9 +43,12 @@ class StandIn:
     short_bytes        most bytes that are moved at once
     registered         paths registered so far
     open_files         of which so many are still open
+
+    reached            where the host finds what lies at an address
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reached: Callable[[int], int] = int) -> None:
+        self.reached = reached
         self.driver: dict[str, Any] = {"is_gds_available": True, "allow_compat_mode": True}
         self.driver_error: str | None = None
         self.settings: dict[str, Any] = {
@@ -138,7 +141,7 @@ class _File:
         if error := self._kvikio.move_error:
             told = os.strerror(error if writes else errno.EPERM)
             raise RuntimeError(f"cuFile error at: file_handle.cpp:230: {told}")
-        memory = view_at(address, size, writable=not writes)
+        memory = view_at(self._kvikio.reached(address), size, writable=not writes)
         moved: int = move(writes, memory[: self._kvikio.short_bytes], offset)
         return moved
 

@@ -206,6 +206,9 @@ class ScriptedDevice:
     def make_room(self, size_bytes: int) -> bool:
         return False
 
+    def budget_for(self, size_bytes: int) -> int:
+        return sum(self.live.values()) + size_bytes
+
     # -- the end of copies -------------------------------------------------------------------------
 
     def finish(self, copy: Pending, error: PenstockError | None = None) -> None:

@@ -43,7 +43,7 @@ class Operator(NamedTuple):
     is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
     draws          it is repeatable but for the random numbers that it draws from a generator
     is_opaque      it has no schema, such as a compiled region, or one that says of no write and that nobody
-                   vouches for: any of its inputs may be written
+                   vouches for: any of its inputs may be written, unless penstock.capture.regions knows more
     takes_lists    of tensors, each for itself: see penstock.capture.slices
     is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
                    to stay until it is waited for

@@ -39,6 +39,11 @@ class KernelRecord:
     in_use_bytes: int = 0
     variants: tuple[Variant, ...] = ()
 
+    def scale(self, factor: float) -> None:
+        """It takes so many times as long, and so do its variants."""
+        self.time_s *= factor
+        self.variants = tuple(variant._replace(time_s=variant.time_s * factor) for variant in self.variants)
+
 
 @dataclass(slots=True)
 class TensorRecord:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from penstock.capture import regions
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
@@ -133,6 +134,8 @@ class Tracer(TorchDispatchMode):
         entered_s = time.perf_counter()
         told = describe(operator)
         inputs = tuple(self._tensor_of(tensor) for tensor in tensors_in((args, kwargs)))
+        region = regions.told(args) if told.is_opaque else None
+        spare = {self._tensor_of(tensor) for tensor in region.spare} if region is not None else set()
         if self._meter is not None:
             self._meter.begin()
         begun_s = time.perf_counter()
@@ -141,9 +144,14 @@ class Tracer(TorchDispatchMode):
         ended_s = time.perf_counter()
         phase = self._phases.current()
         written = inputs  # whatever an operator without a schema does
-        if not told.is_opaque:
+        if region is not None:
+            written = tuple(self._tensor_of(tensor) for tensor in region.written)
+        elif not told.is_opaque:
             written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
         made = self._results(result, inputs, phase == FORWARD and told.can_run_again)
+        if spare:
+            results = dict.fromkeys(self._tensor_of(tensor) for tensor in tensors_in(result))
+            written += tuple(index for index in results if index in spare)
         for index in written:
             self._tensors[index].producer = -1
         for index in inputs:  # what the kernel itself ends, as a compiled region does, was there while it ran

@@ -72,7 +72,8 @@ def required_bytes(trace: Trace) -> IntArray:
 
 def minimum_bytes(trace: Trace) -> int:
     """The smallest device budget at which the step can run, for the batch at hand: moDNN's equation 7, but
-    that tensors which outlive the step may leave too."""
+    that tensors which outlive the step may leave too. Bytes of tensors and workspace: what an allocator takes
+    beside them, such as whole segments on an accelerator, is not in it."""
     floor = 0 if trace.kernels else trace.persistent_bytes
     return int(required_bytes(trace).max(initial=floor))
 
@@ -150,37 +151,48 @@ def resident_bytes(
     return needed
 
 
-def leaves_for_good(trace: Trace, plan: Plan) -> list[tuple[int, int]]:
-    """Tensors that no kernel uses again while the program keeps them, where the budget has no room for them:
-    each with the kernel before which it leaves. What has been of no use for longest leaves first.
+def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0) -> list[Evict]:
+    """What no kernel uses again while the program keeps it, where the budget has no room for it: evictions
+    that end where they begin, before the kernel from which on it is away. What has been of no use for
+    longest leaves first. It goes to the tier where it has been before, else to the host while the plan leaves
+    room there, else to the disk.
 
     Plans count all such tensors as gone (`penstock.core.trace.released_after_last_use`). A run, and the
-    simulator, write these to the disk, and keep the others.
+    simulator, write these, and keep the others.
+
+    host_bytes   of the host tier
     """
     if trace.peak_bytes <= plan.device_budget_bytes:
         return []
     useless = released_after_last_use(trace).tensor_death  # from this kernel on
     kept = (useless < np.minimum(trace.tensor_death, trace.kernels)) & ~trace.tensor_persistent
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    tiers = {evict.tensor: evict.tier for evict in plan.evictions}
+    on_host = tier_bytes(trace, plan.evictions).get("host", np.zeros(trace.kernels, dtype=np.int64))
     found = []
     for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(useless[tensor])):
         begin, end = int(useless[tensor]), int(trace.tensor_death[tensor])
+        size_bytes = int(trace.tensor_bytes[tensor])
         if int(needed[begin:end].max()) > plan.device_budget_bytes:
-            needed[begin:end] -= int(trace.tensor_bytes[tensor])
-            found.append((tensor, begin))
+            needed[begin:end] -= size_bytes
+            fits = int(on_host[begin:end].max()) + size_bytes <= host_bytes
+            tier = tiers.get(tensor, "host" if fits else "disk")
+            if tier == "host":
+                on_host[begin:end] += size_bytes
+            found.append(Evict(tensor, begin - 1, begin, begin, begin, tier))
     return found
 
 
-def as_run(trace: Trace, plan: Plan) -> tuple[Trace, list[tuple[int, int]]]:
+def as_run(trace: Trace, plan: Plan, host_bytes: int = 0) -> tuple[Trace, list[Evict]]:
     """The iteration as a run carries out the plan: what `leaves_for_good` is dead from then on. And that."""
     if plan.lossy is not None:
         trace = trace.with_lossy(plan.lossy)
     released = within_budget(trace, plan.device_budget_bytes)
     if released is trace:
         return trace, []
-    gone = leaves_for_good(trace, plan)
+    gone = leaves_for_good(trace, plan, host_bytes)
     death = np.where(released.tensor_birth < released.tensor_death, trace.tensor_death, released.tensor_death)
-    which = [tensor for tensor, _ in gone]
+    which = [evict.tensor for evict in gone]
     death[which] = released.tensor_death[which]
     return replace(released, tensor_death=death), gone
 

@@ -184,6 +184,10 @@ class Device(Protocol):
         False: they cannot."""
         ...
 
+    def budget_for(self, size_bytes: int) -> int:
+        """The budget in which so many bytes fit beside what is on the device now."""
+        ...
+
 
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
@@ -232,6 +236,8 @@ class CopyEngine:
         self._pumping = False
         self._completions = 0
         self._passages: dict[ManagedStorage, _Passage] = {}  # that may be joined, the first to begin first
+        # Of the prefetch that the device had no memory for: bytes, and the device's bytes in use then.
+        self._refused: tuple[int, int] | None = None
         self._error: PenstockError | None = None
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
@@ -256,6 +262,7 @@ class CopyEngine:
     def begin_step(self) -> None:
         with self.lock:
             self._error = None
+            self._refused = None
             self.waits = []
             self.moved = []
 
@@ -711,7 +718,7 @@ class CopyEngine:
                         if expected:
                             break
                         if not self._device.make_room(size_bytes):
-                            self._refuse(used_bytes + size_bytes)
+                            self._refuse(used_bytes, size_bytes)
                     elif not self._join_one_that_leaves():
                         self._wait()
                     used_bytes = self._device.in_memory_bytes()
@@ -745,16 +752,13 @@ class CopyEngine:
         return True
 
     def make_some_room(self, size_bytes: int) -> None:
-        """The device has no memory for what is demanded, though the budget has: wait, or free more."""
-        if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
-            before = self._device.in_memory_bytes()
-            self._evict_some(size_bytes)
-            if not self._freeing_bytes and self._device.in_memory_bytes() >= before:
-                if self.wait_for_others() or self._device.make_room(size_bytes):
-                    return
-                self._refuse(before + size_bytes)
-        if self._freeing_bytes or self._in_bytes or self._out_bytes:
-            self._wait()
+        """The device has no memory for what is demanded, though the budget has: free as much, and wait until
+        that has left. Asked before, it would refuse again."""
+        if self.free(size_bytes) or self._device.make_room(size_bytes):
+            return
+        if not (self._in_bytes or self._out_bytes):
+            self._refuse(self._device.in_memory_bytes(), size_bytes)
+        self._wait()
 
     def _evict_some(self, size_bytes: int) -> None:
         """Let storages leave until ``size_bytes`` are free, or on their way."""
@@ -766,7 +770,8 @@ class CopyEngine:
             if not managed.pins and (managed.state in (RESIDENT, LEAVING) or managed.packed_bytes):
                 self.evict(managed, release=True)
 
-    def _refuse(self, needed_bytes: int) -> None:
+    def _refuse(self, used_bytes: int, size_bytes: int) -> None:
+        needed_bytes = max(used_bytes + size_bytes, self._device.budget_for(size_bytes))
         raise BudgetTooSmall(
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
@@ -810,10 +815,25 @@ class CopyEngine:
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
-                if not self.fits(size_bytes) or not self._bring(managed, PREFETCH):
+                if not self.fits(size_bytes) or self._would_be_refused(size_bytes):
                     return
+                if not self._bring(managed, PREFETCH):
+                    self._refused = size_bytes, self._device.in_memory_bytes()
+                    return
+                self._refused = None
             self.prefetches.popleft()
             managed.queued = False
+
+    def _would_be_refused(self, size_bytes: int) -> bool:
+        """Whether the device had no memory for a prefetch of so many bytes or fewer, and as many have not
+        left since. An allocator gives back all that it keeps for later, and waits for the device, before it
+        refuses."""
+        refused_bytes, used_bytes = self._refused or (0, 0)
+        return (
+            self._refused is not None
+            and size_bytes >= refused_bytes
+            and self._device.in_memory_bytes() + size_bytes > used_bytes
+        )
 
     def _start_evictions(self) -> None:
         while self._evictions:

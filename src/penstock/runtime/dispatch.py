@@ -25,6 +25,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import _native
+from penstock.capture import regions
 from penstock.capture.operators import Operator, describe, tensors_in
 from penstock.capture.phases import Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
@@ -39,6 +40,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.eviction_order import eviction_order
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.kernel_times import Launch, Timed, times_s
 from penstock.runtime.output_bytes import Needs
 from penstock.runtime.recompute import Recomputation
 from penstock.runtime.replacing import replace
@@ -54,7 +56,10 @@ _LASTING = frozenset(KINDS.index(kind) for kind in ("weight", "gradient", "optim
 class Recording:
     """What the clock notes of a step, for a trace.
 
-    zeros   sample how many elements of what kernels write are zero
+    zeros       sample how many elements of what kernels write are zero
+    launches    of kernels that were not over when their call was
+    timed       what the device says of these
+    launched_s  when each kernel was
     """
 
     def __init__(self, zeros: bool = False) -> None:
@@ -62,6 +67,21 @@ class Recording:
         self.kernels: list[KernelRecord] = []
         self.tensors: list[TensorRecord] = []
         self.in_memory_bytes: list[int] = []  # after each kernel
+        self.launches: list[Launch] = []
+        self.timed: list[Timed] = []
+        self.launched_s: list[float] = []
+
+    def take_times(self) -> None:
+        """Have the kernels' times from the device, which has done all of them."""
+        if not self.timed:
+            return
+        first, begun_s = self.timed[0].begun, self.launched_s[0]
+        for kernel, launch, timed, (took_s, time_s) in zip(
+            self.kernels, self.launches, self.timed, times_s(self.launches, self.timed), strict=True
+        ):
+            kernel.ended_s = begun_s + first.elapsed_time(timed.ended) / 1e3
+            kernel.begun_s = kernel.ended_s - took_s
+            kernel.scale(time_s / max(launch.program_s + launch.call_s, 1e-9))
 
 
 class Clock(TorchDispatchMode):
@@ -89,6 +109,7 @@ class Clock(TorchDispatchMode):
         self._costs = Costs(self._make_some_room, self._measured) if variants else None
         self._ran = AS_TRACED  # the kernel that ran last, in a step that is recorded
         self._known_costs: dict[str, Cost] = {}  # of that kernel
+        self._timed: Timed | None = None  # that kernel
         self.variants: Counter[str] = Counter()  # kernels of this step that ran as another algorithm
         self._interrupts = interrupts or Interrupts()
         engine.check_interrupt = self._interrupts.check
@@ -277,6 +298,8 @@ class Clock(TorchDispatchMode):
             self._recording = recording
             self.variants = Counter()
             self._resized.clear()
+            if recording is not None:
+                self._device.synchronize()  # what was launched before is no part of the step
             self._kernels.watches = recording is not None
             self.storages.tells_all = recording is not None
             self._kernels.begin_step(first)
@@ -357,6 +380,13 @@ class Clock(TorchDispatchMode):
     @staticmethod
     def _describe(operator: Any) -> Operator:
         return describe(operator)
+
+    _told = staticmethod(regions.told)
+
+    def _has_written(self, written: list[ManagedStorage]) -> None:
+        """A kernel has, of which that was not known before."""
+        for managed in written:
+            self._engine.will_write(managed)
 
     @staticmethod
     def _storages_in(values: Any) -> list[torch.UntypedStorage]:
@@ -472,6 +502,13 @@ class Clock(TorchDispatchMode):
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
+    def _secure(self, need_bytes: int) -> None:
+        """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
+        has, is asked before."""
+        with self._interrupts:
+            while not self._device.has_room(need_bytes) and self._engine.free(need_bytes):
+                pass
+
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
         """Make what the kernel uses and was dropped, and what can be made no more once it has run. What else
         it uses may leave meanwhile. False: there was nothing to make."""
@@ -549,7 +586,7 @@ class Clock(TorchDispatchMode):
         self._device.begin_measuring()
 
     def _end_measuring(self) -> None:
-        self._device.end_measuring()
+        self._timed = self._device.end_measuring()
 
     # -- other algorithms ----------------------------------------------------------------------
 
@@ -585,6 +622,7 @@ class Clock(TorchDispatchMode):
         self._known_costs = {}
         self._workspace_bytes = self._device.workspace_bytes()
         if self._costs is not None and has_alternatives(operator):
+            self._device.synchronize()  # nothing runs beside what is measured
             self._known_costs = self._costs.of(operator, named(operator, args, kwargs), result)
 
     def _make_some_room(self, size_bytes: int) -> None:
@@ -595,6 +633,7 @@ class Clock(TorchDispatchMode):
         self._device.begin_measuring()
         result = call()
         self._device.end_measuring()
+        self._device.synchronize()
         return result, self._device.workspace_bytes()
 
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
@@ -777,7 +816,12 @@ class Clock(TorchDispatchMode):
         for index in outputs:
             recording.tensors[index].producer = kernel if repeats and index in fresh else -1
         workspace_bytes = self._workspace_bytes
-        time_s = ended_s - begun_s + max(entered_s - self._kernels.left_s, 0.0)
+        launch = Launch(max(entered_s - self._kernels.left_s, 0.0), ended_s - begun_s)
+        if self._timed is not None:
+            recording.launches.append(launch)
+            recording.timed.append(self._timed)
+        recording.launched_s.append(begun_s)
+        time_s = launch.program_s + launch.call_s
         costs = self._known_costs
         times_s = as_traced(costs, self._ran, time_s) if self._ran in costs else {AS_TRACED: time_s}
         recording.kernels.append(

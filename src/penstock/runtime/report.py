@@ -24,7 +24,9 @@ class Report:
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known
-    minimum_bytes           smallest device budget in which the steps so far could have run
+    minimum_bytes           smallest device budget in which the steps so far could have run, by bytes of
+                            tensors and workspace. An accelerator's allocator takes whole segments, of 2 and
+                            20 MiB: where these do not fit, BudgetTooSmall says what does
     evicted_bytes, loaded_bytes   left the device, and came back, in the last step, planned or not
     disk_written_bytes      written to the disk in the last step
     recomputed_bytes        made by running kernels again, in the last step

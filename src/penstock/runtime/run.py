@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import statistics
@@ -63,7 +64,7 @@ from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.requirements import require_torch
 from penstock.runtime.safetensors import read_in_pieces
 from penstock.runtime.schedule import Schedule
-from penstock.runtime.step_kinds import StepKinds
+from penstock.runtime.step_kinds import StepKind, StepKinds
 from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
 from penstock.storage.autotune.exchange import Explorers
@@ -426,6 +427,7 @@ class Offload:
             self._peak_bytes = 0
             self._measured: dict[str | None, _Measured] = {}  # the latest kind of step last
             self._swapped_before_bytes = (0, 0)
+            self._time_step: Callable[[], None] | None = None
             if plan is not None:
                 self._kinds.take(plan)
             for tensor, kind in _known_tensors(model, optimizer):
@@ -479,7 +481,9 @@ class Offload:
                 self._device.begin_step()
                 self._clock.begin_step(self._kinds.schedules(kind), recording)
             yield
-            self._device.synchronize()
+            took_s = self._device.end_step()
+            if recording is not None:
+                self._device.synchronize()  # the times of its kernels are read
         except BudgetTooSmall as error:
             raise error from None  # it says all that the allocator's own error does
         finally:
@@ -490,7 +494,7 @@ class Offload:
                 self._clock.end_step()
                 self._in_step = False
             self._tell_failed_prefetches()
-        self._finish_step(kind, followed, recording, begun_s, step_s)
+        self._finish_step(kind, followed, recording, begun_s, step_s, took_s)
 
     def micro_batches(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[Any]:
         """The parts of a batch, to accumulate gradients over. Inside a step::
@@ -585,7 +589,9 @@ class Offload:
         recording: Recording | None,
         begun_s: float,
         step_s: float,
+        took_s: Callable[[], float] | None,
     ) -> None:
+        self._time_last_step()
         clock, engine = self._clock, self._engine
         measured = self._measured[kind] = self._measured.pop(kind, _Measured())
         self._steps += 1
@@ -599,11 +605,12 @@ class Offload:
         measured.swapped_bytes = (now_out_bytes - out_bytes, now_in_bytes - in_bytes)
         measured.operators = clock.operators
         entry = self._kinds.followed(kind, followed, clock.touched_bytes)
+        if recording is None:
+            facts = kind, measured, entry, engine.moved, engine.stall_s, clock.clock_s, clock.operators
+            self._time_step = functools.partial(self._note_time, took_s or (lambda: step_s), *facts)
+            if took_s is None:
+                self._time_last_step()
         if entry is not None:
-            if recording is None:
-                measured.step_times_s.append(step_s)
-                kernels_s = step_s - engine.stall_s
-                self._kinds.note(kind, entry, engine.moved, step_s, kernels_s, clock.clock_s, clock.operators)
             measured.stalls_s.append(engine.stall_s)
         if recording is None:
             measured.clock_s.append(clock.clock_s)
@@ -611,6 +618,7 @@ class Offload:
         if not recording.kernels:
             return
         notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
+        recording.take_times()
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
         if entry is not None and not entry.has_grown(int(trace.tensor_bytes.sum())):
             self.timeline = timeline.timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
@@ -620,6 +628,29 @@ class Offload:
             self._device.peak_bytes() > self._budget_bytes
         ):  # by what cannot leave, and kernels ask for at once
             refuse_below_minimum(trace, self._budget_bytes)
+
+    def _time_last_step(self) -> None:
+        """Note what the step before took, which the device may have been at still when the host left it. The
+        host is a step ahead at most."""
+        time_step, self._time_step = self._time_step, None
+        if time_step is not None:
+            time_step()
+
+    def _note_time(
+        self,
+        took_s: Callable[[], float],
+        kind: str | None,
+        measured: _Measured,
+        entry: StepKind | None,
+        moved: Sequence[Moved],
+        stall_s: float,
+        clock_s: float,
+        operators: int,
+    ) -> None:
+        step_s = measured.last_step_s = took_s()
+        if entry is not None:
+            measured.step_times_s.append(step_s)
+            self._kinds.note(kind, entry, moved, step_s, step_s - stall_s, clock_s, operators)
 
     def _tell_failed_prefetches(self) -> None:
         """Once a run, and with no lock held: a handler of the program's may wait, or touch a tensor."""
@@ -707,6 +738,7 @@ class Offload:
 
         Raises PenstockError before the first step of this kind has ended.
         """
+        self._time_last_step()
         if kind is None and self._measured and None not in self._measured:
             kind = next(reversed(self._measured))
         if kind is None:

@@ -116,8 +116,11 @@ class Schedule:
         return uses[0] + self.kernels if uses and self.persistent[tensor] else NEVER
 
 
-def schedule(trace: Trace, plan: Plan) -> Schedule:
-    """What a plan for this trace asks of the runtime."""
+def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
+    """What a plan for this trace asks of the runtime.
+
+    host_bytes   of the host tier
+    """
     trace = trace.with_lossy(plan.lossy)
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
@@ -141,9 +144,9 @@ def schedule(trace: Trace, plan: Plan) -> Schedule:
     begins: dict[int, list[int]] = {}
     for evict in plan.evictions:
         begins.setdefault(evict.tensor, []).append(evict.begin)
-    for tensor, kernel in leaves_for_good(trace, plan):
-        before[kernel] += [Evict(tensor, "disk"), Release(tensor)]
-        begins.setdefault(tensor, []).append(kernel)
+    for last in leaves_for_good(trace, plan, host_bytes):
+        before[last.begin] += [Evict(last.tensor, last.tier), Release(last.tensor)]
+        begins.setdefault(last.tensor, []).append(last.begin)
     for evict in sorted(leaving, key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))

@@ -147,7 +147,7 @@ class StepKinds:
         self._coming: list[_Coming] = []
 
     def _scheduled(self, trace: Trace, plan: Plan) -> Schedule:
-        made = schedule(trace, plan)
+        made = schedule(trace, plan, self.hardware.host_bytes)
         if unknown := {name for name in made.variants if name} - RUNNERS.keys():
             raise InvalidArgument(
                 f"this plan runs kernels as {', '.join(sorted(unknown))}, which no run can choose: it "

@@ -73,13 +73,12 @@ def timeline(
             Sample(span.start_s, in_memory_bytes + workspace),
             Sample(span.end_s, in_memory_bytes),
         ]
-    begins = [kernel.begun_s for kernel in recording.kernels]
     stalls = tuple(
         Stall(
             wait.started_s - begun_s,
             wait.finished_s - begun_s,
             wait.cause,
-            bisect.bisect_left(begins, wait.started_s),
+            bisect.bisect_left(recording.launched_s, wait.started_s),
         )
         for wait in waits
     )

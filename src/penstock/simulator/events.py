@@ -16,7 +16,7 @@ Assumptions, each of which costs some accuracy:
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
   later eviction needs it.
 - What no kernel reads again while the program keeps it is written after its last use, where the budget
-  has no room for it, and does not come back. Its copy's room on the disk is not counted.
+  has no room for it, and does not come back. The room of its copy is not counted.
 - A write that has not started when its tensor dies is cancelled. One in progress holds the tensor's
   memory to its end. The iteration ends when the last kernel and the transfers in progress have ended.
 - Where an eviction reaches into the next iteration, the second of two iterations is reported, from the
@@ -43,12 +43,12 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """What happens when ``plan`` runs: deterministic, and never corrected.
 
     A plan that needs more than its budget is carried out all the same; the peak shows it. Under a budget
-    that does not hold everything, what no kernel reads again while the program keeps it leaves for the disk
-    where there is no room for it (see `penstock.core.memory_profile.leaves_for_good`).
+    that does not hold everything, what no kernel reads again while the program keeps it leaves where there is
+    no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
     require_kinds(trace=trace, plan=plan, hardware=hardware)
     if hardware.disk_bytes > 0:
-        trace, gone = as_run(trace, plan)
+        trace, gone = as_run(trace, plan, hardware.host_bytes)
     else:
         trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
     result = Replay(trace, hardware, plan.device_budget_bytes).run(

@@ -58,10 +58,9 @@ class Intervals:
         return cls(tensor, after, begin, end, prefetch_at, np.array(action, dtype=np.int8))
 
     @classmethod
-    def of_plan(cls, plan: Plan, gone: Iterable[tuple[int, int]] = ()) -> Intervals:
-        """The rows of a plan, and of what `leaves_for_good`, as empty intervals."""
-        last = tuple(Evict(tensor, kernel - 1, kernel, kernel, kernel) for tensor, kernel in gone)
-        return cls.of((*plan.evictions, *last), plan.recomputations)
+    def of_plan(cls, plan: Plan, gone: Iterable[Evict] = ()) -> Intervals:
+        """The rows of a plan, and of what `leaves_for_good`."""
+        return cls.of((*plan.evictions, *gone), plan.recomputations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from penstock.units import format_bytes, format_bytes_up, format_seconds
 __all__ = ["Directories", "OnDone", "SpillOptions", "SpillSpace", "Transfer", "as_paths"]
 
 # Of the transfers by the I/O path in use, one in so many is measured, to see whether it is still the best.
-_MEASURED_EVERY = 64
+MEASURED_EVERY = 64
 
 TIMEOUT_S = 120.0
 
@@ -299,7 +299,7 @@ class SpillSpace:
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
             self._asked["write"] += not on_gpu
-            measured = explores or (not on_gpu and not self._asked["write"] % _MEASURED_EVERY)
+            measured = explores or (not on_gpu and not self._asked["write"] % MEASURED_EVERY)
             region, end = self._regions[extent.space], place.end
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             rehearsed = measured and end > region.written_bytes
@@ -339,7 +339,7 @@ class SpillSpace:
                 path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
                 explores = self.choice.explores
             self._asked["read"] += not on_gpu
-            measured = explores or (not on_gpu and not self._asked["read"] % _MEASURED_EVERY)
+            measured = explores or (not on_gpu and not self._asked["read"] % MEASURED_EVERY)
         transfer = Transfer(
             self._scheduler, "read", path, place, address, size_bytes, keep, on_done, priority, measured
         )

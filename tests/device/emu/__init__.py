@@ -7,6 +7,18 @@
   `configure` names. What forgets to wait gets wrong bits, in some of them in every run.
 - Kernels are the CPU's, so results have the CPU's bits where both run the same operators. Attention takes the
   math path, and fused cells and dropout are written out: compare with a plain run on the same device.
+- Virtual time says how long it would take on a GPU: `configure(machine="h100-pcie5")`, then `reset_report`
+  and `report`. It changes nothing that is computed.
+
+What virtual time is: kernels take the time of a roofline (bytes of inputs and outputs, operations of products
+and convolutions, and a least time), copies between host and device that of their link, one at a time each
+way, launches that of the host. Work begins when its stream is free, its launch over, what its stream waits
+for reached, and its link free: found at launch, so the order in which it is really carried out does not
+matter. Events, and `elapsed_time`, are in it. What it does not have: kernels that slow each other down (those
+of several streams overlap at full speed), what Python and the program do between launches, events and waits
+that cost the host something, the disk. Threads of the host have clocks, and a helper thread that waits for an
+event goes on when the program's clock is there (native/virtual.h). Where threads meet at a lock, the order on
+the real machine decides: what a program with helpers takes may differ a little from run to run.
 
 Importing it compiles it, where that is not done yet, and changes torch for the whole process: it is the
 accelerator then. There is one device, one executor, no graphs and no torch.compile.
@@ -23,6 +35,26 @@ from typing import Any
 import torch
 
 from .build import library
+from .machines import MACHINES, Machine
+from .virtual import Link, Report, Span, VirtualTime, Wait
+
+__all__ = [
+    "MACHINES",
+    "ORDERS",
+    "Link",
+    "Machine",
+    "Report",
+    "Span",
+    "Wait",
+    "configure",
+    "counters",
+    "now_s",
+    "page_lock",
+    "page_unlock",
+    "report",
+    "reset_report",
+    "spans",
+]
 
 # As `Order` in native/streams.h, where each is described.
 ORDERS = ("eager", "lazy", "stepped", "random", "newest")
@@ -32,13 +64,18 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 torch.utils.rename_privateuse1_backend("emu")
 torch.ops.load_library(str(_path := library()))
 _native = ctypes.CDLL(str(_path))
-_native.emu_total_bytes.restype = ctypes.c_uint64
+_native.emu_total_bytes.restype = _native.emu_alias_of.restype = ctypes.c_uint64
 _native.emu_counter.restype = ctypes.c_int64
 _native.emu_configure.restype = _native.emu_page_unlock.restype = ctypes.c_char_p
+_virtual = VirtualTime(_native)
 
 
 def configure(
-    memory: int | str = "4GiB", order: str = "random", seed: int = 0, host_delay_us: int = 0
+    memory: int | str = "4GiB",
+    order: str = "random",
+    seed: int = 0,
+    host_delay_us: int = 0,
+    machine: Machine | str | None = None,
 ) -> None:
     """What device it is, from now on. What was launched before is carried out first.
 
@@ -46,8 +83,13 @@ def configure(
     order           in which work is carried out, one of ORDERS
     seed            of what the order draws
     host_delay_us   threads of the host sleep for up to so long, now and then, before they launch
+    machine         of virtual time, which begins at 0: one, or a key of MACHINES. None: there is none
     """
     size_bytes = _bytes(memory)
+    if isinstance(machine, str):
+        if machine not in MACHINES:
+            raise ValueError(f"there is no machine {machine!r}: choose one of {', '.join(MACHINES)}")
+        machine = MACHINES[machine]
     if order not in ORDERS:
         raise ValueError(f"there is no order {order!r}: choose one of {', '.join(ORDERS)}")
     refused = _native.emu_configure(
@@ -55,11 +97,38 @@ def configure(
     )
     if refused is not None:
         raise RuntimeError(refused.decode())
+    _virtual.configure(machine)
+
+
+def now_s() -> float:
+    """This thread's clock, in virtual time."""
+    return _virtual.now_s()
+
+
+def reset_report() -> None:
+    """The next report is of what happens from now on. Synchronise before: what was launched before does not
+    count."""
+    _virtual.reset()
+
+
+def report() -> Report:
+    """Of virtual time since `reset_report`, or `configure`. Raises RuntimeError where there is no machine."""
+    return _virtual.report()
+
+
+def spans() -> list[Span]:
+    """Items of work since then, as they were launched."""
+    return _virtual.spans()
 
 
 def counters() -> dict[str, int]:
     """Of the whole process: work launched and executed, changes of stream, and waits of the host."""
     return {name: _native.emu_counter(which) for which, name in enumerate(_COUNTERS)}
+
+
+def alias_of(address: int) -> int:
+    """Where a disk that reads and writes the device's memory by itself finds what lies at the address."""
+    return int(_native.emu_alias_of(ctypes.c_uint64(address)))
 
 
 def page_lock(address: int, size_bytes: int) -> None:

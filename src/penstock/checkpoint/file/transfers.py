@@ -103,13 +103,13 @@ class BufferPool:
     memory is short.
 
     most_bytes   of one piece, where that is less: then the buffers are smaller, and are not kept
-    pinned       for tensors of a device: page-locked where CUDA is available, so that copies run at the
+    pinned       for tensors of a device: page-locked where there is an accelerator, so that copies run at the
                  link's speed. torch keeps such memory for reuse, so the pool does not
     """
 
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
-        self._make = PinnedBuffer if pinned and _has_cuda() else AlignedBuffer
+        self._make = PinnedBuffer if pinned and _has_accelerator() else AlignedBuffer
         whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _short
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
@@ -137,7 +137,7 @@ class PinnedBuffer:
         self.address = self._data.data_ptr()
 
 
-def _has_cuda() -> bool:
+def _has_accelerator() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.accelerator.is_available()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.runtime import copy_engine
+from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storages import ManagedStorage, Storages
 
 
@@ -75,6 +76,10 @@ class Device(copy_engine.Device, Protocol):
         """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
         ``writable`` by the system, too."""
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether the device gives a kernel of this thread so many bytes now, in one piece."""
+        ...
+
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
         """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
         failed for another reason than memory, or the budget allows no more."""
@@ -89,6 +94,11 @@ class Device(copy_engine.Device, Protocol):
     def begin_step(self) -> None:
         """Forget earlier peaks."""
 
+    def end_step(self) -> Callable[[], float] | None:
+        """The host has launched all of the step. Gives what waits for its end, and tells the seconds from
+        `begin_step` to it; None where it is over."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
 
@@ -101,10 +111,10 @@ class Device(copy_engine.Device, Protocol):
         ...
 
     def begin_measuring(self) -> None:
-        """A kernel begins whose workspace is to be measured."""
+        """A kernel begins whose time and workspace are to be measured."""
 
-    def end_measuring(self) -> None:
-        """The kernel was started: wait until it is over."""
+    def end_measuring(self) -> Timed | None:
+        """The kernel was launched. None: and is over."""
 
     def workspace_bytes(self) -> int:
         """Bytes that lived during the kernel only."""

@@ -35,8 +35,8 @@ import contextlib
 import functools
 import logging
 import queue
+import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -46,22 +46,29 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
 from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
-from penstock.runtime.devices.direct import Paths
+from penstock.runtime.devices.direct import Bounce, Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
+from penstock.runtime.devices.staging import Staging
+from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.units import format_bytes, format_bytes_up
+from penstock.storage.spill import SpillSpace
+from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
 
 CHUNK_BYTES = 8 << 20  # staged at once: large enough for full speed on bus and disk
-CHUNKS = 8  # of staging, shared by both directions
+CHUNKS = 4  # of staging, for each direction
 
 # Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
 ASKED_EVERY = 32
+
+# torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
+# up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
+LARGEST_SMALL_BYTES = 1 << 20
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -104,7 +111,9 @@ class Driver(Protocol):
 
     def make_stream(self) -> Any: ...
 
-    def make_event(self) -> Any: ...
+    def make_event(self, timed: bool = False) -> Any:
+        """timed: it has `elapsed_time`, as those of torch with `enable_timing`."""
+        ...
 
     def current_stream(self) -> Any:
         """That kernels of this thread go to."""
@@ -200,7 +209,7 @@ class AcceleratorDevice:
     """One accelerator up to a budget, host memory and the disk below it; see penstock.runtime.devices.Device.
 
     host_bytes            page-locked host memory, staging included
-    chunk_bytes, chunks   of staging
+    chunk_bytes, chunks   of staging, for each direction
 
     host_tier_bytes       what of host_bytes is left as a tier
     paths                 between the device and the disk
@@ -233,7 +242,7 @@ class AcceleratorDevice:
                 f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
                 f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
             )
-        staging_bytes = chunk_bytes * chunks
+        staging_bytes = 2 * chunk_bytes * chunks
         if host_bytes < staging_bytes:
             raise InvalidArgument(
                 f"host_budget is {format_bytes(host_bytes)}: transfers between an accelerator and disk need "
@@ -245,38 +254,41 @@ class AcceleratorDevice:
         self.memory_manager = driver.memory_manager
         self.engine: CopyEngine | None = None
         self.memory = DeviceMemory()
-        self._chunk_bytes = chunk_bytes
         self.host_tier_bytes = host_bytes - staging_bytes
         self.tier = "host" if self.host_tier_bytes else "disk"
         self.place_text = f"the disk of {spill.place_text}"
         self.paths = Paths(spill, driver.device)
         self._slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
-        self._staging: queue.SimpleQueue[Extent] = queue.SimpleQueue()
-        for _ in range(chunks):
-            self._staging.put(self._slab.allocate(chunk_bytes))
         self._free_events: list[Any] = []
         self._streams: list[Any] = [driver.current_stream()]  # that kernels ran on
         self.device = driver.device
         self.current_stream: Callable[[], Any] | None = driver.current_stream
-        self._to_disk, self._from_disk = (
-            CopyQueue(
-                f"penstock-disk-{name}",
-                driver.make_stream(),
-                functools.partial(self._move_disk, name == "out"),
-                driver.marked,
-            )
-            for name in ("out", "in")
-        )
         self._to_host, self._from_host = (
             StreamQueue(
                 f"penstock-host-{name}",
                 link,
                 driver.make_stream(),
                 functools.partial(self._issue, name == "out"),
-                self._free_events.extend,
+                self._free_events.append,
                 driver.marked,
             )
             for name, link in (("out", self.evict_link), ("in", self.prefetch_link))
+        )
+        self._staged_out, self._staged_in = (
+            Staging(out, spill, self._slab, bus, chunk_bytes, chunks)
+            for out, bus in ((True, self._to_host), (False, self._from_host))
+        )
+        self._to_disk, self._from_disk = (
+            CopyQueue(
+                f"penstock-disk-{name}",
+                functools.partial(self._move_disk, move, staged),
+                driver.marked,
+                staged.make_way,
+            )
+            for name, move, staged in (
+                ("out", self.paths.write, self._staged_out),
+                ("in", self.paths.read, self._staged_in),
+            )
         )
         self._issued: dict[int, Any] = {}  # by key: after which the copy of it as it is, on the host, is over
         self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
@@ -285,14 +297,17 @@ class AcceleratorDevice:
         self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
-        self._packing = CopyQueue(
-            "penstock-packing", driver.make_stream(), self._carry_packing, driver.marked
-        )
+        carry_packing = functools.partial(self._carry_packing, driver.make_stream())
+        self._packing = CopyQueue("penstock-packing", carry_packing, driver.marked)
         driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
         before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
+        self._begun: Any = None  # of the kernel that is measured: an event
+        self._ended: Any = None  # of the one before
+        self._was_idle = True
+        self._step_begun = self._timed_event()
         self._driver.limit(self._limit_bytes)
 
     # -- which storages ------------------------------------------------------------------------
@@ -463,6 +478,17 @@ class AcceleratorDevice:
     def make_room(self, size_bytes: int) -> bool:
         return False  # what no kernel of ours has used cannot leave
 
+    def has_room(self, size_bytes: int) -> bool:
+        if self._driver.allocate(size_bytes, self._driver.current_stream()) is not None:
+            return True  # the allocator keeps it for who asks next
+        self.memory.asks_in = 0
+        return False
+
+    def budget_for(self, size_bytes: int) -> int:
+        self._driver.empty_cache()  # what stays reserved is in segments that tensors are in
+        kept_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
+        return max(kept_bytes, 0) + _segments_bytes(size_bytes)
+
     # -- copies --------------------------------------------------------------------------------
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
@@ -527,9 +553,15 @@ class AcceleratorDevice:
         self._coded[managed.key] = codec, itemsize
         self._packing.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
 
-    def _carry_packing(self, copy: Copy, priority: int, stream: Any) -> Outcome:
+    def _carry_packing(self, stream: Any, copy: Copy, priority: int, done: Done) -> None:
+        done(*self._pack_or_expand(copy, stream))
+
+    def _pack_or_expand(self, copy: Copy, stream: Any) -> Outcome:
         """Pack what is there, or expand what is packed."""
-        self._begin(copy, stream)
+        for event in copy.ready:
+            stream.wait_event(event)
+        copy.wait()  # for the host's clock, too
+        self._free_events.extend(copy.ready)
         managed, content = copy.managed, self._bytes(copy.storage)
         codec = self._coded.pop(managed.key, None)
         if codec is not None:
@@ -617,6 +649,7 @@ class AcceleratorDevice:
                     del self._issued[managed.key]
                 self._joined.discard(event)
                 self._copy_over(slot)
+            self._free_events.extend(ready)
             done(error, moved)
 
         with self._copies:  # until `event` is known
@@ -656,147 +689,26 @@ class AcceleratorDevice:
         event.record(stream)
         return event
 
-    def _begin(self, copy: Copy, stream: Any) -> None:
-        """The stream, and the host for its clock's sake, wait until the copy may begin."""
-        for event in copy.ready:
-            stream.wait_event(event)
-        copy.wait()
-        self._free_events.extend(copy.ready)
-        copy.ready = []
-
     def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
         """Between the device and the host; the event after which it is over."""
-        self._start_copy(
-            out, self._bytes(copy.storage), self._slab.tensor(copy.block, copy.size_bytes), stream
-        )
+        content = self._bytes(copy.storage)[copy.begin : copy.begin + copy.size_bytes]
+        host = self._slab.tensor(copy.block, copy.size_bytes)
+        self._driver.copy(*((host, content) if out else (content, host)), stream)
         return self._record(stream)
 
-    def _move_disk(self, out: bool, copy: Copy, priority: int, stream: Any) -> Outcome:
-        try:
-            if out:
-                return self.paths.write(copy, functools.partial(self._bounce_out, stream=stream))
-            bounce = functools.partial(self._bounce_in, stream=stream, priority=priority)
-            return self.paths.read(copy, bounce)
-        finally:
-            self._free_events.extend(copy.ready)
-
-    def _bounce_out(self, copy: Copy, stream: Any) -> Outcome:
-        """Chunk by chunk through staging: the next one crosses the bus while this one is written."""
-        self._begin(copy, stream)
-        content = self._bytes(copy.storage)
-        moved: list[Moved] = []
-        written: queue.SimpleQueue[tuple[int, Transfer]] = queue.SimpleQueue()
-        asked = 0
-        try:
-            for begin, size_bytes in self._chunks(copy.size_bytes):
-                staging = self._staging.get()
-                begun_s = time.perf_counter()
-                try:
-                    staged = self._slab.tensor(staging, size_bytes)
-                    self._copy(True, content[begin : begin + size_bytes], staged, stream)
-                    on_written = functools.partial(self._written, written, staging, size_bytes)
-                    self._spill.write(
-                        self._part(copy.block, begin),
-                        self._slab.address(staging),
-                        size_bytes,
-                        self._slab,
-                        on_written,
-                        checksum=copy.managed.lasts,
-                    )
-                except BaseException:
-                    self._staging.put(staging)
-                    raise
-                asked += 1
-                moved.append(copy.moved("device_to_host", begun_s, time.perf_counter(), size_bytes))
-        finally:
-            transfers = [written.get() for _ in range(asked)]
-        moved += [
-            copy.moved("disk_write", transfer.started_s, transfer.finished_s, size_bytes)
-            for size_bytes, transfer in transfers
-        ]
-        return next((transfer.error for _, transfer in transfers if transfer.error), None), moved
-
-    def _written(
+    def _move_disk(
         self,
-        written: queue.SimpleQueue[tuple[int, Transfer]],
-        staging: Extent,
-        size_bytes: int,
-        transfer: Transfer,
-    ) -> None:
-        self._staging.put(staging)
-        written.put((size_bytes, transfer))
-
-    def _bounce_in(self, copy: Copy, stream: Any, priority: int) -> Outcome:
-        """Reads run ahead as far as staging allows; each chunk crosses the bus as it arrives."""
-        self._begin(copy, stream)
-        content = self._bytes(copy.storage)
-        chunks = self._chunks(copy.size_bytes)
-        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]] = queue.SimpleQueue()
-        moved: list[Moved] = []
-        error = None
-        asked = received = 0
-        try:
-            while received < len(chunks):
-                # At least one read is under way; more where staging is free.
-                while asked < len(chunks) and (asked == received or not self._staging.empty()):
-                    self._read(copy, *chunks[asked], priority, arrived)
-                    asked += 1
-                begin, size_bytes, staging, transfer = arrived.get()
-                received += 1
-                try:
-                    error = error or transfer.error
-                    if error is not None:
-                        continue
-                    begun_s = time.perf_counter()
-                    staged = self._slab.tensor(staging, size_bytes)
-                    self._copy(False, content[begin : begin + size_bytes], staged, stream)
-                finally:
-                    self._staging.put(staging)
-                moved += [
-                    copy.moved("disk_read", transfer.started_s, transfer.finished_s, size_bytes),
-                    copy.moved("host_to_device", begun_s, time.perf_counter(), size_bytes),
-                ]
-        finally:
-            for _ in range(asked - received):
-                self._staging.put(arrived.get()[2])
-        return error, moved
-
-    def _read(
-        self,
+        move: Callable[[Copy, int, Bounce, Done], None],
+        staged: Staging,
         copy: Copy,
-        begin: int,
-        size_bytes: int,
         priority: int,
-        arrived: queue.SimpleQueue[tuple[int, int, Extent, Transfer]],
+        done: Done,
     ) -> None:
-        staging = self._staging.get()
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            self._free_events.extend(copy.ready)
+            done(error, moved)
 
-        def on_done(transfer: Transfer) -> None:
-            arrived.put((begin, size_bytes, staging, transfer))
-
-        try:
-            self._spill.read(
-                self._part(copy.block, begin),
-                self._slab.address(staging),
-                size_bytes,
-                self._slab,
-                on_done,
-                priority=priority,
-            )
-        except BaseException:
-            self._staging.put(staging)
-            raise
-
-    def _copy(self, out: bool, content: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
-        """Blocks until the copy is complete."""
-        self._start_copy(out, content, host, stream)
-        self._complete(stream)
-
-    def _start_copy(self, out: bool, content: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
-        if out:
-            self._driver.copy(host, content, stream)
-        else:
-            self._driver.copy(content, host, stream)
+        move(copy, priority, staged, over)
 
     def _complete(self, stream: Any) -> None:
         """Wait, on the host, for all that the stream was given."""
@@ -809,14 +721,6 @@ class AcceleratorDevice:
         assert storage is not None
         view = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
         return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
-
-    def _chunks(self, size_bytes: int) -> list[tuple[int, int]]:
-        """(begin, bytes) of the pieces that fit a staging buffer."""
-        step = self._chunk_bytes
-        return [(begin, min(step, size_bytes - begin)) for begin in range(0, size_bytes, step)]
-
-    def _part(self, extent: Extent, begin: int) -> Extent:
-        return Extent(extent.offset + begin, min(extent.size_bytes - begin, self._chunk_bytes), extent.space)
 
     # -- kernels -------------------------------------------------------------------------------
 
@@ -846,16 +750,18 @@ class AcceleratorDevice:
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         if not self._driver.is_out_of_memory(error):
             return
+        asked_bytes = max(needed_bytes, _asked_bytes(error), 1)
         memory = self._driver.memory()
         in_use_bytes = max(memory.allocated_bytes - self._foreign_bytes, 0)
-        needed_bytes = max(in_use_bytes + needed_bytes, self._budget_bytes + 1)
+        fragments_bytes = memory.reserved_bytes - memory.allocated_bytes
+        least_bytes = max(self.budget_for(asked_bytes), self._budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
-            f"that cannot leave now, {format_bytes(memory.reserved_bytes - memory.allocated_bytes)} are "
-            f"fragments of the allocator, and the device budget is {format_bytes(self._budget_bytes)}. Raise "
-            f"device_budget to {format_bytes_up(needed_bytes)} or more, lower the batch size, or set "
+            f"that cannot leave now, {format_bytes(fragments_bytes)} are fragments of the allocator, and the "
+            f"device budget is {format_bytes(self._budget_bytes)}. Raise device_budget to "
+            f"{format_bytes_up(least_bytes)} or more, lower the batch size, or set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer fragments.",
-            needed_bytes,
+            least_bytes,
         ) from error
 
     # -- measuring -----------------------------------------------------------------------------
@@ -866,19 +772,40 @@ class AcceleratorDevice:
         self._peak_bytes = 0
         self.memory.asks_in = 0
         self._driver.reset_peaks()
+        self._step_begun = self._timed_event()
+
+    def end_step(self) -> Callable[[], float]:
+        # Nothing of the runtime waits for this: whoever uses memory again waits for what used it before, on
+        # the device. So the next step is launched while this one runs.
+        begun, ended = self._step_begun, self._timed_event()
+
+        def took_s() -> float:
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1e3
+
+        return took_s
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         return self._driver.marked(text)
 
     def begin_measuring(self) -> None:
         self._note_peak()
-        self._driver.synchronize()
         self._driver.reset_peaks()
         self._before_bytes = self._driver.memory().allocated_bytes
         self._emptied_bytes = 0
+        self._was_idle = self._ended is None or self._ended.query()
+        self._begun = self._timed_event()
 
-    def end_measuring(self) -> None:
-        self._driver.synchronize()
+    def end_measuring(self) -> Timed:
+        # What the allocator counts is the host's doing: no kernel need be over for it.
+        reached = self._begun.query()
+        self._ended = self._timed_event()
+        return Timed(self._begun, self._ended, self._was_idle and reached, not self._was_idle and reached)
+
+    def _timed_event(self) -> Any:
+        event = self._driver.make_event(timed=True)
+        event.record(self._driver.current_stream())
+        return event
 
     def workspace_bytes(self) -> int:
         memory = self._driver.memory()
@@ -941,7 +868,22 @@ class AcceleratorDevice:
         return not left_bytes
 
     def close(self) -> None:
-        for waiting in (self._packing, self._to_disk, self._from_disk, self._to_host, self._from_host):
+        first = self._packing, self._to_disk, self._from_disk
+        for waiting in (*first, self._staged_out, self._staged_in, self._to_host, self._from_host):
             waiting.close(CLOSE_TIMEOUT_S)
         self._driver.limit(None)
         self._slab.close()
+
+
+def _segments_bytes(size_bytes: int) -> int:
+    """That the allocator may have to reserve for tensors of so many bytes together, whatever their sizes."""
+    if size_bytes <= LARGEST_SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    whole_bytes = -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return whole_bytes + LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
+
+
+def _asked_bytes(error: BaseException) -> int:
+    """That the allocator says it was asked for; 0 where it does not say."""
+    found = re.search(r"ried to allocate ([\d.]+) ?([KMG]iB)", str(error))
+    return parse_bytes(f"{found[1]}{found[2]}") if found is not None else 0

@@ -496,6 +496,12 @@ class CpuDevice:
         self.notice()
         return made
 
+    def has_room(self, size_bytes: int) -> bool:
+        return self.in_memory_bytes() + size_bytes <= self._budget_bytes
+
+    def budget_for(self, size_bytes: int) -> int:
+        return self.in_memory_bytes() + size_bytes
+
     # -- recomputation -------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -605,6 +611,9 @@ class CpuDevice:
         self._peak_bytes = 0
         _native.arena_own_faults()
         _native.arena_reset_peak()
+
+    def end_step(self) -> None:
+        pass
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # profilers of CPUs see torch's own records

@@ -41,8 +41,8 @@ class TorchDriver:
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
 
-    def make_event(self) -> Any:
-        return torch.Event(self.device)
+    def make_event(self, timed: bool = False) -> Any:
+        return torch.Event(self.device, enable_timing=timed)
 
     def current_stream(self) -> Any:
         return torch._C._accelerator_getStream(
@@ -87,7 +87,13 @@ class TorchDriver:
         self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
     ) -> bool:
         with self._on(stream):
-            return packing.unpack(packed, content, codec, itemsize)
+            try:
+                return packing.unpack(packed, content, codec, itemsize)
+            except torch.OutOfMemoryError:  # it takes some beside, which the host has
+                expanded = torch.empty_like(content, device="cpu")
+                whole = packing.unpack(packed.cpu(), expanded, codec, itemsize)
+                content.copy_(expanded)
+                return whole
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
         try:

@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.queues import Copy, Outcome
+from penstock.runtime.copy_engine import Done, Moved
+from penstock.runtime.devices.queues import Copy, Outcome, failure
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.tables import Kind
 from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.spill import MEASURED_EVERY, SpillSpace, Transfer
 
 BOUNCE = "bounce"  # its part between host memory and disk goes by I/O paths of its own
 SMALLEST_DIRECT_BYTES = 16 << 10  # kvikio itself copies less than this through host memory
 TRIAL_BYTES = (1 << 20) + 1001
 
-Bounce = Callable[[Copy], Outcome]
+
+class Bounce(Protocol):
+    """The path through host memory, in one direction: penstock.runtime.devices.staging."""
+
+    def carry(self, copy: Copy, priority: int, done: Done) -> None:
+        """Begin it. Others may be under way."""
+
+    def drain(self) -> bool:
+        """Wait until all are over."""
+        ...
 
 
 class Paths:
@@ -37,6 +48,7 @@ class Paths:
 
     def __init__(self, spill: SpillSpace, device: torch.device) -> None:
         self._spill = spill
+        self._asked: dict[Kind, int] = {"write": 0, "read": 0}
         self.choice: Choice | None = None
         if (direct := spill.gpu_direct) is None:
             return
@@ -50,44 +62,56 @@ class Paths:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
         return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
 
-    def write(self, copy: Copy, bounce: Bounce) -> Outcome:
-        """Copy the storage to the disk. Blocks."""
-        return self._move("write", copy, bounce)
+    def write(self, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
+        """Begin to copy the storage to the disk."""
+        self._move("write", copy, priority, bounce, done)
 
-    def read(self, copy: Copy, bounce: Bounce) -> Outcome:
-        """Copy the disk's bytes to the storage. Blocks."""
-        return self._move("read", copy, bounce)
+    def read(self, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
+        """Begin to copy the disk's bytes to the storage."""
+        self._move("read", copy, priority, bounce, done)
 
-    def _move(self, kind: Kind, copy: Copy, bounce: Bounce) -> Outcome:
+    def _move(self, kind: Kind, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
         choice, size_bytes = self.choice, copy.size_bytes
-        if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES:
-            return bounce(copy)
-        if copy.managed.lasts and not self._spill.gpu_direct_only:
-            return bounce(copy)  # it is checksummed, which takes a processor that sees the bytes
+        is_seen = copy.managed.lasts and not self._spill.gpu_direct_only  # a processor checksums it
+        if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:
+            bounce.carry(copy, priority, done)
+            return
         with self._spill.lock:
             if kind == "write":
                 path = choice.path_to_write(size_bytes)
             else:
                 path = choice.path_to_read(size_bytes, "disk")
+            explores = choice.explores
+            self._asked[kind] += 1
+            measured = explores or not self._asked[kind] % MEASURED_EVERY
+        if measured:  # it has the direction to itself: what others take at the same time is not its cost
+            bounce.drain()
         begun_s = time.perf_counter()
-        moved_well = False
-        try:
-            outcome = bounce(copy) if path == BOUNCE else self._directly(kind, copy)
-            moved_well = outcome[0] is None
-        finally:
+
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
             cost_s = time.perf_counter() - begun_s
             with self._spill.lock:
-                if moved_well:
+                if measured and error is None:
                     choice.observe(kind, size_bytes, path, cost_s)
-                else:
+                elif explores:
                     choice.withdraw(kind, size_bytes, path)
-        return outcome
+            done(error, moved)
+
+        if path != BOUNCE:
+            over(*self._directly(kind, copy))
+            return
+        bounce.carry(copy, priority, over)
+        if measured:
+            bounce.drain()
 
     def _directly(self, kind: Kind, copy: Copy) -> Outcome:
-        copy.wait()  # no stream carries it out that could wait
-        assert copy.storage is not None
-        transfer = _move_directly(self._spill, kind, copy.block, copy.storage)
+        try:
+            copy.wait()  # no stream carries it out that could wait
+            assert copy.storage is not None
+            transfer = _move_directly(self._spill, kind, copy.block, copy.storage)
+        except Exception as error:
+            return failure(error), []
         if transfer.error is not None:
             return transfer.error, []
         # It occupies both links at once.

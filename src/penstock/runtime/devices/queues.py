@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import logging
@@ -24,17 +25,22 @@ logger = logging.getLogger("penstock")
 # What went wrong, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
 
+# Begins a copy of that priority; tells when it is over, on any thread.
+CarryOut = Callable[["Copy", int, Done], None]
+
 Marked = contextlib.AbstractContextManager[None]
 
 
 class Copy:
     """One copy between a storage on the device and a block of a lower tier, or what packs or expands it.
 
-    storage   kept until the copy is over; all of its bytes are copied
-    ready     events after which it may begin: of kernels that made the content, or used the memory before
+    storage             kept until the copy is over
+    ready               events after which it may begin: of kernels that made the content, or used the memory
+                        before. They are free again when ``done`` is called
+    begin, size_bytes   the part of the storage that is copied, all of it unless told
     """
 
-    __slots__ = ("block", "done", "managed", "ready", "size_bytes", "storage")
+    __slots__ = ("begin", "block", "done", "managed", "ready", "size_bytes", "storage")
 
     def __init__(
         self,
@@ -43,13 +49,16 @@ class Copy:
         block: Extent,
         ready: list[Any],
         done: Done,
+        begin: int = 0,
+        size_bytes: int | None = None,
     ) -> None:
         self.managed = managed
         self.storage: torch.UntypedStorage | None = storage
         self.block = block
         self.ready = ready
         self.done = done
-        self.size_bytes = storage.nbytes()
+        self.begin = begin
+        self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
     def wait(self) -> None:
         """Wait, on the host, until it may begin."""
@@ -74,8 +83,7 @@ class _Served:
     marked    see Driver: what shows each copy in a profiler
     """
 
-    def __init__(self, name: str, stream: Any, marked: Callable[[str], Marked]) -> None:
-        self._stream = stream
+    def __init__(self, name: str, marked: Callable[[str], Marked]) -> None:
         self._marked = marked
         self._changed = threading.Condition()
         self._closed = False
@@ -109,21 +117,21 @@ class _Served:
 
 
 class CopyQueue(_Served):
-    """Carries out copies of one direction and one tier on a thread and a stream of its own, the most urgent
-    first.
+    """Begins copies of one direction and one tier on a thread of its own, the most urgent first.
 
-    carry_out   of a Copy, its priority, and the stream. Blocks until the copy is over
+    make_way   blocks until one more may begin: what comes meanwhile and is more urgent goes first
     """
 
     def __init__(
         self,
         name: str,
-        stream: Any,
-        carry_out: Callable[[Copy, int, Any], Outcome],
+        carry_out: CarryOut,
         marked: Callable[[str], Marked],
+        make_way: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(name, stream, marked)
+        super().__init__(name, marked)
         self._carry_out = carry_out
+        self._make_way = make_way
         self._waiting: list[tuple[int, int, Copy]] = []
         self._count = itertools.count()
         self._thread.start()
@@ -146,21 +154,24 @@ class CopyQueue(_Served):
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             priority, _, copy = entry
-            done = copy.done
+            over = functools.partial(_over, copy)
+            refused = None
             try:
                 with self._mark(copy):
-                    outcome = self._carry_out(copy, priority, self._stream)
+                    self._carry_out(copy, priority, over)
             except Exception as error:
-                outcome = _failure(error), []
-            # Whoever is told that the copy is over may free the storage's memory.
-            copy.storage = None
-            del copy, entry
-            _tell(done, outcome)
-            del done, outcome
+                refused = failure(error)
+            if refused is not None:
+                over(refused, [])
+            del copy, entry, over, refused
 
     def _next(self) -> tuple[int, int, Copy] | None:
         with self._changed:
-            return heapq.heappop(self._waiting) if self._wait_for(self._waiting) else None
+            if not self._wait_for(self._waiting):
+                return None
+        self._make_way()
+        with self._changed:  # nobody else takes any
+            return heapq.heappop(self._waiting)
 
 
 class StreamQueue(_Served):
@@ -168,7 +179,7 @@ class StreamQueue(_Served):
     stream goes from one to the next without the host.
 
     issue     of a Copy and the stream: returns the event after which it is over
-    recycle   takes events that nobody waits for any more
+    recycle   takes that event when nobody waits for it any more
     """
 
     def __init__(
@@ -177,10 +188,11 @@ class StreamQueue(_Served):
         link: str,
         stream: Any,
         issue: Callable[[Copy, Any], Any],
-        recycle: Callable[[Sequence[Any]], None],
+        recycle: Callable[[Any], None],
         marked: Callable[[str], Marked],
     ) -> None:
-        super().__init__(name, stream, marked)
+        super().__init__(name, marked)
+        self._stream = stream
         self._link = link
         self._issue = issue
         self._recycle = recycle
@@ -215,27 +227,33 @@ class StreamQueue(_Served):
                 over.synchronize()
                 outcome = None, [copy.moved(self._link, begun_s, time.perf_counter())]
             except Exception as error:
-                outcome = _failure(error), []
-            events = [*copy.ready, over]
+                outcome = failure(error), []
             copy.storage = None  # whoever is told that the copy is over may free its memory
-            del copy, entry, over
-            _tell(done, outcome)
-            self._recycle(events)
-            del done, outcome, events
+            del copy, entry
+            tell(done, *outcome)
+            self._recycle(over)
+            del done, outcome, over
 
     def _next(self) -> tuple[Copy, Any] | None:
         with self._changed:
             return self._issued.popleft() if self._wait_for(self._issued) else None
 
 
-def _failure(error: Exception) -> PenstockError:
+def failure(error: Exception) -> PenstockError:
+    """What to tell where a copy raised."""
     if isinstance(error, PenstockError):
         return error
     return PenstockError(f"a copy between the accelerator and the host failed: {error}")
 
 
-def _tell(done: Done, outcome: Outcome) -> None:
+def tell(done: Done, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    """Call ``done``, where nobody hears what it raises."""
     try:
-        done(*outcome)
+        done(error, moved)
     except Exception:
         logger.exception("what follows a copy failed")
+
+
+def _over(copy: Copy, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    copy.storage = None  # whoever is told that the copy is over may free its memory
+    tell(copy.done, error, moved)

@@ -38,7 +38,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     drop_last       every worker gives the same number of whole batches, so that all processes make equally
                     many steps; fewer than ``world * workers * batch_size`` samples are left out
     threads         number of threads that decode ahead, in order; 0 decodes when a batch is asked for
-    pin_memory      deliver tensors in pinned memory, where there is a CUDA device
+    pin_memory      deliver tensors in pinned memory, where there is an accelerator
     prefetch_bytes  most that the threads hold decoded or under way
     workers         of the DataLoader that will read this, for len() before they have begun
     timeout_s       longest wait for a batch to be decoded by a thread
@@ -350,9 +350,9 @@ def _pinning(convert: Convert) -> Convert:
 
 
 def _can_pin() -> bool:
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return True
-    _say_once("pin_memory=True of a Loader has no effect: there is no CUDA device")
+    _say_once("pin_memory=True of a Loader has no effect: there is no accelerator")
     return False
 
 

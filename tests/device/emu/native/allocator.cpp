@@ -54,7 +54,7 @@ struct BySize {
 // In the order of the stream that owns the memory: who uses it without having waited reads this.
 void poison(const Block* block, int value) {
   void* alias = alias_of(block->address);
-  launch(block->stream, "poison", [alias, value, size_bytes = block->size_bytes] { memset(alias, value, size_bytes); });
+  launch(block->stream, "poison", {}, [alias, value, size_bytes = block->size_bytes] { memset(alias, value, size_bytes); });
 }
 
 void free_block(void* context);
@@ -71,7 +71,7 @@ class Allocator final : public c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 
   void copy_data(void* target, const void* source, std::size_t size_bytes) const override {
-    launch(current_stream(), "copy_data", [to = alias_of(target), from = alias_of(source), size_bytes] {
+    launch(current_stream(), "copy_data", {Cost::Kernel, 2.0 * size_bytes}, [to = alias_of(target), from = alias_of(source), size_bytes] {
       memcpy(to, from, size_bytes);
     });
   }
@@ -166,7 +166,7 @@ class Allocator final : public c10::DeviceAllocator {
       Block* block = pending_[i];
       if (waits)
         for (auto& mark : block->until) synchronize(mark);
-      if (!std::all_of(block->until.begin(), block->until.end(), [](auto& mark) { return mark->reached.load(); })) {
+      if (!std::all_of(block->until.begin(), block->until.end(), [](auto& mark) { return is_over(mark); })) {
         i++;
         continue;
       }
@@ -241,6 +241,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   // Waits for the device, as cudaFree does.
   void release_cached() {
+    WaitsForRoom waits;
     give_pending(true);
     synchronize_device();
     for (auto& pool : pools_)

@@ -71,6 +71,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     for (void* event : {first, second})
       TORCH_CHECK(event && mark_of(event)->reached, "both events must have been recorded and completed");
+    if (has_machine()) return 1e3 * (mark_of(second)->moment.at_s - mark_of(first)->moment.at_s);
     return mark_of(second)->time_ms - mark_of(first)->time_ms;
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
@@ -129,7 +130,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DataPtr made = allocator().allocate(size_bytes);
     size_t kept_bytes = std::min(size_bytes, impl->nbytes());
     if (kept_bytes)
-      launch(current_stream(), "resize", [to = alias_of(made.get()), from = alias_of(impl->data()), kept_bytes] {
+      launch(current_stream(), "resize", {Cost::Kernel, 2.0 * kept_bytes}, [to = alias_of(made.get()), from = alias_of(impl->data()), kept_bytes] {
         memcpy(to, from, kept_bytes);
       });
     impl->set_data_ptr_noswap(std::move(made));
@@ -188,6 +189,10 @@ const char* emu_page_unlock(uint64_t address) {
   }
   emu::page_unlock(reinterpret_cast<void*>(address));
   return result;
+}
+
+uint64_t emu_alias_of(uint64_t address) {
+  return reinterpret_cast<uint64_t>(emu::alias_of(reinterpret_cast<void*>(address)));
 }
 
 int64_t emu_counter(int which) {

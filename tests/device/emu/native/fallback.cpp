@@ -4,6 +4,7 @@
 // depend on data, the host waits, as it does on a GPU.
 #include "fallback.h"
 
+#include "costs.h"
 #include "generator.h"
 #include "schema.h"
 #include "streams.h"
@@ -374,7 +375,7 @@ void run_waiting(const c10::OperatorHandle& op, const Operator& what, const Stac
   Written written(what, outs.empty() ? cpu : Stack(cpu.size()));
   std::exception_ptr error;
   delay_host();
-  launch(stream, what.name.c_str(), [&, threads = at::get_num_threads()] {
+  launch(stream, what.name.c_str(), cost_of(what, arguments, {}), [&, threads = at::get_num_threads()] {
     try {
       call_cpu(op, &cpu, threads);
       written.check(what);
@@ -385,7 +386,7 @@ void run_waiting(const c10::OperatorHandle& op, const Operator& what, const Stac
   synchronize_stream(stream);
   if (error) std::rethrow_exception(error);
   auto fill = [&](const at::Tensor& target, const at::Tensor& made) {
-    launch(stream, what.name.c_str(), [to = twin_of(target), made] { to.copy_(made); });
+    launch(stream, what.name.c_str(), {}, [to = twin_of(target), made] { to.copy_(made); });
     return target;
   };
   auto adopt = [&](const at::Tensor& made) {
@@ -438,7 +439,7 @@ void run_later(const c10::OperatorHandle& op, const Operator& what, const Result
   pass_generator(what, cpu);
   Written written(what, cpu);
   delay_host();
-  launch(current_stream(), what.name.c_str(),
+  launch(current_stream(), what.name.c_str(), cost_of(what, arguments, made),
          [op, &what, written = std::move(written), threads = at::get_num_threads(), cpu = std::move(cpu),
           targets = std::move(targets)]() mutable {
            call_cpu(op, &cpu, threads);

@@ -1,5 +1,6 @@
 // Operators of the device: a few by hand, all others by the fallback.
 #include "allocator.h"
+#include "costs.h"
 #include "fallback.h"
 #include "memory.h"
 #include "streams.h"
@@ -107,7 +108,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   int stream = current_stream();
   if (is_ours(source) && is_ours(target)) {
     Twins twins;
-    launch(stream, "copy", [from = twins.of(source), to = twins.of(target)] { to.copy_(from); });
+    launch(stream, "copy", {Cost::Kernel, bytes_of(source) + bytes_of(target)}, [from = twins.of(source), to = twins.of(target)] { to.copy_(from); });
     return target;
   }
   TORCH_CHECK(source.is_cpu() || target.is_cpu(), "emu copies to and from the CPU, not from ", source.device(), " to ",
@@ -115,11 +116,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   if (is_ours(target)) {
     auto held = non_blocking ? hold(source) : nullptr;
     at::Tensor host = held ? same_bytes(source) : same_bytes(source).clone();
-    launch(stream, "copy to the device", [host, held, to = twin_of(target)] { to.copy_(host); });
+    launch(stream, "copy to the device", {Cost::ToDevice, bytes_of(target)}, [host, held, to = twin_of(target)] { to.copy_(host); });
     if (!non_blocking) synchronize_stream(stream);
   } else {
     auto held = non_blocking ? hold(target) : nullptr;
-    launch(stream, "copy to the host",
+    launch(stream, "copy to the host", {Cost::ToHost, bytes_of(target)},
            [from = twin_of(source), held, host = same_bytes(target)] { host.copy_(from); });
     if (!held) synchronize_stream(stream);
   }
@@ -136,7 +137,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   at::Tensor twin = twin_of(self);
   at::Tensor value = at::detail::empty_cpu({}, self.scalar_type());
   int stream = current_stream();
-  launch(stream, "item", [twin, value] { value.copy_(twin.reshape(at::IntArrayRef())); });
+  launch(stream, "item", {Cost::ToHost, bytes_of(self)}, [twin, value] { value.copy_(twin.reshape(at::IntArrayRef())); });
   synchronize_stream(stream);
   return value.item();
 }

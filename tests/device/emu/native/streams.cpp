@@ -224,6 +224,18 @@ void raise_error(State& s) {
   throw std::runtime_error("emu: asynchronous error in " + error);
 }
 
+// Carried out, and not more: no error is raised.
+void await(const MarkPtr& mark) {
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  if (mark->reached || s.halted) return;
+  start(s);
+  s.awaited.push_back(mark);
+  s.to_do.notify_one();
+  s.done.wait(lock, [&] { return mark->reached || s.halted; });
+  s.awaited.erase(std::find(s.awaited.begin(), s.awaited.end(), mark));
+}
+
 std::atomic<int> host_delay_us{0};
 thread_local int stream_of_thread = 0;
 
@@ -241,12 +253,14 @@ void set_order(Order order, uint64_t seed) {
   s.next_stream = 0;
 }
 
-void launch(int stream, const char* name, Work work) {
+void launch(int stream, const char* name, const Cost& cost, Work work) {
   refuse_if_forked();
+  if (cost.kind != Cost::Nothing) let_helpers_catch_up();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   start(s);
   s.counters.launched++;
+  virtual_launch(stream, name, cost);
   s.streams[stream].items.push_back({Item::Run, name, std::move(work), nullptr});
   added(s, lock, stream);
 }
@@ -257,29 +271,39 @@ MarkPtr record(int stream) {
   auto mark = std::make_shared<Mark>(stream);
   std::unique_lock<std::mutex> lock(s.mutex);
   start(s);
+  mark->moment = virtual_record(stream);
   s.streams[stream].items.push_back({Item::Record, "record", nullptr, mark});
   added(s, lock, stream);
   return mark;
 }
 
 void wait(int stream, const MarkPtr& mark) {
-  if (!mark || mark->reached) return;
+  if (!mark || (mark->reached && !has_machine())) return;
   refuse_if_forked();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
+  virtual_wait(stream, mark->moment);
+  if (mark->reached) return;
   start(s);
   s.streams[stream].items.push_back({Item::Wait, "wait", nullptr, mark});
   if (s.order != Order::Eager) added(s, lock, stream);  // there the mark was reached before
 }
 
+bool is_over(const MarkPtr& mark) {
+  if (!has_machine()) return mark->reached;
+  if (!is_past(mark->moment)) return false;
+  await(mark);
+  return true;
+}
+
 bool query(const MarkPtr& mark) {
-  if (!mark || mark->reached) return true;
+  if (!mark || is_over(mark)) return true;
   refuse_if_forked();
   State& s = state();
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     // Whoever polls must see it reached at some time, also where nothing runs unless it is waited for.
-    if (s.random() % 8) return mark->reached;
+    if (s.random() % 8) return !has_machine() && mark->reached;
   }
   synchronize(mark);
   return true;
@@ -288,16 +312,12 @@ bool query(const MarkPtr& mark) {
 void synchronize(const MarkPtr& mark) {
   if (!mark) return;
   refuse_if_forked();
+  begin_host_wait(mark->moment);
+  await(mark);
+  end_host_wait(mark->moment);
   State& s = state();
-  std::unique_lock<std::mutex> lock(s.mutex);
+  std::lock_guard<std::mutex> lock(s.mutex);
   s.counters.synchronized++;
-  if (!mark->reached && !s.halted) {
-    start(s);
-    s.awaited.push_back(mark);
-    s.to_do.notify_one();
-    s.done.wait(lock, [&] { return mark->reached || s.halted; });
-    s.awaited.erase(std::find(s.awaited.begin(), s.awaited.end(), mark));
-  }
   raise_error(s);
 }
 
@@ -310,7 +330,7 @@ void synchronize_device() {
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     for (int i = 0; i < kStreams; i++)
-      if (!s.streams[i].items.empty() || s.running == i) busy.push_back(i);
+      if (has_machine() || !s.streams[i].items.empty() || s.running == i) busy.push_back(i);
     if (busy.empty()) return raise_error(s);
   }
   std::vector<MarkPtr> marks;

@@ -1,6 +1,8 @@
 // Streams and events of the emulated device, and the one thread that carries out what was launched. No torch.
 #pragma once
 
+#include "virtual.h"
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -23,6 +25,7 @@ enum class Order : int {
 struct Mark {
   explicit Mark(int stream) : stream(stream) {}
   const int stream;
+  Moment moment;  // in virtual time
   std::atomic<bool> reached{false};
   std::atomic<double> time_ms{0};
 };
@@ -33,10 +36,11 @@ using Work = std::function<void()>;
 void set_order(Order order, uint64_t seed);
 
 // Work must not take the GIL, nor launch, nor wait. What it raises is raised by the next wait of any thread.
-void launch(int stream, const char* name, Work work);
+void launch(int stream, const char* name, const Cost& cost, Work work);
 MarkPtr record(int stream);
 void wait(int stream, const MarkPtr& mark);  // work launched there from now on comes after the mark
 bool query(const MarkPtr& mark);
+bool is_over(const MarkPtr& mark);  // to this thread, which does not wait
 
 // For these the host waits.
 void synchronize(const MarkPtr& mark);

@@ -1,0 +1,91 @@
+"""What a region of torch.compile does to its inputs, told by the graph that it was compiled from."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from penstock.capture.operators import describe
+
+
+class Told(NamedTuple):
+    """Tensors among a region's inputs. All others are read, and nothing else.
+
+    written   by the graph
+    spare     neither written nor returned by it: the region may build a result in their memory, where nobody
+              else has them (PyTorch's donated buffers)
+    """
+
+    written: list[torch.Tensor]
+    spare: list[torch.Tensor]
+
+
+class _Graph(NamedTuple):
+    """Numbers of inputs that the graph writes to, and of those that its results lie in."""
+
+    written: frozenset[int]
+    returned: frozenset[int]
+
+
+_graphs: weakref.WeakKeyDictionary[Any, _Graph | None] = weakref.WeakKeyDictionary()
+
+
+def told(args: tuple[Any, ...]) -> Told | None:
+    """What is known of the inputs of an operator without a schema; None where any may be written. Asked
+    before it runs, as a region empties its list of inputs."""
+    if len(args) != 2 or not isinstance(args[1], list | tuple):
+        return None
+    region, inputs = args
+    if (module := getattr(region, "original_gm", None)) is None:
+        return None
+    if region not in _graphs:
+        _graphs[region] = _graph(module, len(inputs))
+    if (graph := _graphs[region]) is None:
+        return None
+    tensors = {number: value for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    used = graph.written | graph.returned
+    return Told(
+        [tensor for number, tensor in tensors.items() if number in graph.written],
+        [tensor for number, tensor in tensors.items() if number not in used],
+    )
+
+
+def _graph(module: torch.fx.GraphModule, inputs: int) -> _Graph | None:
+    """None: it is not the graph of so many inputs."""
+    shared: dict[Node, frozenset[int]] = {}  # by node: inputs that its tensors may lie in
+    written = returned = frozenset[int]()
+    placeholders = 0
+
+    def lie_in(values: Any) -> frozenset[int]:
+        found: list[Node] = []
+        torch.fx.node.map_arg(values, found.append)
+        return frozenset().union(*(shared[node] for node in found))
+
+    for node in module.graph.nodes:
+        everything = (node.args, node.kwargs)
+        if node.op == "placeholder":
+            shared[node] = frozenset((placeholders,))
+            placeholders += 1
+        elif node.op == "output":
+            returned = lie_in(everything)
+        elif node.op == "get_attr":
+            shared[node] = frozenset()
+        elif node.target is operator.getitem:
+            shared[node] = lie_in(everything)
+        elif isinstance(node.target, torch._ops.OpOverload) and not describe(node.target).is_opaque:
+            for position, name in describe(node.target).written:
+                written |= lie_in(node.args[position] if position < len(node.args) else node.kwargs.get(name))
+            shared[node] = lie_in(everything) if _may_return_inputs(node.target) else frozenset()
+        else:
+            written |= lie_in(everything)
+            shared[node] = lie_in(everything)
+    return _Graph(written, returned) if placeholders == inputs else None
+
+
+def _may_return_inputs(overload: torch._ops.OpOverload) -> bool:
+    says = any(result.alias_info is not None for result in overload._schema.returns)
+    return says or overload is torch.ops.aten._unsafe_view.default

@@ -1,0 +1,47 @@
+"""The host launches, and goes on: also where a step is recorded, and when a step ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from tests.support.runs import ACCELERATED
+
+MIB = 1 << 20
+KERNELS = 64
+
+
+def train(emu: Any, steps: int, spill_dir: Path) -> list[dict[str, int]]:
+    """Kernels that all fit. What was counted in each step."""
+    emu.configure(order="lazy")
+    counted = []
+    with penstock.offload(
+        device="emu", device_budget=64 * MIB, spill_dir=spill_dir, hardware=ACCELERATED, host_budget="96MiB"
+    ) as run:
+        tensor = torch.ones(MIB // 4, device="emu")
+        for _ in range(steps):
+            before = emu.counters()
+            with run.step():
+                for _ in range(KERNELS):
+                    tensor = tensor.mul(0.5)
+            after = emu.counters()
+            counted.append({name: after[name] - before[name] for name in after})
+            if len(counted) == steps:
+                counted[-1]["left"] = after["launched"] - after["executed"]
+        report = run.report()
+        assert report.steps == steps and report.step_s > 0
+    return counted
+
+
+def test_a_recorded_step_does_not_at_each_kernel(emu: Any, tmp_path: Path) -> None:
+    counted = train(emu, 1, tmp_path)
+    # A question whether an event was reached waits for it on this device, one time in eight.
+    assert counted[0]["synchronized"] < KERNELS
+
+
+def test_a_step_does_not_at_its_end(emu: Any, tmp_path: Path) -> None:
+    counted = train(emu, 8, tmp_path)
+    assert counted[-1]["left"] >= KERNELS

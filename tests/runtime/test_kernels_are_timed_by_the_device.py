@@ -1,0 +1,87 @@
+"""Recorded kernels have the times of the plain step, where the host launches and the device follows."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.capture.recorder import make_trace
+from penstock.core.trace import Trace
+from penstock.runtime.dispatch import Recording
+from penstock.storage.spill import SpillOptions, SpillSpace
+from tests.support.checked import CheckedDriver, CheckedStream, checked_run
+
+KERNELS = 8
+
+
+@pytest.fixture(scope="module")
+def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
+    directory: Path = tmp_path_factory.mktemp("spill")
+    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
+        yield space
+
+
+class Counting(CheckedStream):
+    synchronized = 0
+
+    def synchronize(self) -> None:
+        Counting.synchronized += 1
+        super().synchronize()
+
+
+class Timed(CheckedDriver):
+    """Kernels take hours on the device, by its clock, and 10 ms of the host's to launch."""
+
+    kernel_s = 10_000.0
+    launch_s = 0.01
+
+    def make_stream(self, name: str = "") -> CheckedStream:
+        stream = Counting(self, name or f"stream {len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def kernel(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        time.sleep(self.launch_s)
+        return super().kernel(operator, args, kwargs)
+
+
+class Fast(Timed):
+    kernel_s = 0.0
+
+
+def recorded(spill: SpillSpace, driver: type[Timed]) -> tuple[Trace, Recording]:
+    with checked_run(spill, 1 << 20, make_driver=driver) as run:
+        recording = Recording()
+        run.engine.begin_step()
+        run.device.begin_step()
+        run.clock.begin_step((), recording)
+        Counting.synchronized = 0
+        tensor = torch.ones(256)
+        for _ in range(KERNELS - 1):
+            tensor = tensor.mul(2)
+        assert Counting.synchronized == 0
+        run.device.synchronize()
+        recording.take_times()
+        run.clock.end_step()
+    assert len(recording.kernels) == KERNELS
+    return make_trace(recording.kernels, recording.tensors, measured=True), recording
+
+
+def test_the_host_is_not_counted_where_the_device_is_slower(spill: SpillSpace) -> None:
+    trace, recording = recorded(spill, Timed)
+    assert trace.ideal_s == pytest.approx(KERNELS * Timed.kernel_s, rel=0.05)
+    assert trace.kernel_time_s.tolist() == pytest.approx([Timed.kernel_s] * KERNELS, rel=0.05)
+    spans = [(kernel.begun_s, kernel.ended_s) for kernel in recording.kernels]
+    assert all(before[1] <= after[0] + 1 for before, after in itertools.pairwise(spans))
+
+
+def test_the_host_is_what_counts_where_it_is_slower(spill: SpillSpace) -> None:
+    trace, _ = recorded(spill, Fast)
+    assert trace.kernel_time_s.min() >= Fast.launch_s / 2
+    assert trace.ideal_s >= KERNELS * Fast.launch_s
