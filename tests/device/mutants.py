@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 RUNTIME = Path(__file__).parents[2] / "src" / "penstock" / "runtime"
-ACCELERATOR, ENGINE, QUEUES = "devices/accelerator", "copy_engine", "devices/queues"
+ACCELERATOR, QUEUES = "devices/accelerator", "devices/queues"
 
 
 @dataclass(frozen=True)

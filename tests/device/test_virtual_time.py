@@ -22,10 +22,9 @@ ORDERS = ["eager", "lazy", "stepped", "random", "newest"]
 TO_DEVICE, TO_HOST = "to_device", "to_host"
 
 
-@pytest.fixture(autouse=True)
-def machine(emu: Any) -> Any:
+def round_machine(emu: Any) -> Any:
     """1000 bytes a ms in memory and to the device, 2000 to the host; kernels take 1, launches 0.1."""
-    made = emu.Machine(
+    return emu.Machine(
         name="round",
         memory_bytes_per_s=1e6,
         to_device_bytes_per_s=1e6,
@@ -37,6 +36,11 @@ def machine(emu: Any) -> Any:
         kernel_s=1e-3,
         launch_s=1e-4,
     )
+
+
+@pytest.fixture(autouse=True)
+def machine(emu: Any) -> Any:
+    made = round_machine(emu)
     emu.configure(machine=made)
     return made
 
@@ -415,19 +419,7 @@ ITEMS = st.lists(
 def test_time_lies_between_its_bounds(items: list[tuple[str, int, int]], order: str) -> None:
     import emu
 
-    machine = emu.Machine(
-        name="round",
-        memory_bytes_per_s=1e6,
-        to_device_bytes_per_s=1e6,
-        to_host_bytes_per_s=2e6,
-        fp64=1e6,
-        fp32=1e6,
-        tf32=1e6,
-        bf16=1e6,
-        kernel_s=1e-3,
-        launch_s=1e-4,
-    )
-    emu.configure(machine=machine, order=order)
+    emu.configure(machine=round_machine(emu), order=order)
     streams = [torch.Stream(device="emu") for _ in range(3)]
     there = [torch.zeros(250 << number, device="emu") for number in range(3)]
     here = [torch.zeros(250 << number).pin_memory() for number in range(3)]

@@ -828,12 +828,10 @@ class CopyEngine:
         """Whether the device had no memory for a prefetch of so many bytes or fewer, and as many have not
         left since. An allocator gives back all that it keeps for later, and waits for the device, before it
         refuses."""
-        refused_bytes, used_bytes = self._refused or (0, 0)
-        return (
-            self._refused is not None
-            and size_bytes >= refused_bytes
-            and self._device.in_memory_bytes() + size_bytes > used_bytes
-        )
+        if self._refused is None:
+            return False
+        refused_bytes, used_bytes = self._refused
+        return size_bytes >= refused_bytes and self._device.in_memory_bytes() + size_bytes > used_bytes
 
     def _start_evictions(self) -> None:
         while self._evictions:

@@ -451,14 +451,8 @@ class AcceleratorDevice:
             event = self._record(managed.place)
             current.wait_event(event)
             self._free_events.append(event)
-        self._bytes_of(storage).copy_(self._bytes_of(made))
+        self._bytes(storage).copy_(self._bytes(made))
         return True
-
-    @staticmethod
-    def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-            storage, 0, (storage.nbytes(),), (1,)
-        )
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
         pass  # writes that no kernel makes are none
