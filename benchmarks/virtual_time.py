@@ -1,13 +1,15 @@
 """What training inside a budget takes on a GPU, in virtual time: no GPU is used, and nothing was measured
 on one.
 
-    python benchmarks/virtual_time.py -o out/virtual_time.json [--machine rtx4090-pcie4]
+    python benchmarks/virtual_time.py -o out/virtual_time.json [--machine rtx4090-pcie4] [--models gpt vit]
 
-The device is the emulated one of the tests (tests/device/emu): work is carried out by the CPU, and takes the
-time that a data sheet allows. The models are small ones, and the machine is shrunk until each kernel and copy
-takes as long as that of a large model would: `Machine.shrunk`. A step is planned on a trace whose kernels
-have their virtual times, for links with the machine's rates, and then carried out by the runtime with host
-memory as the tier. Where it takes longer than the simulator says for the same plan, the runtime is why.
+The device is the emulated one of the tests (tests/device/emu). Its kernels do nothing, and take the time that
+a data sheet allows; so models have the sizes that they have on a GPU, and the allocator its own. A step is
+planned on a trace whose kernels have their virtual times, for links with the machine's rates, and then
+carried out by the runtime with host memory as the tier. Where it takes longer than the simulator says for the
+same plan, the runtime is why.
+
+Attention writes its scores to memory, as the emulated device has no other.
 
 The JSON holds the reports of virtual time. See `--quick` for a check that it all works; its figures mean
 nothing.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from rich.table import Table
 from step_time import ROOT, add_common_arguments, heading, wide_console, write
 
@@ -35,93 +38,112 @@ from penstock.simulator import simulate
 from penstock.units import format_bytes, format_seconds
 
 sys.path.insert(0, str(ROOT / "tests" / "device"))
-sys.path.insert(0, str(ROOT))
 
 import emu
 from emu.driver import EmuDriver
 
-from tests.support.families import _Gpt
-
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 6  # recorded, and one more
-HOST_BYTES = 1 << 30
-SEGMENT_BYTES = 2 << 20  # of the emulated allocator, for tensors of up to 1 MiB
+HOST_BYTES = 20 << 30  # of address space: nothing is written to it
+LARGE_BYTES = 1 << 40  # of the device, where nothing has to leave
 
 Train = Callable[[], None]
 
 
 class Model(NamedTuple):
-    """build    on the device, of so many blocks; gives what trains it for a step
-    shrink   how many times as small its sizes are as those that are meant
+    """build   on the device, of about so many blocks; gives what trains it for a step
+    blocks  that it has
+    few     for a check that it works
     """
 
     build: Callable[[int], Train]
-    shrink: float
     blocks: int
+    few: int
 
 
-class _Residual(torch.nn.Module):
-    """x: [batch, 32, height, width]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
-        self.norms = torch.nn.ModuleList(torch.nn.GroupNorm(8, 32) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.norms[0](self.convolutions[0](x)))
-        return F.relu(x + self.norms[1](self.convolutions[1](y)))
-
-
-def _trained(model: torch.nn.Module, loss: Callable[[int], torch.Tensor]) -> Train:
+def _trained(model: torch.nn.Module, loss: Callable[[], torch.Tensor], autocast: bool = True) -> Train:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    numbers = iter(range(1 << 30))
 
     def train() -> None:
-        loss(next(numbers)).backward()
+        with torch.autocast("emu", torch.bfloat16, enabled=autocast):
+            value = loss()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return train
 
 
+def _words(vocabulary: int, sequences: int, length: int) -> torch.Tensor:
+    return torch.zeros(sequences, length, dtype=torch.int64, device="emu").clamp_(max=vocabulary - 1)
+
+
 def _gpt(blocks: int) -> Train:
-    """Stands for width 4096, and 4 sequences of 2048 words."""
+    """GPT-2 large: 774 M parameters, 2 sequences of 1024 words, weights in float32."""
     with torch.device("emu"):
-        model = _Gpt(width=128, blocks=blocks, heads=4)
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=blocks, n_embd=1280, n_head=20, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            )
+        )
+        words = _words(50257, 2, 1024)
+    return _trained(model, lambda: model(words, labels=words, use_cache=False).loss)
 
-    def loss(number: int) -> torch.Tensor:
-        words = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(number)).to("emu")
-        return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
-    return _trained(model, loss)
+def _llama(blocks: int) -> Train:
+    """Llama 3.2 1B: 4 sequences of 1024 words, weights and Adam's state in bfloat16."""
+    with torch.device("emu"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=blocks, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+                num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True,
+            )
+        ).to(torch.bfloat16)  # fmt: skip
+        words = _words(128256, 4, 1024)
+    return _trained(model, lambda: model(words, labels=words, use_cache=False).loss, autocast=False)
+
+
+def _vit(blocks: int) -> Train:
+    """ViT-L/16: 304 M parameters, 64 images of 224 x 224, weights in float32."""
+    with torch.device("emu"):
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                num_hidden_layers=blocks, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
+                num_labels=1000,
+            )
+        )  # fmt: skip
+        images, labels = torch.zeros(64, 3, 224, 224), _words(1000, 64, 1).flatten()
+    return _trained(model, lambda: F.cross_entropy(model(images).logits, labels))
 
 
 def _resnet(blocks: int) -> Train:
-    """Stands for 256 channels, and 128 images of 16 x 16."""
+    """ResNet-152, which has 36 blocks in its third stage: 60 M parameters, 64 images of 224 x 224."""
     with torch.device("emu"):
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 32, 3, padding=1), *(_Residual() for _ in range(blocks))
+        model = transformers.ResNetForImageClassification(
+            transformers.ResNetConfig(depths=[3, 8, blocks, 3], num_labels=1000)
         )
-
-    def loss(number: int) -> torch.Tensor:
-        images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(number)).to("emu")
-        return model(images).square().mean()
-
-    return _trained(model, loss)
+        images, labels = torch.zeros(64, 3, 224, 224), _words(1000, 64, 1).flatten()
+    return _trained(model, lambda: F.cross_entropy(model(images).logits, labels), autocast=False)
 
 
-MODELS = {"gpt": Model(_gpt, 32, 10), "resnet": Model(_resnet, 8, 8)}
+MODELS = {
+    "gpt": Model(_gpt, 36, 2),
+    "llama": Model(_llama, 16, 2),
+    "vit": Model(_vit, 24, 2),
+    "resnet": Model(_resnet, 36, 2),
+}
 
 
 class _Timed(EmuDriver):
-    """Notes the virtual time before and after each kernel that is recorded."""
+    """Notes the host's virtual time wherever an event is recorded that is timed: where a step begins, before
+    and after each kernel of a step that is recorded, and where the step ends."""
 
     noted_s: list[float]
 
-    def synchronize(self) -> None:
-        super().synchronize()
-        self.noted_s.append(emu.now_s())
+    def make_event(self, timed: bool = False) -> Any:
+        if timed:
+            self.noted_s.append(emu.now_s())
+        return super().make_event(timed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,23 +151,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--machine", choices=emu.MACHINES, default="h100-pcie5", help="default: %(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--policy", default="optimal", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="that are timed; default: %(default)s")
     add_common_arguments(parser, "virtual_time")
     options = parser.parse_args(arguments)
     console = wide_console()
     rows = []
-    for name, model in MODELS.items():
+    machine = emu.MACHINES[options.machine]
+    for name in options.models:
+        model = MODELS[name]
         if options.quick:
-            model = model._replace(blocks=3)
-        machine = emu.MACHINES[options.machine].shrunk(model.shrink)
+            model = model._replace(blocks=model.few)
         for result in results(model, machine, options.policy, options.steps, options.spill_dir):
             console.print(f"{name}, {result['share']:.0%} of the peak: {result.pop('text')}")
             rows.append({"model": name, "blocks": model.blocks, **result})
     document = {
         **heading("virtual_time"),
         "is_virtual": True,
-        "machine": asdict(emu.MACHINES[options.machine]),
+        "machine": asdict(machine),
         "policy": options.policy,
         "rows": rows,
     }
@@ -164,31 +188,18 @@ def results(
     trace = traced(model, machine, spill_dir)
     found = []
     for share in SHARES:
-        result = inside_at_least(model, machine, trace, int(share * peak_bytes), policy, steps, spill_dir)
+        begin(machine)
+        result = inside(model, machine, trace, int(share * peak_bytes), policy, steps, spill_dir)
         plain_s = plain.step_s / steps
         found.append({"share": share, "peak_bytes": peak_bytes, "plain_s": plain_s, **result})
     return found
-
-
-def inside_at_least(
-    model: Model, machine: emu.Machine, trace: Trace, budget_bytes: int, *args: Any
-) -> dict[str, Any]:
-    """In the first budget from this one on in which there is room beside the allocator's fragments: to these
-    small tensors its segments are large."""
-    while True:
-        begin(machine)
-        try:
-            return inside(model, machine, trace, budget_bytes, *args)
-        except penstock.BudgetTooSmall:
-            budget_bytes += SEGMENT_BYTES
 
 
 def begin(machine: emu.Machine) -> None:
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
-    emu.configure(order="eager", machine=machine)
-    torch.manual_seed(7)
+    emu.configure(LARGE_BYTES, order="eager", machine=machine, computes=False)
 
 
 def timed(train: Callable[[], None], steps: int) -> emu.Report:
@@ -224,15 +235,16 @@ def traced(model: Model, machine: emu.Machine, spill_dir: str) -> Trace:
     _Timed.noted_s = noted_s = []
     trace, times_s = None, np.empty(0)
     try:
-        with opened(1 << 31, spill_dir, hardware(machine, 1 << 31)) as run:
+        with opened(LARGE_BYTES, spill_dir, hardware(machine, LARGE_BYTES)) as run:
             train = model.build(model.blocks)
             for _ in range(UNMEASURED_STEPS):
                 noted_s.clear()
+                emu.reset_report()
                 with run.step():
                     train()
                 trace = run.trace
-                if trace is not None and len(noted_s) == 2 * len(trace.kernel_name):
-                    times_s = kernels_between(noted_s)
+                if trace is not None and len(noted_s) == 2 * len(trace.kernel_name) + 2:
+                    times_s = kernels_between(noted_s[1:-1])
     finally:
         DRIVERS["emu"] = EmuDriver
     if trace is None or len(times_s) != len(trace.kernel_name):
@@ -241,13 +253,12 @@ def traced(model: Model, machine: emu.Machine, spill_dir: str) -> Trace:
 
 
 def kernels_between(noted_s: list[float]) -> np.ndarray:
-    """Seconds of kernels from each even one of these to the next."""
-    times_s = np.zeros(len(noted_s) // 2)
-    for span in emu.spans():
-        place = np.searchsorted(noted_s, span.begin_s, "right") - 1
-        if span.kind == "kernel" and place >= 0 and place % 2 == 0:
-            times_s[place // 2] += span.end_s - span.begin_s
-    return times_s
+    """Seconds of kernels that were launched from each even one of these to the next."""
+    kernels = [span for span in emu.spans() if span.kind == "kernel"]
+    places = np.searchsorted(noted_s, [span.launched_s for span in kernels]) - 1
+    took_s = np.array([span.end_s - span.begin_s for span in kernels])
+    counted = (places >= 0) & (places % 2 == 0)
+    return np.bincount(places[counted] // 2, took_s[counted], minlength=len(noted_s) // 2)
 
 
 def opened(budget_bytes: int, spill_dir: str, machine: penstock.Hardware, **options: Any) -> penstock.Offload:
@@ -257,7 +268,6 @@ def opened(budget_bytes: int, spill_dir: str, machine: penstock.Hardware, **opti
         host_budget=HOST_BYTES,
         spill_dir=spill_dir,
         hardware=machine,
-        smallest_bytes=4096,
         compress=False,
         recompute=False,
         **options,
@@ -273,8 +283,11 @@ def inside(
     steps: int,
     spill_dir: str,
 ) -> dict[str, Any]:
-    given = hardware(machine, budget_bytes)
-    plan = penstock.plan(trace, given, policy)
+    try:
+        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy)
+    except penstock.BudgetTooSmall as error:  # a kernel alone needs more than the share
+        budget_bytes = error.minimum_bytes
+        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy)
     predicted = simulate(trace, plan, given)
     with opened(budget_bytes, spill_dir, given, plan=plan) as run:
         train = model.build(model.blocks)

@@ -50,6 +50,10 @@ def settled(emu: Any) -> None:
     emu.reset_report()
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 def approx_ms(expected_ms: float) -> Any:
     return pytest.approx(expected_ms * 1e-3, abs=1e-9)
 
@@ -366,19 +370,21 @@ def test_without_a_machine_there_is_no_virtual_time(emu: Any) -> None:
         emu.configure(machine="abacus")
 
 
-def test_a_smaller_program_takes_as_long_on_a_machine_that_is_shrunk(emu: Any) -> None:
-    def took_s(factor: int) -> float:
-        emu.configure(machine=emu.MACHINES["h100-pcie5"].shrunk(factor))
-        width = 2048 // factor
+def test_what_computes_nothing_takes_as_long_and_touches_no_memory(emu: Any) -> None:
+    def took_s(computes: bool, width: int) -> float:
+        emu.configure("40GiB", machine="h100-pcie5", computes=computes)
         weight = torch.zeros(width, width, device="emu")
-        host = torch.zeros(width, width).pin_memory()
+        host = torch.zeros(256, 256).pin_memory()
         settled(emu)
-        weight.mm(weight).relu_()
-        host.copy_(weight, non_blocking=True)
-        torch.accelerator.synchronize()
+        made = weight.mm(weight).relu_()
+        host.copy_(made[:256, :256], non_blocking=True)
+        assert not made.sum().item()
         return float(emu.report().step_s)
 
-    assert took_s(2) == pytest.approx(took_s(16))
+    assert took_s(False, 256) == took_s(True, 256)
+    before_bytes = resident_bytes()
+    assert took_s(False, 1 << 16) > 1  # of 3 matrices of 16 GiB
+    assert resident_bytes() < before_bytes + (64 << 20)
 
 
 @pytest.mark.parametrize(("order", "tier"), [("random", "host"), ("lazy", "disk")])

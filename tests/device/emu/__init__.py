@@ -76,6 +76,7 @@ def configure(
     seed: int = 0,
     host_delay_us: int = 0,
     machine: Machine | str | None = None,
+    computes: bool = True,
 ) -> None:
     """What device it is, from now on. What was launched before is carried out first.
 
@@ -84,6 +85,8 @@ def configure(
     seed            of what the order draws
     host_delay_us   threads of the host sleep for up to so long, now and then, before they launch
     machine         of virtual time, which begins at 0: one, or a key of MACHINES. None: there is none
+    computes        False: kernels and copies are launched and do nothing, and no memory is touched, so models
+                    may be larger than the host's memory. Results are zeros, or nonsense
     """
     size_bytes = _bytes(memory)
     if isinstance(machine, str):
@@ -93,7 +96,7 @@ def configure(
     if order not in ORDERS:
         raise ValueError(f"there is no order {order!r}: choose one of {', '.join(ORDERS)}")
     refused = _native.emu_configure(
-        ctypes.c_uint64(size_bytes), ORDERS.index(order), ctypes.c_uint64(seed), host_delay_us
+        ctypes.c_uint64(size_bytes), ORDERS.index(order), ctypes.c_uint64(seed), host_delay_us, int(computes)
     )
     if refused is not None:
         raise RuntimeError(refused.decode())

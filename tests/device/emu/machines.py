@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,6 @@ class Machine:
     bf16: float
     kernel_s: float = 2e-6
     launch_s: float = 4e-6
-
-    def shrunk(self, factor: float) -> Machine:
-        """For a program whose sizes are ``factor`` times as small as those that are meant: its width or
-        channels, and its sequence, or batch times pixels. It has as many kernels and launches. Its tensors
-        have factor^2 times fewer bytes, and its products factor^3 times fewer operations: rates that are as
-        much lower give each kernel and copy the time that the large one takes.
-        """
-        return replace(
-            self,
-            name=f"{self.name} / {factor:g}",
-            **{
-                rate: getattr(self, rate) / factor**2
-                for rate in ("memory_bytes_per_s", "to_device_bytes_per_s", "to_host_bytes_per_s")
-            },
-            **{rate: getattr(self, rate) / factor**3 for rate in ("fp64", "fp32", "tf32", "bf16")},
-        )
 
 
 # A bus of sixteen lanes, each way: PCI Express Base Specification, 5.0 with 32 GT/s a lane, 4.0 with 16, of

@@ -155,10 +155,11 @@ TORCH_LIBRARY(emu, m) {
 extern "C" {
 
 // nullptr, or why it was refused.
-const char* emu_configure(uint64_t total_bytes, int order, uint64_t seed, int host_delay_us) {
+const char* emu_configure(uint64_t total_bytes, int order, uint64_t seed, int host_delay_us, int computes) {
   static thread_local std::string refused;
   try {
     emu::set_order(static_cast<emu::Order>(order), seed);
+    emu::set_computes(computes);
     emu::set_host_delay(host_delay_us);
     emu::set_total_bytes(total_bytes);
     return nullptr;

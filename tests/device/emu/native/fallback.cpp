@@ -224,10 +224,14 @@ Shape shape_of(const at::Tensor& t) {
 }
 
 // nullptr where zeros are no input for the kernel.
-ResultsPtr try_on_zeros(const c10::OperatorHandle& op, const Operator& what, const Stack& arguments) {
+ResultsPtr try_on(c10::DispatchKey key, const c10::OperatorHandle& op, const Operator& what, const Stack& arguments) {
+  const bool is_meta = key == DispatchKey::Meta;
+  const auto device = is_meta ? c10::DeviceType::Meta : c10::DeviceType::CPU;
   std::unordered_map<c10::TensorImpl*, at::Tensor> zeros;
+  Twins twins(device);
   auto zeros_like = [&](const at::Tensor& t) {
     if (!is_ours(t)) return by_value(t, what);
+    if (is_meta) return twins.of(t);
     at::Tensor& made = zeros[t.unsafeGetTensorImpl()];
     if (!made.defined()) {
       made = at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type());
@@ -239,10 +243,11 @@ ResultsPtr try_on_zeros(const c10::OperatorHandle& op, const Operator& what, con
     return made;
   };
   Stack cpu;
-  for (const auto& value : arguments) cpu.push_back(replaced(value, c10::DeviceType::CPU, zeros_like));
-  if (what.is_random && what.generator >= 0) cpu[what.generator] = at::detail::createCPUGenerator(0);
+  for (const auto& value : arguments) cpu.push_back(replaced(value, device, zeros_like));
+  if (what.is_random && what.generator >= 0)
+    cpu[what.generator] = is_meta ? IValue() : IValue(at::detail::createCPUGenerator(0));
   try {
-    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu);
+    op.redispatchBoxed(DispatchKeySet(key), &cpu);
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -298,7 +303,9 @@ ResultsPtr results_of(const c10::OperatorHandle& op, const Operator& what, const
   }
   ResultsPtr results;
   if (!what.makes_nothing) {
-    results = try_on_zeros(op, what, arguments);
+    // Where nothing is computed tensors may be larger than the host's memory.
+    if (!computes() && what.has_meta) results = try_on(DispatchKey::Meta, op, what, arguments);
+    if (!results) results = try_on(DispatchKey::CPU, op, what, arguments);
     if (!results) return nullptr;
   } else {
     results = std::make_shared<Results>(what.returned.size());
@@ -382,11 +389,11 @@ void run_waiting(const c10::OperatorHandle& op, const Operator& what, const Stac
     } catch (...) {
       error = std::current_exception();
     }
-  });
+  }, true);
   synchronize_stream(stream);
   if (error) std::rethrow_exception(error);
   auto fill = [&](const at::Tensor& target, const at::Tensor& made) {
-    launch(stream, what.name.c_str(), {}, [to = twin_of(target), made] { to.copy_(made); });
+    launch(stream, what.name.c_str(), {}, [to = twin_of(target), made] { to.copy_(made); }, true);
     return target;
   };
   auto adopt = [&](const at::Tensor& made) {

@@ -10,7 +10,7 @@
 namespace emu {
 namespace {
 
-constexpr size_t kSpan = size_t(1) << 40;  // of addresses: far more than there is memory
+constexpr size_t kSpan = size_t(1) << 44;  // of addresses: far more than there is memory
 
 struct Span {
   char* device;

@@ -136,6 +136,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor twin = twin_of(self);
   at::Tensor value = at::detail::empty_cpu({}, self.scalar_type());
+  value.zero_();  // where nothing is computed
   int stream = current_stream();
   launch(stream, "item", {Cost::ToHost, bytes_of(self)}, [twin, value] { value.copy_(twin.reshape(at::IntArrayRef())); });
   synchronize_stream(stream);

@@ -39,6 +39,7 @@ struct State {
   Stream streams[kStreams];
   std::vector<MarkPtr> awaited;  // by threads that wait
   Order order = Order::Random;
+  std::atomic<bool> computes{true};
   std::mt19937_64 random{0};
   int64_t steps = 0;  // items that the host waits for, where orders have steps
   int64_t launches = 0;
@@ -253,8 +254,13 @@ void set_order(Order order, uint64_t seed) {
   s.next_stream = 0;
 }
 
-void launch(int stream, const char* name, const Cost& cost, Work work) {
+void set_computes(bool computes) { state().computes = computes; }
+
+bool computes() { return state().computes; }
+
+void launch(int stream, const char* name, const Cost& cost, Work work, bool always) {
   refuse_if_forked();
+  if (!always && !computes()) work = [] {};
   if (cost.kind != Cost::Nothing) let_helpers_catch_up();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);

@@ -35,8 +35,13 @@ using Work = std::function<void()>;
 // Waits for all work first; raises what that raised.
 void set_order(Order order, uint64_t seed);
 
+// false: work is launched and nothing is computed or copied, so no memory of the device is ever touched.
+void set_computes(bool computes);
+bool computes();
+
 // Work must not take the GIL, nor launch, nor wait. What it raises is raised by the next wait of any thread.
-void launch(int stream, const char* name, const Cost& cost, Work work);
+// always: it is carried out, too, where nothing is computed.
+void launch(int stream, const char* name, const Cost& cost, Work work, bool always = false);
 MarkPtr record(int stream);
 void wait(int stream, const MarkPtr& mark);  // work launched there from now on comes after the mark
 bool query(const MarkPtr& mark);
