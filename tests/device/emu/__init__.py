@@ -97,6 +97,7 @@ def configure(
     )
     if refused is not None:
         raise RuntimeError(refused.decode())
+    torch.get_device_module("emu").set_per_process_memory_fraction(1.0)
     _virtual.configure(machine)
 
 
@@ -213,7 +214,11 @@ class _Module(types.ModuleType):
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(name=self.get_device_name(), total_memory=_native.emu_total_bytes())
 
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        return self._fraction
+
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        self._fraction = fraction
         _native.emu_set_limit_bytes(ctypes.c_uint64(int(fraction * _native.emu_total_bytes())))
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
