@@ -909,8 +909,8 @@ def _make_device(
     left_bytes = available_bytes()
     if host_bytes > left_bytes:
         raise InvalidArgument(
-            f"host_budget is {format_bytes(host_bytes)}, all of it page-locked, and {format_bytes(left_bytes)} "
-            "of memory can be had here: give less"
+            f"host_budget is {format_bytes(host_bytes)}, all of it page-locked, and there are "
+            f"{format_bytes(left_bytes)} of memory to be had here: give less"
         )
     device = AcceleratorDevice(spill, driver_of(name), budget_bytes, host_bytes)
     return device, device.host_tier_bytes
