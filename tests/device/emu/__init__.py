@@ -170,6 +170,9 @@ class _Module(types.ModuleType):
     def is_initialized(self) -> bool:
         return True
 
+    def _lazy_init(self) -> None:
+        """torch 2.11 waits for no device whose module has no such function."""
+
     def _is_in_bad_fork(self) -> bool:
         return bool(_native.emu_is_forked())
 
