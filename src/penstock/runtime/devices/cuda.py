@@ -146,7 +146,9 @@ class TorchDriver:
             return
         fraction = self._fraction_before
         if reserved_bytes is not None:
-            fraction = min(reserved_bytes / self.total_bytes, fraction)
+            fraction = min(
+                (reserved_bytes + 0.5) / self.total_bytes, fraction
+            )  # torch rounds its product down
         set_fraction(fraction, self.device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
