@@ -41,6 +41,10 @@ class TorchDriver:
     def total_bytes(self) -> int:
         return int(self._module.get_device_properties(self.device).total_memory)
 
+    @property
+    def free_bytes(self) -> int:
+        return int(torch.accelerator.get_memory_info(self.device)[0])
+
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
 
