@@ -227,6 +227,9 @@ class _Module(types.ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return torch.accelerator.get_memory_info("emu")
+
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()
 

@@ -43,7 +43,7 @@ class TorchDriver:
 
     @property
     def free_bytes(self) -> int:
-        return int(torch.accelerator.get_memory_info(self.device)[0])
+        return int(self._module.mem_get_info(self.device)[0])
 
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
