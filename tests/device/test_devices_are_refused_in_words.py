@@ -53,6 +53,11 @@ CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA dev
             f"device_budget is 5.00 TiB, and {DEVICE}:0 (",
         ),
         (offloaded(device=DEVICE, host_budget="1MiB"), InvalidArgument, "host_budget is 1.00 MiB"),
+        (
+            offloaded(device=DEVICE, host_budget="900TiB"),
+            InvalidArgument,
+            "host_budget is 900.0 TiB, all of it page-locked, and",
+        ),
     ],
 )
 def test_devices(
@@ -66,6 +71,31 @@ def test_devices(
     with pytest.raises(error) as refused:
         call(tmp_path)
     assert said in str(refused.value)
+
+
+def test_a_run_inside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.runtime.run, "PROBE_S", 0.05)
+    again = offloaded(device=DEVICE)
+    with penstock.offload(device=DEVICE, device_budget="32MiB", spill_dir=tmp_path) as run:
+        with pytest.raises(InvalidArgument, match=r"another run is open.*penstock\.close\(\)"):
+            again(tmp_path)
+        with run.step():
+            with pytest.raises(InvalidArgument, match=r"another run is open.*penstock\.close\(\)"):
+                again(tmp_path)
+            assert float(torch.ones(8, device=DEVICE).sum()) == 8
+
+
+def test_the_programs_own_limit_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.runtime.run, "PROBE_S", 0.05)
+    module = torch.get_device_module(DEVICE)
+    total_bytes = module.get_device_properties(0).total_memory
+    module.set_per_process_memory_fraction(0.5)
+    run = penstock.offload(device=DEVICE, device_budget=int(0.9 * total_bytes), spill_dir=tmp_path)
+    with run, pytest.raises(penstock.BudgetTooSmall):
+        torch.empty(int(0.7 * total_bytes), dtype=torch.uint8, device=DEVICE)
+    assert module.get_per_process_memory_fraction() == pytest.approx(0.5, rel=1e-3)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(int(0.7 * total_bytes), dtype=torch.uint8, device=DEVICE)
 
 
 def test_devices_are_measured(tmp_path: Path) -> None:

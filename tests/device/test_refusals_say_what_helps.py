@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import penstock
 from penstock.errors import BudgetTooSmall
 from tests.support.families import _Gpt, _Residual
 from tests.support.runs import ACCELERATED, Bits, Program, Step, bits, differences, in_memory, offloaded
@@ -58,6 +59,22 @@ def training(name: str) -> Program:
         return bits(model.parameters())
 
     return program
+
+
+def test_a_budget_is_there_to_the_last_byte(emu: Any, tmp_path: Path) -> None:
+    """As a share of what the device has it is no exact number."""
+    emu.configure(memory=3_000_000_512)
+    budget_bytes = 98 << 20
+    assert int(budget_bytes / 3_000_000_512 * 3_000_000_512) < budget_bytes
+    with penstock.offload(
+        device="emu",
+        device_budget=budget_bytes,
+        hardware=ACCELERATED,
+        host_budget="128MiB",
+        spill_dir=tmp_path,
+    ):
+        torch.empty(budget_bytes, dtype=torch.uint8, device="emu")
+        assert torch.accelerator.memory_reserved() == budget_bytes
 
 
 @pytest.mark.parametrize(("name", "share"), [("mlp", 0.1), ("gpt", 0.2), ("conv", 0.3), ("conv", 0.7)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.errors import InvalidArgument
 from penstock.runtime.devices.accelerator import Memory
 from penstock.storage.spill import SpillOptions, SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
@@ -70,6 +71,20 @@ def test_what_was_there_and_moves_counts_against_the_budget(spill: SpillSpace) -
             assert tensor.add(run.driver.before)[1].item() == n + 2
         assert run.device.peak_bytes() <= BUDGET_BYTES
     assert run.driver.limits[-1] is None
+
+
+class Shared(Caching):
+    free_bytes = BUDGET_BYTES // 2  # other programs have the rest
+
+
+def test_what_other_programs_have_is_no_budget(spill: SpillSpace) -> None:
+    with (
+        pytest.raises(InvalidArgument, match=r"budget is 64.00 KiB, and other programs leave 40.00 KiB of"),
+        checked_run(spill, BUDGET_BYTES, make_driver=Shared),
+    ):
+        pass
+    with checked_run(spill, BUDGET_BYTES // 2 + Caching.before_bytes, make_driver=Shared):
+        pass
 
 
 class Larger(Caching):

@@ -30,17 +30,33 @@ class Cuda(TorchDispatchMode):
         self.refuses = True
         self.last_error = Error.success
         self.locked: list[int] = []
+        self.locked_on: list[int] = []  # devices
+        self.refused = 0  # allocations
+        self.device = 0
+        self.streams = [10, 20]  # the current one of each device: a tenth of it is the device, less one
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> Error:
         if self.refuses:
             self.last_error = Error.memory_allocation
             return self.last_error
         self.locked.append(ptr)
+        self.locked_on.append(self.device)
         return Error.success
 
     def cudaHostUnregister(self, ptr: int) -> Error:
         self.locked.remove(ptr)
         return Error.success
+
+    def exchange_device(self, index: int) -> int:
+        before, self.device = self.device, index
+        return before
+
+    def current_stream(self, device: torch.device) -> int:
+        return self.streams[device.index]
+
+    def set_stream(self, stream: int) -> None:
+        self.device = stream // 10 - 1
+        self.streams[self.device] = stream
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -56,6 +72,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.accelerator, "current_stream", runtime.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", runtime.set_stream)
+    for name, value in {
+        "_accelerator_exchangeDevice": runtime.exchange_device,
+        "_accelerator_maybeExchangeDevice": runtime.exchange_device,
+        "_cuda_memoryStats": lambda device: {"num_ooms": runtime.refused},
+    }.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
     with runtime:
         yield runtime
 
@@ -72,3 +96,24 @@ def test_to_page_lock_memory(cuda: Cuda) -> None:
     assert slab.is_pinned and len(cuda.locked) == 1
     slab.close()
     assert not cuda.locked
+
+
+def test_the_programs_current_device_stays(cuda: Cuda) -> None:
+    driver = CudaDriver(torch.device("cpu", 1))
+    cuda.refuses = False
+    slab = PinnedSlab(1 << 20, driver.page_lock, driver.page_unlock)
+    driver.copy(torch.zeros(2), torch.ones(2), 25)
+    slab.close()
+    assert cuda.locked_on == [1]
+    assert cuda.device == 0 and cuda.streams == [10, 20]
+
+
+def test_a_convolution_whose_workspace_is_refused_lacks_memory(cuda: Cuda) -> None:
+    """torch tries cuDNN's algorithms in turn, and then has none."""
+    cuda.refused = 3  # before
+    driver = CudaDriver(torch.device("cpu", 0))
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
+    assert not driver.is_out_of_memory(error)
+    cuda.refused += 1
+    assert driver.is_out_of_memory(error)
+    assert not driver.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -162,7 +162,7 @@ class CheckedDriver:
 
     memory_manager = "checked"
     name = "checked accelerator"
-    total_bytes = 1 << 40
+    total_bytes = free_bytes = 1 << 40
     kernel_s = device_s = 0.0
 
     def __init__(self, seed: int = 0, *, refuses: bool = False, lag: float = 0.3) -> None:

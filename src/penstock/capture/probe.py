@@ -34,7 +34,9 @@ SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
 STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
 KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
-CODED_BYTES, CODED_BYTES_THERE = 8 * MIB, 64 * MIB  # on a CPU, and on an accelerator
+CODED_BYTES = 8 * MIB  # on a CPU
+CODED_BYTES_THERE = (MIB, 8 * MIB, 64 * MIB)  # on an accelerator, one after the other while it is fast
+CODED_S = 0.03
 
 Rates = tuple[tuple[int, float], ...]
 
@@ -358,7 +360,16 @@ def _measure_copies(driver: Driver, budget_s: float) -> dict[str, Rates]:
 
 def _measure_codec(device: torch.device, codec: str) -> tuple[float, float]:
     """Uncompressed bytes per second that the device turns into the codec, and back."""
-    size_bytes = CODED_BYTES if device.type == "cpu" else CODED_BYTES_THERE
+    if device.type == "cpu":
+        return _codec_rates(device, codec, CODED_BYTES)
+    for size_bytes in CODED_BYTES_THERE:
+        rates = _codec_rates(device, codec, size_bytes)
+        if size_bytes / min(rates) > CODED_S:
+            break
+    return rates
+
+
+def _codec_rates(device: torch.device, codec: str, size_bytes: int) -> tuple[float, float]:
     values = torch.arange(size_bytes // 4, device=device).remainder_(256).to(torch.float32)
     values[::2] = 0  # what is left is exact in every codec
     packed = codecs.encode(codec, values)

@@ -59,8 +59,11 @@ def refused() -> Iterator[None]:
             for name in names:
                 if hasattr(owner, name):
                     replace(undo, owner, name, _refusing(f"torch.{path}", name))
-        if hasattr(inductor, "cudagraph_policy"):  # older ones record at the second call
+        if hasattr(inductor, "cudagraph_policy"):
             undo.enter_context(inductor.patch("cudagraph_policy", _NoGraphs()))
+        else:  # an older torch, which asks nobody
+            compiler = importlib.import_module("torch._inductor.compile_fx")
+            replace(undo, compiler, "cudagraphify", _NoGraphs().cudagraphify)
         yield
 
 

@@ -906,6 +906,12 @@ def _make_device(
     """The device, and bytes of the host tier below it."""
     if name.type == "cpu":
         return CpuDevice(spill, budget_bytes), 0
+    left_bytes = available_bytes()
+    if host_bytes > left_bytes:
+        raise InvalidArgument(
+            f"host_budget is {format_bytes(host_bytes)}, all of it page-locked, and there are "
+            f"{format_bytes(left_bytes)} of memory to be had here: give less"
+        )
     device = AcceleratorDevice(spill, driver_of(name), budget_bytes, host_bytes)
     return device, device.host_tier_bytes
 

@@ -100,6 +100,7 @@ def configure(
     )
     if refused is not None:
         raise RuntimeError(refused.decode())
+    torch.get_device_module("emu").set_per_process_memory_fraction(1.0)
     _virtual.configure(machine)
 
 
@@ -172,6 +173,9 @@ class _Module(types.ModuleType):
     def is_initialized(self) -> bool:
         return True
 
+    def _lazy_init(self) -> None:
+        """torch 2.11 waits for no device whose module has no such function."""
+
     def _is_in_bad_fork(self) -> bool:
         return bool(_native.emu_is_forked())
 
@@ -216,11 +220,18 @@ class _Module(types.ModuleType):
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(name=self.get_device_name(), total_memory=_native.emu_total_bytes())
 
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        return self._fraction
+
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        self._fraction = fraction
         _native.emu_set_limit_bytes(ctypes.c_uint64(int(fraction * _native.emu_total_bytes())))
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return torch.accelerator.get_memory_info("emu")
 
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()

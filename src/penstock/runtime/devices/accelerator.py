@@ -98,6 +98,7 @@ class Driver(Protocol):
     memory_manager   who gives the device its memory, for reports
     name             of the device's model
     total_bytes      of its memory
+    free_bytes       of it, that nobody has taken
     """
 
     device: torch.device
@@ -108,6 +109,9 @@ class Driver(Protocol):
 
     @property
     def total_bytes(self) -> int: ...
+
+    @property
+    def free_bytes(self) -> int: ...
 
     def make_stream(self) -> Any: ...
 
@@ -242,6 +246,13 @@ class AcceleratorDevice:
                 f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
                 f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
             )
+        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
+        before = driver.memory()
+        if budget_bytes > (left_bytes := driver.free_bytes + before.reserved_bytes):
+            raise InvalidArgument(
+                f"device_budget is {format_bytes(budget_bytes)}, and other programs leave "
+                f"{format_bytes(left_bytes)} of {driver.device} ({driver.name}): give less, or end them"
+            )
         staging_bytes = 2 * chunk_bytes * chunks
         if host_bytes < staging_bytes:
             raise InvalidArgument(
@@ -299,8 +310,6 @@ class AcceleratorDevice:
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_packing = functools.partial(self._carry_packing, driver.make_stream())
         self._packing = CopyQueue("penstock-packing", carry_packing, driver.marked)
-        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
-        before = driver.memory()
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0

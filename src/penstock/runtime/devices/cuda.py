@@ -29,6 +29,9 @@ class TorchDriver:
         self._module: Any = torch.get_device_module(device)
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
+        # What the program has set; torch says it of CUDA only.
+        fraction = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
+        self._fraction_before = float(fraction(self.device))
 
     @property
     def name(self) -> str:
@@ -37,6 +40,10 @@ class TorchDriver:
     @property
     def total_bytes(self) -> int:
         return int(self._module.get_device_properties(self.device).total_memory)
+
+    @property
+    def free_bytes(self) -> int:
+        return int(self._module.mem_get_info(self.device)[0])
 
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
@@ -52,11 +59,12 @@ class TorchDriver:
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
         before = torch.accelerator.current_stream(self.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
+        with torch.accelerator.device_index(self.device.index):  # the stream's device becomes the current one
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with self._on(stream):
@@ -140,7 +148,11 @@ class TorchDriver:
         set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
         if set_fraction is None:
             return
-        fraction = 1.0 if reserved_bytes is None else min(reserved_bytes / self.total_bytes, 1.0)
+        fraction = self._fraction_before
+        if reserved_bytes is not None:
+            fraction = min(
+                (reserved_bytes + 0.5) / self.total_bytes, fraction
+            )  # torch rounds its product down
         set_fraction(fraction, self.device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -161,6 +173,7 @@ class CudaDriver(TorchDriver):
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # the allocator counts from then on
         super().__init__(device)
+        self._refused_before = self._statistics()["num_ooms"]
         self._set_access_error = access_errors(self.device)
         self._has_nvtx = hasattr(torch._C, "_nvtx")
 
@@ -169,9 +182,10 @@ class CudaDriver(TorchDriver):
             self._set_access_error(storage, text)
 
     def page_lock(self, address: int, size_bytes: int) -> bool:
-        # It returns an error code, 0 for success.
-        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
-            return True
+        with torch.accelerator.device_index(self.device.index):  # no memory of another one, for a context
+            # It returns an error code, 0 for success.
+            if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
+                return True
         # CUDA keeps the error for who asks next: torch does, after whatever it launches next. Python has no
         # cudaGetLastError, so that is this kernel.
         with contextlib.suppress(RuntimeError):
@@ -180,6 +194,14 @@ class CudaDriver(TorchDriver):
 
     def page_unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Where a convolution's workspace is refused, torch tries cuDNN's next algorithm; after the last one
+        it says that there is none."""
+        if super().is_out_of_memory(error):
+            return True
+        lacks_engine = "unable to find an engine to execute this computation" in str(error)
+        return lacks_engine and self._statistics()["num_ooms"] > self._refused_before
 
     @contextlib.contextmanager
     def marked(self, text: str) -> Iterator[None]:
