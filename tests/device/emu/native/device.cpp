@@ -11,6 +11,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 
@@ -24,6 +25,8 @@ int id_of(const c10::Stream& stream) { return static_cast<int>(stream.id()); }
 
 // Behind torch.Event: its latest recording.
 struct Event {
+  Event() { counters().events++; }
+  ~Event() { counters().events--; }
   MarkPtr mark;
 };
 MarkPtr& mark_of(void* event) { return static_cast<Event*>(event)->mark; }
@@ -197,6 +200,6 @@ uint64_t emu_alias_of(uint64_t address) {
 
 int64_t emu_counter(int which) {
   auto& c = emu::counters();
-  return (which == 0 ? c.launched : which == 1 ? c.executed : which == 2 ? c.switches : c.synchronized).load();
+  return std::array{&c.launched, &c.executed, &c.switches, &c.synchronized, &c.events}.at(which)->load();
 }
 }
