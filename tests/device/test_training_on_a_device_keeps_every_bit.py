@@ -213,7 +213,7 @@ def check_drawn(
         except Exception as error:
             raise AssertionError(f"seed {seed}: {way}, {tier}, {policy}, {delay_us} us") from error
         moved_bytes += report.evicted_bytes + report.recomputed_bytes
-    assert moved_bytes > 0
+    assert moved_bytes > 0 or budget == "generous"
 
 
 COPIES = 4
@@ -290,6 +290,38 @@ def test_a_model_above_its_budget(
     found, report = inside(MODELS[name], 8 * MIB, tier, tmp_path)
     assert differences(plain, found) == []
     assert report.evicted_bytes > 2 * MIB and report.peak_bytes <= 8 * MIB
+
+
+def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_path: Path) -> None:
+    """What small tensors keep of the allocator's segments, too: steps after the one that meets them are inside."""
+    configure(order="lazy")
+    with torch.device(DEVICE):
+        model = _Gpt(width=128, blocks=4)
+    others = [torch.zeros(900 << 8, device=DEVICE) for _ in range(6)]  # that the run is not told of
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert torch.accelerator.memory_reserved() > 8 * MIB
+    with penstock.offload(
+        model,
+        optimizer,
+        device=DEVICE,
+        device_budget=8 * MIB,
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        host_budget=TIERS["host"],
+        smallest_bytes=4096,
+    ) as run:
+        peaks = []
+        for _ in range(5):
+            with run.step():
+                words = torch.randint(0, 64, (4, 32)).to(DEVICE)
+                F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten()).backward()
+                for other in others:
+                    other.add_(1)
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(torch.accelerator.max_memory_reserved())
+    assert max(peaks[1:]) <= 8 * MIB
+    assert all(bool((other == 5).all()) for other in others)
 
 
 @pytest.mark.slow
