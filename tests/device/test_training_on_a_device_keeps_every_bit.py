@@ -293,7 +293,7 @@ def test_a_model_above_its_budget(
 
 
 def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_path: Path) -> None:
-    """What small tensors keep of the allocator's segments, too: steps after the one that meets them are inside."""
+    """With the segments that small tensors keep: all steps after the one that meets them are inside."""
     configure(order="lazy")
     with torch.device(DEVICE):
         model = _Gpt(width=128, blocks=4)

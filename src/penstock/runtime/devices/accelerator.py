@@ -334,7 +334,7 @@ class AcceleratorDevice:
         return int(self._foreign_bytes * self._foreign_reserve)
 
     def _come_below_the_limit(self) -> None:
-        """What was there before, and counts now, may be more than the budget; a small tensor keeps a segment."""
+        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment."""
         engine = self.engine
         assert engine is not None
         with engine.lock:
