@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("emu"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("how", ["ddp --clip", "ddp_views --parts 2", "ddp_host --clip", "ddp_host_views"])
+@pytest.mark.parametrize("how", ["ddp --clip", "ddp_host --clip"])
 def test_same_bits(how: str, order: str, tmp_path: Path) -> None:
     common = f"--device {DEVICE} --order {order} --width {WIDTH} --spill {tmp_path}"
     programs = [

@@ -213,7 +213,8 @@ def check_drawn(
         except Exception as error:
             raise AssertionError(f"seed {seed}: {way}, {tier}, {policy}, {delay_us} us") from error
         moved_bytes += report.evicted_bytes + report.recomputed_bytes
-    assert moved_bytes > 0 or budget == "generous"
+    # All of "dynamic" fits into one segment, and no plan is for its next step.
+    assert moved_bytes > 0 or budget == "generous" or name == "dynamic"
 
 
 COPIES = 4
