@@ -47,9 +47,12 @@ test-model: setup
 device: setup
 	$(BIN)/python tests/device/emu/build.py
 
-# All that is tried on it: every family in every order under many seeds, and random programs.
+# All that is tried on it, for some hours: families and language models, each in every order and at three budgets under
+# so many seeds, random programs, a thousand steps, several processes. Less: make test-device SEEDS=2 PROGRAMS=200
+SEEDS := 20
+PROGRAMS := 10000
 test-device: device
-	$(BIN)/pytest -n 3 --dist worksteal tests/device
+	PENSTOCK_SEEDS=$(SEEDS) PENSTOCK_PROGRAMS=$(PROGRAMS) $(BIN)/pytest -n 3 --dist worksteal tests/device
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup

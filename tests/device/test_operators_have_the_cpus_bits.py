@@ -162,6 +162,12 @@ def test_operators(emu: Any, name: str, order: str, given: tuple[torch.Tensor, t
                     assert one == other
 
 
+def test_integers_are_counted(emu: Any) -> None:
+    """By GPUs. The CPU has no kernel for it."""
+    given = torch.tensor([0, 3, 3, 1, 2, 3], dtype=torch.int32, device="emu")
+    assert given.histc(4, min=0, max=3).tolist() == [1, 1, 1, 3]
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda x: x.view(4, 32),
     "view of another type": lambda x: x.view(torch.int32),

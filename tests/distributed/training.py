@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,26 +21,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.distributed import HostAccumulation, host_accumulation_hook
+from tests.support import accelerator
 from tests.support.ranks import leave
-from tests.support.runs import HARDWARE
+from tests.support.runs import ACCELERATED, HARDWARE
+from tests.support.staged_group import StagedGroup
 
-WIDTH, LAYERS, BATCH, CLASSES = 128, 6, 32, 10
+LAYERS, BATCH, CLASSES = 6, 32, 10
 SMALLEST_BYTES = 4096
+TIMEOUT = timedelta(minutes=2)
+SPARE_BYTES = 8 << 20  # beside the least that a plan can keep, for an accelerator's allocator
 
 
-def network() -> nn.Sequential:
+def network(width: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+        layers += [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
-def distributed(model: nn.Sequential, how: str, precision: str) -> nn.Module:
+def distributed(model: nn.Sequential, how: str, precision: str, device: str) -> nn.Module:
     if how.startswith("ddp"):
-        views = "views" in how
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=views)
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=StagedGroup(dist.group.WORLD) if device == "emu" else None,
+            bucket_cap_mb=0.1,
+            gradient_as_bucket_view="views" in how,
+        )
         if "host" in how:
-            wrapped.register_comm_hook(HostAccumulation(), host_accumulation_hook)
+            state = HostAccumulation(device=f"{device}:0" if device != "cpu" else "cpu", timeout=TIMEOUT)
+            wrapped.register_comm_hook(state, host_accumulation_hook)
         return wrapped
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = (
@@ -55,25 +66,33 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
     torch.manual_seed(0)
     rank = dist.get_rank()
     run = None
-    model = distributed(network(), arguments.how, arguments.precision)
+    device = arguments.device
+    model = distributed(network(arguments.width).to(device), arguments.how, arguments.precision, device)
+    beside_bytes = 0
     if budget is not None:
+        if device != "cpu":
+            gc.collect()
+            torch.accelerator.empty_cache()
+            beside_bytes = torch.accelerator.memory_reserved()
         run = penstock.offload(
             model,
             device_budget=budget,
             spill_dir=arguments.spill,
-            hardware=HARDWARE,
+            hardware=HARDWARE if device == "cpu" else ACCELERATED,
             smallest_bytes=SMALLEST_BYTES,
+            **({} if device == "cpu" else {"device": device, "host_budget": arguments.host}),
             policy=arguments.policy,
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = hashlib.sha256()
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "autocast")
+    cast = torch.autocast(device, torch.bfloat16, enabled=arguments.precision == "autocast")
     for step in range(arguments.steps):
         with run.step() if run else contextlib.nullcontext():
             for part in range(arguments.parts):
                 seed = (step * arguments.parts + part) * 100 + rank
-                x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
-                y = torch.randint(CLASSES, (BATCH,), generator=torch.Generator().manual_seed(seed))
+                seeded = torch.Generator().manual_seed(seed)
+                x = torch.randn(BATCH, arguments.width, generator=seeded).to(device)
+                y = torch.randint(CLASSES, (BATCH,), generator=seeded).to(device)
                 is_last = part == arguments.parts - 1
                 waits = arguments.how.startswith("ddp") and not is_last
                 with model.no_sync() if waits else contextlib.nullcontext():
@@ -82,19 +101,20 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
                     with cast:
                         loss = F.cross_entropy(model(x).float(), y) / arguments.parts
                     loss.backward()
-                    found.update(loss.detach().numpy().tobytes())
+                    found.update(loss.detach().cpu().numpy().tobytes())
             if arguments.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
     for tensor in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().numpy().tobytes())
+        found.update(local.detach().cpu().numpy().tobytes())
     said: dict[str, Any] = {}
     if run is not None:
         report = run.report()
         said = {
             "peak": report.peak_bytes,
+            "beside": beside_bytes,
             "minimum": report.minimum_bytes,
             "evicted": report.evicted_bytes,
             "step_s": report.step_s,
@@ -118,11 +138,17 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--precision", default="full", choices=["full", "bf16", "autocast"])
     parser.add_argument("--policy", default="optimal")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "emu"])
+    parser.add_argument("--host", help="bytes of the host tier of a device")
+    parser.add_argument("--order", help="in which the emulated device carries out work")
     parser.add_argument("--then", nargs=argparse.REMAINDER, help="another program, as the first")
     dist.init_process_group("gloo")
     left = sys.argv[1:]
     while left:
         arguments = parser.parse_args(left)
+        if arguments.device != "cpu":
+            accelerator.load(arguments.device).configure(order=arguments.order, seed=dist.get_rank())
         compare(arguments)
         left = arguments.then
     leave()
@@ -141,6 +167,8 @@ def compare(arguments: argparse.Namespace) -> None:
     numbers = torch.tensor([roomy["all"], roomy["minimum"]])
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     most, least = numbers.tolist()
+    if arguments.device != "cpu":
+        least += SPARE_BYTES
     for budget in (max(most // 2, least), least):
         found, said = train(arguments, budget)
         rows.append({"budget": budget, "same": found == wanted, **said})

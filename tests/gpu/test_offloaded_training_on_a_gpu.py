@@ -36,8 +36,6 @@ LIBRARIES_BYTES = (64 if DEVICE == "cuda" else 16) * MIB
 ROWS, COLUMNS = (8192, 1024) if DEVICE == "cuda" else (4096, 256)
 WIDTH, BATCH, BUDGET = (512, (8, 256), 256 * MIB) if DEVICE == "cuda" else (256, (2, 32), 48 * MIB)
 on_cuda = functools.partial(pytest.mark.skipif, DEVICE != "cuda")
-# Families whose inputs the loss makes on the CPU: they are moved by the test.
-NAMES = [name for name in FAMILIES if name != "bf16_autocast"]
 
 
 def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | None]:
@@ -50,7 +48,7 @@ def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | 
     for step in range(STEPS):
         torch.manual_seed(step)
         with run.step() if run else nullcontext(), torch.device("cpu"):
-            loss = family.loss(_OnCuda(model), step)
+            loss = family.loss(model, step)
             family.backward(loss)
             found += [loss.detach().cpu().numpy().tobytes()]
             found += [p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
@@ -63,19 +61,6 @@ def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | 
     return found, report
 
 
-class _OnCuda:
-    """Lets the families' losses, which make their inputs on the CPU, run on the device."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        object.__setattr__(self, "model", model)
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.model(batch.to(DEVICE)).cpu()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self.model, name, value)
-
-
 def tier_options(tier: str, tmp_path: Path, machine: penstock.Hardware) -> dict[str, Any]:
     return {
         "spill_dir": tmp_path,
@@ -85,7 +70,7 @@ def tier_options(tier: str, tmp_path: Path, machine: penstock.Hardware) -> dict[
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("policy", ["optimal", "evict_all"])
 def test_same_bits(name: str, tier: str, policy: str, tmp_path: Path, machine: penstock.Hardware) -> None:

@@ -12,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Family(NamedTuple):
-    """make   builds the model; loss   of (model, step number) gives the loss of one iteration"""
+    """make   builds the model; loss   of (model, step number) gives that of one iteration, on its device"""
 
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _images(step: int, batch: int = 4) -> torch.Tensor:
@@ -146,28 +150,28 @@ class _Dynamic(nn.Module):
 
 
 def _image_loss(model: nn.Module, step: int) -> torch.Tensor:
-    return model(_images(step)).square().mean()
+    return model(_images(step).to(device_of(model))).square().mean()
 
 
 def _word_loss(model: nn.Module, step: int) -> torch.Tensor:
-    words = _words(step)
+    words = _words(step).to(device_of(model))
     return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
 
 def _autocast_loss(model: nn.Module, step: int) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device_of(model).type, dtype=torch.bfloat16):
         return _word_loss(model, step)
 
 
 def _vector_loss(model: nn.Module, step: int) -> torch.Tensor:
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
-    return model(x).square().mean()
+    return model(x.to(device_of(model))).square().mean()
 
 
 def _dynamic_loss(model: nn.Module, step: int) -> torch.Tensor:
     model.depth = 3 + step % 3
     x = torch.randn(32 + 16 * (step % 2), 64, generator=torch.Generator().manual_seed(step))
-    return model(x).square().mean()
+    return model(x.to(device_of(model))).square().mean()
 
 
 def _backward_twice(loss: torch.Tensor) -> None:

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import penstock
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, Family
 
 HARDWARE = penstock.Hardware(
     device_bytes=1 << 40,
@@ -73,38 +73,62 @@ def state_bits(optimizer: torch.optim.Optimizer) -> Bits:
     return found
 
 
-class _OnDevice:
-    """A model on a device, for losses that make their inputs on the CPU."""
-
-    def __init__(self, model: torch.nn.Module, device: str) -> None:
-        self.__dict__.update(model=model, device=device)
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.model(batch.to(self.device)).cpu()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self.model, name, value)
+OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-2),
+    "adamw, one by one": lambda weights: torch.optim.AdamW(weights, lr=1e-2, foreach=False),
+    "adamw, foreach": lambda weights: torch.optim.AdamW(weights, lr=1e-2, foreach=True),
+    "adamw, fused": lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=1e-2),
+}
 
 
-def family_training(name: str, steps: int, device: str = "cpu") -> Program:
-    """Some steps of a model of `tests.support.families`, with AdamW."""
-    family = FAMILIES[name]
+class Way(NamedTuple):
+    """How a model is trained.
+
+    optimizer      a key of OPTIMIZERS
+    clipped        gradients, to a norm of 1
+    parts          micro-batches of a step, whose gradients add up
+    autocast       to bfloat16
+    """
+
+    optimizer: str = "adamw"
+    clipped: bool = False
+    parts: int = 1
+    autocast: bool = False
+
+
+AS_USUAL = Way()
+
+
+def training(family: Family, steps: int, device: str = "cpu", way: Way = AS_USUAL) -> Program:
+    """Some steps of a model, built on the CPU."""
 
     def program(step: Step) -> Bits:
-        model = family.make().to(device)
-        called: Any = model if device == "cpu" else _OnDevice(model, device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = family.make().to(device).train()
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = OPTIMIZERS[way.optimizer](weights)
         found: Bits = []
         for number in range(steps):
             with step():
-                loss = family.loss(called, number)
-                family.backward(loss)
-                found += bits([loss, *(p.grad for p in model.parameters())])
+                for part in range(number * way.parts, (number + 1) * way.parts):
+                    with torch.autocast(device, torch.bfloat16) if way.autocast else contextlib.nullcontext():
+                        loss = family.loss(model, part)
+                    family.backward(loss)
+                    found += bits([loss])
+                found += bits(weight.grad for weight in weights)
+                if way.clipped:
+                    torch.nn.utils.clip_grad_norm_(weights, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         return found + bits(model.parameters()) + bits(model.buffers()) + state_bits(optimizer)
 
     return program
+
+
+def family_training(name: str, steps: int, device: str = "cpu") -> Program:
+    """Some steps of a model of `tests.support.families`, with AdamW."""
+    return training(FAMILIES[name], steps, device)
 
 
 def in_memory(program: Program) -> Bits:

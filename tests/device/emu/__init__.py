@@ -58,7 +58,7 @@ __all__ = [
 
 # As `Order` in native/streams.h, where each is described.
 ORDERS = ("eager", "lazy", "stepped", "random", "newest")
-_COUNTERS = ("launched", "executed", "switches", "synchronized")
+_COUNTERS = ("launched", "executed", "switches", "synchronized", "events")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 torch.utils.rename_privateuse1_backend("emu")
@@ -126,7 +126,8 @@ def spans() -> list[Span]:
 
 
 def counters() -> dict[str, int]:
-    """Of the whole process: work launched and executed, changes of stream, and waits of the host."""
+    """Of the whole process: work launched and executed, changes of stream, waits of the host, and events that
+    are there."""
     return {name: _native.emu_counter(which) for which, name in enumerate(_COUNTERS)}
 
 

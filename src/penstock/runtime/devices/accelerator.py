@@ -343,13 +343,17 @@ class AcceleratorDevice:
         return int(self._foreign_bytes * self._foreign_reserve)
 
     def _come_below_the_limit(self) -> None:
-        """What was there before, and counts now, may be more than the budget."""
+        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment."""
         engine = self.engine
         assert engine is not None
         with engine.lock:
             engine.make_room(0, expected=True)
             engine.end_kernel()
-        self._driver.empty_cache()
+            self._driver.empty_cache()
+            while (over_bytes := self._driver.memory().reserved_bytes - self._limit_bytes) > 0:
+                if not engine.free(over_bytes):
+                    break
+                self._driver.empty_cache()
 
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:

@@ -11,6 +11,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 
@@ -24,6 +25,8 @@ int id_of(const c10::Stream& stream) { return static_cast<int>(stream.id()); }
 
 // Behind torch.Event: its latest recording.
 struct Event {
+  Event() { counters().events++; }
+  ~Event() { counters().events--; }
   MarkPtr mark;
 };
 MarkPtr& mark_of(void* event) { return static_cast<Event*>(event)->mark; }
@@ -161,6 +164,7 @@ const char* emu_configure(uint64_t total_bytes, int order, uint64_t seed, int ho
     emu::set_order(static_cast<emu::Order>(order), seed);
     emu::set_computes(computes);
     emu::set_host_delay(host_delay_us);
+    emu::set_limit_bytes(SIZE_MAX);
     emu::set_total_bytes(total_bytes);
     return nullptr;
   } catch (const std::exception& error) {
@@ -198,6 +202,6 @@ uint64_t emu_alias_of(uint64_t address) {
 
 int64_t emu_counter(int which) {
   auto& c = emu::counters();
-  return (which == 0 ? c.launched : which == 1 ? c.executed : which == 2 ? c.switches : c.synchronized).load();
+  return std::array{&c.launched, &c.executed, &c.switches, &c.synchronized, &c.events}.at(which)->load();
 }
 }

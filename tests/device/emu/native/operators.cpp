@@ -188,6 +188,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::opt
   return {gates, to_c * f, has_bias ? gates.sum(0) : at::Tensor()};
 }
 
+// GPUs count integers, too.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::histc", "");
+  at::AutoDispatchBelowADInplaceOrView guard;
+  torch::jit::Stack stack{at::isFloatingType(self.scalar_type()) ? self : self.to(at::kFloat), bins, low, high};
+  fallback(op, &stack);
+  return stack.back().toTensor().to(self.scalar_type());
+}
+
 // -- the table ---------------------------------------------------------------------------------------
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -208,6 +217,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("histc", &histc);
   m.impl("native_dropout", &native_dropout);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);

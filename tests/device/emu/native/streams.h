@@ -69,7 +69,7 @@ void refuse_if_forked();
 void halt();
 
 struct Counters {
-  std::atomic<int64_t> launched{0}, executed{0}, switches{0}, synchronized{0};
+  std::atomic<int64_t> launched{0}, executed{0}, switches{0}, synchronized{0}, events{0};
 };
 Counters& counters();
 
