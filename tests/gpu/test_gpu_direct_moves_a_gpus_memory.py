@@ -22,7 +22,7 @@ from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
 # The families that are trained on a GPU, and how.
-from tests.gpu.test_offloaded_training_on_a_gpu import NAMES, train
+from tests.gpu.test_offloaded_training_on_a_gpu import train
 
 # The contract, for what follows as `bench`. Left out are the tests that allocate host memory themselves.
 from tests.storage.test_transport_contract import (  # noqa: F401
@@ -44,7 +44,7 @@ from tests.storage.test_transport_contract import (  # noqa: F401
     test_what_other_programs_wrote_is_read,
 )
 from tests.support.accelerator import wanted
-from tests.support.families import _Gpt
+from tests.support.families import FAMILIES, _Gpt
 from tests.support.kvikio_stand_in import StandIn
 from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference, open_file
 
@@ -202,7 +202,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
 
 
 @pytest.mark.usefixtures("usable", "reproducible")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("ways", [None, GPU_DIRECT])
 def test_every_family_keeps_its_bits(
     name: str, ways: str | None, tmp_path: Path, machine: penstock.Hardware
