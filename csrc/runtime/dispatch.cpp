@@ -157,6 +157,7 @@ void KernelClock::follow(nb::object schedule) {
   known_ = schedule_.attr("known");
   before_ = schedule_.attr("before");
   needs_ = schedule_.attr("needs_bytes");
+  pieces_ = schedule_.attr("pieces");
   sizes_ = schedule_.attr("tensor_bytes");
   variants_ = schedule_.attr("variants");
 }
@@ -347,6 +348,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         const auto wanted_bytes = in_use_bytes(clock) + need_bytes;
         short_of_room = away || wanted_bytes > memory_.budget_bytes;
         if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
+        if (planned && memory_.segment != nullptr) short_of_room |= !has_holes(kernel);
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
@@ -482,6 +484,16 @@ bool KernelClock::has_planned_sizes(const Used& used) const {
 std::int64_t KernelClock::in_use_bytes(nb::handle clock) {
   if (memory_.in_arena || memory_.asks_in-- > 0) return memory_.in_use_bytes();
   return nb::cast<std::int64_t>(clock.attr("_in_memory_bytes")());
+}
+
+// Whether the allocator has memory for what the kernel makes, in as many pieces.
+bool KernelClock::has_holes(std::int64_t kernel) const {
+  PyObject* pieces = PyTuple_GetItem(pieces_.ptr(), static_cast<Py_ssize_t>(kernel));
+  const auto count = PyTuple_Size(pieces);
+  if (count == 0) return true;
+  std::vector<std::int64_t> sizes;
+  for (Py_ssize_t i = 0; i < count; ++i) sizes.push_back(PyLong_AsLongLong(PyTuple_GetItem(pieces, i)));
+  return memory_.segment->fits(sizes);
 }
 
 // With the lock. What waits for the end of a kernel is Python's.

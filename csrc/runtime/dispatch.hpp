@@ -84,6 +84,7 @@ class KernelClock {
   bool touch(const Used& used);
   bool is_on_another_stream();
   bool has_planned_sizes(const Used& used) const;
+  bool has_holes(std::int64_t kernel) const;
   std::int64_t in_use_bytes(nb::handle clock);
   void kernel_over(nb::handle clock);
 
@@ -99,7 +100,7 @@ class KernelClock {
   std::unordered_map<PyObject*, Operator> operators_;
   std::uint64_t mark_ = 0;
   nb::object schedule_ = nb::none();
-  nb::object names_, known_, before_, needs_, sizes_, variants_;  // the schedule's
+  nb::object names_, known_, before_, needs_, pieces_, sizes_, variants_;  // the schedule's
   std::vector<nb::object> numbered_, seen_;
   std::vector<std::uintptr_t> addresses_;  // of the kernel that begins
 };

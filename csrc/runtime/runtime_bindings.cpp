@@ -46,6 +46,8 @@ void bind_storages(nb::module_& module) {
       .def_rw("lasts", &ManagedStorage::lasts)
       .def_rw("gone", &ManagedStorage::gone)
       .def_rw("noted", &ManagedStorage::noted)
+      .def_rw("stays", &ManagedStorage::stays)
+      .def_ro("lies_at", &ManagedStorage::lies_at)
       .def_rw("pins", &ManagedStorage::pins)
       .def_ro("in_kernel", &ManagedStorage::in_kernel)
       .def_rw("recipes", &ManagedStorage::recipes)
@@ -81,6 +83,34 @@ void bind_storages(nb::module_& module) {
       .def("__len__", &Storages::size);
 }
 
+void bind_segment(nb::module_& module) {
+  const auto listed = [](const std::vector<ManagedStorage*>& storages) {
+    nb::list list;
+    for (const auto* managed : storages) list.append(nb::borrow(managed->self));
+    return list;
+  };
+  nb::class_<Segment>(module, "Segment")
+      .def(nb::init<std::uintptr_t, std::int64_t>(), nb::arg("address"), nb::arg("size_bytes"))
+      .def("put", &Segment::put, nb::arg("managed"), nb::arg("address"))
+      .def("take", &Segment::take, nb::arg("managed"))
+      .def("hold", &Segment::hold, nb::arg("address"), nb::arg("size_bytes"))
+      .def("give_up", &Segment::give_up, nb::arg("address"))
+      .def("free_at", &Segment::free_at, nb::arg("address"))
+      .def("fits", &Segment::fits, nb::arg("sizes"))
+      .def(
+          "obstacles",
+          [listed](const Segment& segment, std::int64_t size_bytes, bool may_leave) -> nb::object {
+            const auto found = segment.obstacles(size_bytes, may_leave);
+            if (!found) return nb::none();
+            nb::list free;
+            for (const auto& [address, free_bytes] : found->free) free.append(nb::make_tuple(address, free_bytes));
+            return nb::make_tuple(listed(found->move), listed(found->leave), free);
+          },
+          nb::arg("size_bytes"), nb::arg("may_leave"))
+      .def_prop_ro("free_bytes", &Segment::free_bytes)
+      .def_prop_ro("largest_free_bytes", &Segment::largest_free_bytes);
+}
+
 #ifdef __linux__
 void bind_rank_progress(nb::module_& module) {
   nb::enum_<RankProgress::Stage>(module, "Stage")
@@ -108,6 +138,7 @@ void bind_rank_progress(nb::module_& module) {
 
 void bind_runtime(nb::module_& module) {
   bind_storages(module);
+  bind_segment(module);
 #ifdef __linux__
   bind_rank_progress(module);
 #endif
@@ -120,6 +151,10 @@ void bind_runtime(nb::module_& module) {
       .def_rw("beside_bytes", &DeviceMemory::beside_bytes)
       .def_rw("asks_in", &DeviceMemory::asks_in)
       .def_rw("in_arena", &DeviceMemory::in_arena)
+      .def_prop_rw(
+          "segment", [](const DeviceMemory& memory) { return memory.segment; },
+          [](DeviceMemory& memory, Segment* segment) { memory.segment = segment; }, nb::rv_policy::reference,
+          nb::for_setter(nb::arg("segment").none()))
       .def("in_use_bytes", &DeviceMemory::in_use_bytes);
 
   nb::class_<KernelClock>(module, "KernelClock", nb::type_slots(clock_slots))

@@ -70,6 +70,8 @@ bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb:
       nb::handle(storage).attr("device").equal(device_) && nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
     managed.place = nb::borrow(place);
     memory_->known_bytes += managed.size_bytes;
+    if (memory_->segment != nullptr && managed.size_bytes > Segment::kUndivided)
+      memory_->segment->put(managed, nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")()));
     return true;
   }
   const nb::object held = nb::borrow(managed.self);
@@ -116,6 +118,7 @@ void Storages::forget(nb::object reference) {
     managed.in_use_order = false;
   }
   forget_address(managed);
+  if (managed.lies_at != 0) memory_->segment->take(managed);
   if (tells_all || managed.noted || managed.recipes != 0 || !managed.slot.is_none())
     buried_(owned.object);
   else if (managed.movable && !device_.is_none())

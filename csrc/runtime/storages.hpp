@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/segment.hpp"
+
 namespace penstock {
 
 namespace nb = nanobind;
@@ -33,6 +35,8 @@ struct ManagedStorage {
   bool writing = false;  // its packed bytes are being written, or wait for it
   bool movable = false, lasts = false, gone = false;
   bool noted = false;  // by the device, which is told of its death
+  bool stays = false;  // where its memory is, as others use that too
+  std::uintptr_t lies_at = 0;  // in the device's segment; 0: it does not
   nb::object slot = nb::none(), hold = nb::none(), place = nb::none();
 
   PyObject* self = nullptr;  // the Python object that this is part of
@@ -49,6 +53,7 @@ struct DeviceMemory {
   std::int64_t beside_bytes = 0;    // in use otherwise, less what in the arena belongs to others
   std::int64_t asks_in = 0;         // after so many kernels Python asks the device again what beside_bytes is
   bool in_arena = false;
+  Segment* segment = nullptr;  // that the large blocks of the device are in; null: there is none
 
   std::int64_t in_use_bytes() const;
 };

@@ -23,8 +23,10 @@ from penstock.units import format_bytes_up, format_seconds
 
 DEMAND, PREFETCH, EVICT = range(3)
 
-# Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits.
+# Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits. Where the
+# device orders copies and kernels, the host does not hold them back.
 IN_FLIGHT_BYTES = 64 << 20
+ANY_BYTES = 1 << 62
 
 TIMEOUT_S = 120.0
 
@@ -125,9 +127,14 @@ class Device(Protocol):
         meanwhile."""
         ...
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
+    ) -> bool:
         """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
-        ``packed``. False: there is none now."""
+        ``packed``. False: there is none now.
+
+        waits   a kernel does, and others may have to leave
+        """
         ...
 
     def copy_in(
@@ -502,6 +509,18 @@ class CopyEngine:
             self._has_left(managed, None)
         return True
 
+    def leave_now(self, managed: ManagedStorage, waits: bool) -> bool:
+        """Have it leave, and its memory back: kernels wait for the copy on the device, or where they cannot,
+        and it ``waits``, the host does. False: it stays."""
+        if waits:
+            self.evict(managed, release=True)
+        while managed.state == LEAVING and not managed.pins:
+            if not self._join(managed):
+                if not waits:
+                    return False
+                self._wait()
+        return managed.state == AWAY
+
     def _join_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""
         leaving = (
@@ -606,7 +625,9 @@ class CopyEngine:
         if storage is None:
             return True
         size_bytes = self._arriving_bytes(managed, priority)
-        if not self._device.prepare(managed, storage, size_bytes < managed.size_bytes):
+        if not self._device.prepare(
+            managed, storage, size_bytes < managed.size_bytes, waits=priority == DEMAND
+        ):
             return managed.state == RESIDENT
         if managed.writing and managed.queued:  # it is needed before it was written
             self._evictions.remove(managed)
@@ -815,7 +836,10 @@ class CopyEngine:
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
-                if not self.fits(size_bytes) or self._would_be_refused(size_bytes):
+                while not self.fits(size_bytes):
+                    if not self._join_one_that_leaves():
+                        return
+                if self._would_be_refused(size_bytes):
                     return
                 if not self._bring(managed, PREFETCH):
                     self._refused = size_bytes, self._device.in_memory_bytes()

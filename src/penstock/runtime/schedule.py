@@ -19,6 +19,10 @@ from penstock.core.trace import Trace
 from penstock.runtime.storages import NEVER
 
 
+# Smaller ones need no memory in one piece: allocators have segments of their own for them.
+LARGE_BYTES = 1 << 20
+
+
 class Evict(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
@@ -81,6 +85,7 @@ class Schedule:
     before          [K] actions, in order
     away_at_start   tensors that are away when the iteration begins, and the tier they are on
     needs_bytes     [K] bytes that the kernel takes beyond what is there: its outputs and workspace
+    pieces          [K] sizes of the larger ones of these, the largest first: each takes memory in one piece
     uses            [T] kernels that use the tensor, ascending
     persistent      [T] the tensor is there again in the next iteration
     tensor_bytes    [T] sizes in the trace
@@ -94,6 +99,7 @@ class Schedule:
     before: tuple[tuple[Action, ...], ...]
     away_at_start: tuple[tuple[int, str], ...]
     needs_bytes: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
     uses: tuple[tuple[int, ...], ...]
     persistent: tuple[bool, ...]
     tensor_bytes: tuple[int, ...]
@@ -198,6 +204,11 @@ def unplanned(
     fresh = ~trace.tensor_persistent[made] & (trace.tensor_birth[made] == maker)
     fresh &= ~np.isin(maker * trace.tensors + made, reader * trace.tensors + read)
     np.add.at(born, maker[fresh], trace.tensor_bytes[made[fresh]])
+    pieces: list[list[int]] = [[] for _ in range(count)]
+    for kernel, size_bytes in zip(maker[fresh].tolist(), trace.tensor_bytes[made[fresh]].tolist(), strict=True):
+        pieces[kernel].append(size_bytes)
+    for kernel, size_bytes in enumerate(trace.kernel_workspace_bytes.tolist()):
+        pieces[kernel].append(size_bytes)
     first = np.full(trace.tensors, count, dtype=np.int64)
     uses = trace.uses
     used = np.flatnonzero(np.diff(uses.starts) > 0)
@@ -209,6 +220,9 @@ def unplanned(
         before=tuple(tuple(actions) for actions in before) or ((),) * count,
         away_at_start=tuple(away),
         needs_bytes=tuple((born + trace.kernel_workspace_bytes).tolist()),
+        pieces=tuple(
+            tuple(sorted((size for size in sizes if size >= LARGE_BYTES), reverse=True)) for sizes in pieces
+        ),
         uses=tuple(tuple(uses[tensor].tolist()) for tensor in range(trace.tensors)),
         persistent=tuple(trace.tensor_persistent.tolist()),
         tensor_bytes=tuple(trace.tensor_bytes.tolist()),

@@ -325,6 +325,8 @@ class AcceleratorDevice:
         if not self.has(storage) or not managed.size_bytes or not storage.resizable():
             return False
         managed.place = self._driver.current_stream()
+        if self._compaction.is_open:
+            self.memory.segment.put(managed, storage.data_ptr())
         if not made:
             self._found.add(managed.key)
             managed.noted = True
@@ -369,7 +371,7 @@ class AcceleratorDevice:
         return storage.device == self._driver.device
 
     def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
-        managed.noted = True
+        managed.noted = managed.stays = True
         recorded = self._recorded.setdefault(managed.key, [])
         if stream not in recorded:
             recorded.append(stream)
@@ -395,12 +397,16 @@ class AcceleratorDevice:
         memory.asks_in -= 1
         return memory.in_use_bytes()
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
+    ) -> bool:
+        slot: Slot = managed.slot
+        if not self._has_hole(slot.packed_bytes if packed else managed.size_bytes, waits):
+            return False
         if packed:
-            slot: Slot = managed.slot
             content = self._driver.allocate(slot.packed_bytes, managed.place)
             if content is None:
-                self.memory.asks_in = 0
+                self._was_refused()
                 return False
             self._packed[managed.key] = Packed(content, slot.codec)
             self.memory.known_bytes += slot.packed_bytes
@@ -408,8 +414,10 @@ class AcceleratorDevice:
         self._driver.set_access_error(storage, None)
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self._driver.set_access_error(storage, AWAY_TEXT)
-            self.memory.asks_in = 0
+            self._was_refused()
             return False
+        if self._compaction.is_open:
+            self.memory.segment.put(managed, storage.data_ptr())
         for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
             self._driver.record_stream(storage, stream)
         self.memory.known_bytes += managed.size_bytes
@@ -435,6 +443,8 @@ class AcceleratorDevice:
             self.drop_packed(managed)
 
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        if managed.lies_at:
+            self.memory.segment.take(managed)
         self._driver.resize(storage, 0, managed.place)
         self._driver.set_access_error(storage, AWAY_TEXT)
         self.memory.known_bytes -= managed.size_bytes
@@ -484,6 +494,21 @@ class AcceleratorDevice:
 
     def make_room(self, size_bytes: int) -> bool:
         return False  # what no kernel of ours has used cannot leave
+
+    def make_holes(self, sizes: Sequence[int]) -> None:
+        assert self.engine is not None
+        self._compaction.make_holes(self.engine, sizes, may_leave=True)
+
+    def _has_hole(self, size_bytes: int, waits: bool) -> bool:
+        """Whether it is worth asking the allocator: before it refuses, it waits for the device."""
+        if not self._compaction.is_open or size_bytes < LARGE_BYTES:
+            return True
+        assert self.engine is not None
+        return self._compaction.make_holes(self.engine, (size_bytes,), may_leave=waits) or waits
+
+    def _was_refused(self) -> None:
+        self.memory.asks_in = 0
+        self._compaction.refused += 1
 
     def has_room(self, size_bytes: int) -> bool:
         if self._driver.allocate(size_bytes, self._driver.current_stream()) is not None:
@@ -554,8 +579,8 @@ class AcceleratorDevice:
         def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
             if error is not None:
                 logger.warning("a tensor leaves as it is: %s", error)
-            packed = self._packed.get(managed.key)
-            done(0 if packed is None else packed.content.nbytes())
+            # Nothing here may keep the memory: `done` may give it up, and others count on that.
+            done(self._packed[managed.key].content.nbytes() if managed.key in self._packed else 0)
 
         self._coded[managed.key] = codec, itemsize
         self._packing.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))

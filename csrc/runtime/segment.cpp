@@ -1,0 +1,225 @@
+#include "runtime/segment.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "runtime/storages.hpp"
+
+namespace penstock {
+namespace {
+
+// What it costs to have a byte elsewhere, beside a copy within the device: what is leaving keeps kernels waiting, and
+// what has to leave takes both links.
+constexpr double kMoveCost = 1, kLeavingCost = 20, kLeaveCost = 80;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// Places of least cost that are looked at.
+constexpr std::size_t kTried = 16;
+
+std::int64_t rounded(std::int64_t size_bytes) {
+  return (size_bytes + Segment::kRound - 1) / Segment::kRound * Segment::kRound;
+}
+
+bool is_leaving(const ManagedStorage& managed) {
+  return managed.state == kLeaving && managed.freeing_bytes > 0 && !managed.is_void;
+}
+
+double cost(const ManagedStorage* managed, bool may_leave) {
+  if (managed == nullptr || !managed->movable || managed->stays || managed->pins > 0) return kNever;
+  if (managed->state == kResident && managed->hold.is_none()) return kMoveCost;
+  if (managed->state != kLeaving) return kNever;
+  return is_leaving(*managed) ? kLeavingCost : may_leave ? kLeaveCost : kNever;
+}
+
+}  // namespace
+
+Segment::Segment(std::uintptr_t address, std::int64_t size_bytes)
+    : begin_(address), end_(address + static_cast<std::uintptr_t>(size_bytes)) {
+  enter_free(address, size_bytes);
+}
+
+Segment::~Segment() {
+  for (auto& [_, block] : blocks_)
+    if (block.managed != nullptr) block.managed->lies_at = 0;
+}
+
+void Segment::enter_free(std::uintptr_t address, std::int64_t size_bytes) {
+  blocks_[address] = Block{size_bytes};
+  free_.emplace(size_bytes, address);
+  free_bytes_ += size_bytes;
+}
+
+Segment::Blocks::iterator Segment::remove_free(Blocks::iterator block) {
+  free_.erase({block->second.size_bytes, block->first});
+  free_bytes_ -= block->second.size_bytes;
+  return blocks_.erase(block);
+}
+
+void Segment::vacate(Blocks::iterator block) {
+  if (block->second.managed != nullptr) block->second.managed->lies_at = 0;
+  auto address = block->first;
+  auto size_bytes = block->second.size_bytes;
+  auto next = blocks_.erase(block);
+  if (next != blocks_.end() && next->second.is_free) {
+    size_bytes += next->second.size_bytes;
+    next = remove_free(next);
+  }
+  if (next != blocks_.begin()) {
+    if (const auto before = std::prev(next); before->second.is_free) {
+      address = before->first;
+      size_bytes += before->second.size_bytes;
+      remove_free(before);
+    }
+  }
+  enter_free(address, size_bytes);
+}
+
+void Segment::occupy(std::uintptr_t address, std::int64_t size_bytes, ManagedStorage* managed) {
+  if (address < begin_ || address >= end_) return;
+  const auto wanted = std::min(rounded(size_bytes), static_cast<std::int64_t>(end_ - address));
+  const auto wanted_end = address + static_cast<std::uintptr_t>(wanted);
+  // What was thought to lie there does so no more: the program had memory that nobody told of.
+  for (auto block = std::prev(blocks_.upper_bound(address)); block != blocks_.end() && block->first < wanted_end;) {
+    if (block->second.is_free) {
+      ++block;
+    } else {
+      vacate(block);
+      block = std::prev(blocks_.upper_bound(address));
+    }
+  }
+  auto block = std::prev(blocks_.upper_bound(address));
+  const auto free_begin = block->first;
+  const auto free_bytes = block->second.size_bytes;
+  remove_free(block);
+  const auto before_bytes = static_cast<std::int64_t>(address - free_begin);
+  if (before_bytes > 0) enter_free(free_begin, before_bytes);
+  const auto rest_bytes = free_bytes - before_bytes - wanted;
+  const bool divides = rest_bytes > kUndivided;
+  blocks_[address] = Block{divides ? wanted : wanted + rest_bytes, managed, false};
+  if (divides) enter_free(wanted_end, rest_bytes);
+  if (managed != nullptr) managed->lies_at = address;
+}
+
+void Segment::put(ManagedStorage& managed, std::uintptr_t address) {
+  take(managed);
+  occupy(address, managed.size_bytes, &managed);
+}
+
+void Segment::take(ManagedStorage& managed) {
+  if (managed.lies_at != 0) give_up(managed.lies_at);
+}
+
+void Segment::give_up(std::uintptr_t address) {
+  const auto block = blocks_.find(address);
+  if (block != blocks_.end() && !block->second.is_free) vacate(block);
+}
+
+std::int64_t Segment::free_at(std::uintptr_t address) const {
+  const auto block = blocks_.find(address);
+  return block == blocks_.end() || !block->second.is_free ? 0 : block->second.size_bytes;
+}
+
+bool Segment::fits(const std::vector<std::int64_t>& sizes) const {
+  std::int64_t sum_bytes = 0;
+  for (const auto size_bytes : sizes) sum_bytes += rounded(size_bytes);
+  if (largest_free_bytes() >= sum_bytes) return true;
+  if (sizes.size() == 1) return false;
+  BySize left = free_;
+  for (const auto size_bytes : sizes) {
+    const auto wanted = rounded(size_bytes);
+    const auto found = left.lower_bound({wanted, 0});
+    if (found == left.end()) return false;
+    const auto [block_bytes, address] = *found;
+    left.erase(found);
+    if (block_bytes - wanted > kUndivided)
+      left.emplace(block_bytes - wanted, address + static_cast<std::uintptr_t>(wanted));
+  }
+  return true;
+}
+
+std::optional<Obstacles> Segment::obstacles(std::int64_t size_bytes, bool may_leave) const {
+  struct Place {
+    double cost;
+    Blocks::const_iterator first, last;
+  };
+  const auto wanted = rounded(size_bytes);
+  std::vector<Place> places;
+  std::int64_t held_bytes = 0;
+  double sum = 0;
+  auto first = blocks_.begin();
+  const auto block_cost = [&](const Block& block) {
+    return block.is_free ? 0 : cost(block.managed, may_leave) * static_cast<double>(block.size_bytes);
+  };
+  for (auto next = blocks_.begin(); next != blocks_.end();) {
+    const double added = block_cost(next->second);
+    held_bytes += next->second.size_bytes;
+    ++next;
+    if (added == kNever) {
+      first = next;
+      held_bytes = 0;
+      sum = 0;
+      continue;
+    }
+    sum += added;
+    // Without its first block it is large enough, too.
+    while (first != next && held_bytes - first->second.size_bytes >= wanted) {
+      held_bytes -= first->second.size_bytes;
+      sum -= block_cost(first->second);
+      ++first;
+    }
+    if (held_bytes >= wanted) places.push_back({sum, first, next});
+  }
+  const auto tried = std::min(places.size(), kTried);
+  std::partial_sort(places.begin(), places.begin() + static_cast<std::ptrdiff_t>(tried), places.end(),
+                    [](const Place& a, const Place& b) { return a.cost < b.cost; });
+  places.resize(tried);
+  std::optional<Obstacles> best;
+  double least = kNever;
+  for (const auto& place : places) {
+    if (place.cost >= least) break;
+    // With the free blocks beside it: what is freed in between joins none outside, and can be held.
+    auto begin = place.first, end = place.last;
+    if (begin != blocks_.begin() && std::prev(begin)->second.is_free) --begin;
+    if (end != blocks_.end() && end->second.is_free) ++end;
+    auto found = sorted(begin, end);
+    if (!may_leave && std::ranges::any_of(found.leave, [](const auto* managed) { return !is_leaving(*managed); }))
+      continue;
+    double total = 0;
+    for (const auto* managed : found.move) total += kMoveCost * static_cast<double>(managed->size_bytes);
+    for (const auto* managed : found.leave)
+      total += static_cast<double>(managed->size_bytes) * (is_leaving(*managed) ? kLeavingCost : kLeaveCost);
+    if (total >= least) continue;
+    least = total;
+    best = std::move(found);
+  }
+  return best;
+}
+
+// Which of the blocks in a place fit outside it, in the order of what the allocator does.
+Obstacles Segment::sorted(Blocks::const_iterator first, Blocks::const_iterator last) const {
+  Obstacles found;
+  BySize outside = free_;
+  for (auto block = first; block != last; ++block)
+    if (block->second.is_free) {
+      found.free.emplace_back(block->first, block->second.size_bytes);
+      outside.erase({block->second.size_bytes, block->first});
+    }
+  for (auto block = first; block != last; ++block) {
+    if (block->second.is_free) continue;
+    auto* managed = block->second.managed;
+    const auto wanted = rounded(managed->size_bytes);
+    const auto fitting = managed->state == kResident ? outside.lower_bound({wanted, 0}) : outside.end();
+    if (fitting == outside.end()) {
+      found.leave.push_back(managed);
+      continue;
+    }
+    const auto [block_bytes, address] = *fitting;
+    outside.erase(fitting);
+    if (block_bytes - wanted > kUndivided)
+      outside.emplace(block_bytes - wanted, address + static_cast<std::uintptr_t>(wanted));
+    found.move.push_back(managed);
+  }
+  return found;
+}
+
+}  // namespace penstock
