@@ -40,6 +40,11 @@ print(f"took {number} ms")
 ```text
 took 1.5 s
 ```
+<!-- checksums vary -->
+```console
+$ echo 01ab23cd of b
+89abcdef of b
+```
 <!-- exit code 2 -->
 ```console
 $ python greet.py
@@ -58,6 +63,8 @@ hello 3
         ("took 1.5 s", "takes 1.5 s"),
         ("hello 3", "hello 4"),
         ("exit 2", "exit 3"),
+        ("89abcdef of b", "89abcdef of c"),
+        ("<!-- checksums vary -->\n", ""),
         ("```console", "```consol"),
     ],
 )

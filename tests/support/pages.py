@@ -10,6 +10,7 @@ A page's blocks, in order:
 ``...`` stands for any text. A comment before a block says more of it, without showing:
 
 - ``<!-- figures vary -->``: numbers and their units may be others than those shown.
+- ``<!-- checksums vary -->``: those of eight hexadecimal digits may be others: processors round differently.
 - ``<!-- lines vary -->``: more than that; only what lines begin with, up to a figure, is compared, and others
   may come in between.
 - ``<!-- output varies -->``: it is another on each machine, and is not compared.
@@ -33,12 +34,13 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 SHELL_S = 120  # for one command
-FIGURES, LINES, OUTPUT = "figures vary", "lines vary", "output varies"
+FIGURES, CHECKSUMS, LINES, OUTPUT = "figures vary", "checksums vary", "lines vary", "output varies"
 EXIT_CODE = "exit code "
 
 _TITLE = re.compile(r'title="([^"]+)"')
 _COMMENT = re.compile(r"<!-- (.*?) -->")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?: ?(?:[KMGT]?i?B(?:/s)?|[mun]?s)\b)?")
+_CHECKSUM = re.compile(r"\b[0-9a-f]{8}\b")
 _RULE = re.compile("─+")
 
 
@@ -143,6 +145,8 @@ class Reader:
             missing = [line for line in _beginnings(expected) if line not in printed_lines]
             assert not missing, f"{self._where(block)}: no line begins with {missing[0]!r} there:\n{printed}"
             return
+        if CHECKSUMS in block.said:
+            expected, printed = (_CHECKSUM.sub("checksum", text) for text in (expected, printed))
         clean = _without_figures if FIGURES in block.said else _lines
         shown, found = clean(expected), clean(printed)
         pattern = ".*?".join(re.escape(part) for part in shown.split("..."))

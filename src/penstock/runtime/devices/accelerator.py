@@ -554,8 +554,8 @@ class AcceleratorDevice:
         def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
             if error is not None:
                 logger.warning("a tensor leaves as it is: %s", error)
-            packed = self._packed.get(managed.key)
-            done(0 if packed is None else packed.content.nbytes())
+            # Nothing here may keep the memory: `done` may give it up, and others count on that.
+            done(self._packed[managed.key].content.nbytes() if managed.key in self._packed else 0)
 
         self._coded[managed.key] = codec, itemsize
         self._packing.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
