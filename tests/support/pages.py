@@ -10,7 +10,7 @@ A page's blocks, in order:
 ``...`` stands for any text. A comment before a block says more of it, without showing:
 
 - ``<!-- figures vary -->``: numbers and their units may be others than those shown.
-- ``<!-- checksums vary -->``: numbers of eight hexadecimal digits may be others: processors round differently.
+- ``<!-- checksums vary -->``: those of eight hexadecimal digits may be others: processors round differently.
 - ``<!-- lines vary -->``: more than that; only what lines begin with, up to a figure, is compared, and others
   may come in between.
 - ``<!-- output varies -->``: it is another on each machine, and is not compared.
