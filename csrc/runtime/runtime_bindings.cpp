@@ -89,17 +89,17 @@ void bind_segment(nb::module_& module) {
     for (const auto* managed : storages) list.append(nb::borrow(managed->self));
     return list;
   };
-  nb::class_<Segment>(module, "Segment")
+  nb::class_<DeviceSegment>(module, "DeviceSegment")
       .def(nb::init<std::uintptr_t, std::int64_t>(), nb::arg("address"), nb::arg("size_bytes"))
-      .def("put", &Segment::put, nb::arg("managed"), nb::arg("address"))
-      .def("take", &Segment::take, nb::arg("managed"))
-      .def("hold", &Segment::hold, nb::arg("address"), nb::arg("size_bytes"))
-      .def("give_up", &Segment::give_up, nb::arg("address"))
-      .def("free_at", &Segment::free_at, nb::arg("address"))
-      .def("fits", &Segment::fits, nb::arg("sizes"))
+      .def("put", &DeviceSegment::put, nb::arg("managed"), nb::arg("address"))
+      .def("take", &DeviceSegment::take, nb::arg("managed"))
+      .def("hold", &DeviceSegment::hold, nb::arg("address"), nb::arg("size_bytes"))
+      .def("give_up", &DeviceSegment::give_up, nb::arg("address"))
+      .def("free_at", &DeviceSegment::free_at, nb::arg("address"))
+      .def("fits", &DeviceSegment::fits, nb::arg("sizes"))
       .def(
           "obstacles",
-          [listed](const Segment& segment, std::int64_t size_bytes, bool may_leave) -> nb::object {
+          [listed](const DeviceSegment& segment, std::int64_t size_bytes, bool may_leave) -> nb::object {
             const auto found = segment.obstacles(size_bytes, may_leave);
             if (!found) return nb::none();
             nb::list free;
@@ -107,8 +107,8 @@ void bind_segment(nb::module_& module) {
             return nb::make_tuple(listed(found->move), listed(found->leave), free);
           },
           nb::arg("size_bytes"), nb::arg("may_leave"))
-      .def_prop_ro("free_bytes", &Segment::free_bytes)
-      .def_prop_ro("largest_free_bytes", &Segment::largest_free_bytes);
+      .def_prop_ro("free_bytes", &DeviceSegment::free_bytes)
+      .def_prop_ro("largest_free_bytes", &DeviceSegment::largest_free_bytes);
 }
 
 #ifdef __linux__
@@ -153,7 +153,7 @@ void bind_runtime(nb::module_& module) {
       .def_rw("in_arena", &DeviceMemory::in_arena)
       .def_prop_rw(
           "segment", [](const DeviceMemory& memory) { return memory.segment; },
-          [](DeviceMemory& memory, Segment* segment) { memory.segment = segment; }, nb::rv_policy::reference,
+          [](DeviceMemory& memory, DeviceSegment* segment) { memory.segment = segment; }, nb::rv_policy::reference,
           nb::for_setter(nb::arg("segment").none()))
       .def("in_use_bytes", &DeviceMemory::in_use_bytes);
 

@@ -70,7 +70,7 @@ bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb:
       nb::handle(storage).attr("device").equal(device_) && nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
     managed.place = nb::borrow(place);
     memory_->known_bytes += managed.size_bytes;
-    if (memory_->segment != nullptr && managed.size_bytes > Segment::kUndivided)
+    if (memory_->segment != nullptr && managed.size_bytes > DeviceSegment::kUndivided)
       memory_->segment->put(managed, nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")()));
     return true;
   }

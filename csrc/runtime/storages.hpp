@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/segment.hpp"
+#include "runtime/device_segment.hpp"
 
 namespace penstock {
 
@@ -53,7 +53,7 @@ struct DeviceMemory {
   std::int64_t beside_bytes = 0;    // in use otherwise, less what in the arena belongs to others
   std::int64_t asks_in = 0;         // after so many kernels Python asks the device again what beside_bytes is
   bool in_arena = false;
-  Segment* segment = nullptr;  // that the large blocks of the device are in; null: there is none
+  DeviceSegment* segment = nullptr;  // that the large blocks of the device are in; null: there is none
 
   std::int64_t in_use_bytes() const;
 };

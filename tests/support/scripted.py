@@ -133,7 +133,9 @@ class ScriptedDevice:
         assert packed or storage.nbytes() == managed.size_bytes, "copied out, and not there"
         self._begin(Pending(True, managed, storage, done, packed))
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
+    ) -> bool:
         assert self.admits_anywhere or threading.get_ident() == self.kernels_thread
         assert storage.nbytes() == 0, "prepared, and there"
         if self._in_trouble() and self.engine is not None and any(self.engine.in_flight_bytes):

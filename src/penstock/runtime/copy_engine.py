@@ -299,6 +299,8 @@ class CopyEngine:
             if release and not managed.void:
                 self._mark_released(managed)
             return
+        if managed.state == AWAY and release and not managed.writing:
+            managed.queued = False  # a prefetch that has not begun comes too late
         if managed.state == AWAY and managed.packed_bytes and release and not managed.pins:
             self._release_packed(managed)
             return
@@ -497,17 +499,28 @@ class CopyEngine:
         return True
 
     def _join(self, managed: ManagedStorage) -> bool:
-        """Have kernels wait on the device for a copy that was to end first. False: it takes the host."""
-        passage = self._passages.get(managed)
-        if passage is None or not self._device.join(managed):
+        """Have kernels wait on the device for a copy that was to end first: those of its direction that began
+        before it are over then, too. False: it takes the host."""
+        if managed not in self._passages or not self._device.join(managed):
             return False
-        del self._passages[managed]
-        passage.joined = True
+        state = managed.state
+        earlier = []
+        for other in self._passages:
+            if other is managed:
+                break
+            earlier.append(other)
+        self._over_for_kernels(managed)
+        for other in earlier:
+            if other.state == state and self._device.join(other):
+                self._over_for_kernels(other)
+        return True
+
+    def _over_for_kernels(self, managed: ManagedStorage) -> None:
+        self._passages.pop(managed).joined = True
         if managed.state == COMING:
             self._has_come(managed, managed.size_bytes)
         else:
             self._has_left(managed, None)
-        return True
 
     def leave_now(self, managed: ManagedStorage, waits: bool) -> bool:
         """Have it leave, and its memory back: kernels wait for the copy on the device, or where they cannot,
@@ -521,7 +534,7 @@ class CopyEngine:
                 self._wait()
         return managed.state == AWAY
 
-    def _join_one_that_leaves(self) -> bool:
+    def join_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""
         leaving = (
             managed for managed in self._passages if managed.state == LEAVING and managed.freeing_bytes
@@ -632,6 +645,7 @@ class CopyEngine:
         if managed.writing and managed.queued:  # it is needed before it was written
             self._evictions.remove(managed)
             self._stay(managed)
+        managed.queued = False
         managed.state = COMING
         managed.hold = storage
         self.memory.reserved_bytes += size_bytes
@@ -740,7 +754,7 @@ class CopyEngine:
                             break
                         if not self._device.make_room(size_bytes):
                             self._refuse(used_bytes, size_bytes)
-                    elif not self._join_one_that_leaves():
+                    elif not self.join_one_that_leaves():
                         self._wait()
                     used_bytes = self._device.in_memory_bytes()
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
@@ -837,7 +851,7 @@ class CopyEngine:
                 if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
                     return
                 while not self.fits(size_bytes):
-                    if not self._join_one_that_leaves():
+                    if not self.join_one_that_leaves():
                         return
                 if self._would_be_refused(size_bytes):
                     return

@@ -496,9 +496,12 @@ class Clock(TorchDispatchMode):
                 if managed.clean or managed.guarded or managed.state or managed.writing:
                     engine.will_write(managed)
             if need_bytes or away:
-                ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
+                schedule: Schedule | None = self._kernels.schedule
+                ahead_bytes = 0 if schedule is not None else self._ahead_bytes
                 # A device that keeps the budget by itself refuses what does not fit when it is asked for.
                 engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
+                if schedule is not None:
+                    self._device.make_holes(schedule.pieces[self.kernels])
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
@@ -638,9 +641,8 @@ class Clock(TorchDispatchMode):
 
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
         """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
-        missing_bytes = self._device.missing_bytes(error, need_bytes)
         with self._interrupts, self._lock:
-            return missing_bytes > 0 and self._engine.free(missing_bytes)
+            return self._device.frees_enough(error, need_bytes)
 
     def _cannot_use(self, error: OSError) -> None:
         self._device.cannot_use(error)

@@ -318,10 +318,8 @@ class Recomputation:
 
     def _free_for(self, recipe: _Recipe, error: Exception) -> None:
         """Where the kernel lacked memory, let more leave: it wrote nothing, and can run again. Else raise."""
-        missing_bytes = self._device.missing_bytes(error, recipe.need_bytes)
-        if not missing_bytes or not self._engine.free(missing_bytes):
-            if missing_bytes:
-                self._device.kernel_failed(error, recipe.need_bytes)
+        if not self._device.frees_enough(error, recipe.need_bytes):
+            self._device.kernel_failed(error, recipe.need_bytes)
             raise error
 
     def _is_back(self, managed: ManagedStorage, recipe: _Recipe) -> None:

@@ -408,7 +408,9 @@ class Offload:
                 else disk_budget_bytes,
             )
             self._peak_resident_known = resident.reset_peak()
-            self._engine = CopyEngine(self._device, device_budget_bytes)
+            self._engine = CopyEngine(
+                self._device, device_budget_bytes, in_flight_bytes=self._device.in_flight_bytes
+            )
             self._engine.tier = self._device.tier
             self._device.engine = self._engine
             self._interrupts = Interrupts()

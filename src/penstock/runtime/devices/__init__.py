@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ class Device(copy_engine.Device, Protocol):
     unplanned_accesses          that were served so far
     infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget                by itself, where an allocation would exceed it
+    in_flight_bytes             most bytes of copies that are under way, each way
     empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
     """
 
@@ -40,6 +41,7 @@ class Device(copy_engine.Device, Protocol):
     prefetch_link: str
     infers_needs: bool
     keeps_budget: bool
+    in_flight_bytes: int
     empties_storages: bool
 
     @property
@@ -76,13 +78,16 @@ class Device(copy_engine.Device, Protocol):
         """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
         ``writable`` by the system, too."""
 
+    def make_holes(self, sizes: Sequence[int]) -> None:
+        """Have memory in pieces of these sizes, where the device has it in one."""
+
     def has_room(self, size_bytes: int) -> bool:
         """Whether the device gives a kernel of this thread so many bytes now, in one piece."""
         ...
 
-    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
-        """How much must leave before a kernel that raised, and had written nothing, is run again; 0 where it
-        failed for another reason than memory, or the budget allows no more."""
+    def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:
+        """Let leave what a kernel that raised, and had written nothing, lacked to be run again. False: it
+        failed for another reason than memory, or nothing more can leave. With the engine's lock held."""
         ...
 
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:

@@ -45,12 +45,14 @@ import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
-from penstock.runtime.copy_engine import DEMAND, EVICT, CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import ANY_BYTES, DEMAND, EVICT, CopyEngine, Done, Moved
 from penstock.runtime.devices.direct import Bounce, Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
+from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.staging import Staging
 from penstock.runtime.kernel_times import Timed
+from penstock.runtime.schedule import LARGE_BYTES
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
@@ -83,12 +85,14 @@ class Memory(NamedTuple):
 
     allocated_bytes   in tensors
     reserved_bytes    taken from the device, in tensors or kept for later
+    small_bytes       most of these that were in segments of small blocks, since the peaks were reset
     """
 
     allocated_bytes: int
     reserved_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
+    small_bytes: int = 0
 
 
 class Driver(Protocol):
@@ -222,6 +226,7 @@ class AcceleratorDevice:
     evict_link = "device_to_host"
     prefetch_link = "host_to_device"
     copies_results = True
+    in_flight_bytes = ANY_BYTES  # streams order them
     admits_anywhere = False  # memory must come from the stream of the kernels
     expands_in_place = False
     empties_storages = True
@@ -301,7 +306,8 @@ class AcceleratorDevice:
                 ("in", self.paths.read, self._staged_in),
             )
         )
-        self._issued: dict[int, Any] = {}  # by key: after which the copy of it as it is, on the host, is over
+        # By key: the copy of it as it is to or from the host, and the event after which that is over.
+        self._issued: dict[int, tuple[Copy, Any]] = {}
         self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
         self._copies = threading.Lock()  # both, and how many copies use a block of the slab
         self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
@@ -310,6 +316,9 @@ class AcceleratorDevice:
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_packing = functools.partial(self._carry_packing, driver.make_stream())
         self._packing = CopyQueue("penstock-packing", carry_packing, driver.marked)
+        self._compaction = Compaction(driver, self.memory)
+        self._next_opening = 0  # the step from which on the segment may be opened
+        self._steps = 0
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
@@ -390,6 +399,9 @@ class AcceleratorDevice:
 
     def in_memory_bytes(self) -> int:
         memory = self.memory
+        if self._compaction.is_open:
+            memory.asks_in = 0
+            return self._budget_bytes - memory.segment.free_bytes
         if memory.asks_in <= 0:
             memory.asks_in = ASKED_EVERY
             allocated_bytes = self._driver.allocated_bytes() - self._foreign_bytes
@@ -507,6 +519,9 @@ class AcceleratorDevice:
         return self._compaction.make_holes(self.engine, (size_bytes,), may_leave=waits) or waits
 
     def _was_refused(self) -> None:
+        if self._compaction.is_open:
+            seg = self.memory.segment; import traceback
+            print('REFUSED', seg.free_bytes/2**20, seg.largest_free_bytes/2**20, [f.name for f in traceback.extract_stack()[-7:-1]], flush=True)
         self.memory.asks_in = 0
         self._compaction.refused += 1
 
@@ -677,7 +692,7 @@ class AcceleratorDevice:
 
         def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             with self._copies:
-                if self._issued.get(managed.key) is event:
+                if self._issued.get(managed.key) == (copy, event):
                     del self._issued[managed.key]
                 self._joined.discard(event)
                 self._copy_over(slot)
@@ -686,13 +701,14 @@ class AcceleratorDevice:
 
         with self._copies:  # until `event` is known
             slot.copies += 1
+            copy = Copy(managed, storage, slot.block, ready, over)
             try:
-                event = waiting.put(Copy(managed, storage, slot.block, ready, over))
+                event = waiting.put(copy)
             except BaseException:
                 self._copy_over(slot)
                 raise
             if managed.key not in self._packed:  # else it is a copy of what is packed
-                self._issued[managed.key] = event
+                self._issued[managed.key] = copy, event
 
     def _copy_over(self, slot: Slot) -> None:
         slot.copies -= 1
@@ -701,10 +717,12 @@ class AcceleratorDevice:
 
     def join(self, managed: ManagedStorage) -> bool:
         with self._copies:
-            event = self._issued.pop(managed.key, None)
-            if event is None:
+            issued = self._issued.pop(managed.key, None)
+            if issued is None:
                 return False
+            copy, event = issued
             self._joined.add(event)
+            copy.storage = None  # who frees the memory from now on frees it behind the copy
             for stream in {*self._streams, managed.place}:
                 stream.wait_event(event)
         return True
@@ -767,14 +785,24 @@ class AcceleratorDevice:
     def end_kernel(self) -> None:
         pass
 
-    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
-        """How much must leave before the kernel that raised is run again; 0: it failed for another reason."""
+    def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:
         if not self._driver.is_out_of_memory(error):
-            return 0
+            return False
+        engine = self.engine
+        assert engine is not None
         memory = self._driver.memory()
         self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
-        self.memory.asks_in = 0
-        return max(needed_bytes, self._budget_bytes // 16)
+        self._was_refused()
+        asked_bytes = _asked_bytes(error)
+        if self._compaction.is_open:
+            seg = self.memory.segment
+            print('OOM asked', asked_bytes/2**20, 'need', needed_bytes/2**20, 'free', seg.free_bytes/2**20, seg.largest_free_bytes/2**20, 'allocated', memory.allocated_bytes/2**20, 'limit', self._limit_bytes/2**20, 'reserved', memory.reserved_bytes/2**20, 'k', self.storages and 0, flush=True)
+        if asked_bytes >= LARGE_BYTES and self._compaction.is_open:
+            # What it said is rounded, and by less than a hundredth.
+            wanted = (asked_bytes + asked_bytes // 64,)
+            if not self.memory.segment.fits(wanted) and self._compaction.make_holes(engine, wanted, may_leave=True):
+                return True
+        return engine.free(max(needed_bytes, self._budget_bytes // 16))
 
     def cannot_use(self, error: OSError) -> None:
         raise error  # it has no arena
@@ -798,7 +826,31 @@ class AcceleratorDevice:
 
     # -- measuring -----------------------------------------------------------------------------
 
+    def _open_segment(self) -> None:
+        """The allocator had memory in too many pieces: have it all in one. What can leave does, once."""
+        engine = self.engine
+        assert engine is not None
+        self._compaction.close()
+        self._next_opening = self._steps + max(self._steps, 1)  # twice as late each time
+        small_bytes = self._driver.memory().small_bytes
+        with engine.lock:
+            try:
+                for managed in engine.victims():
+                    engine.leave_now(managed, waits=True)
+            except SpillError as error:
+                logger.warning("memory stays in pieces: %s", error)
+                return
+            self._driver.empty_cache()
+            left_bytes = self._limit_bytes - self._driver.memory().reserved_bytes
+            size_bytes = (left_bytes - small_bytes) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+            print('OPEN step', self._steps, 'limit', self._limit_bytes/2**20, 'left', left_bytes/2**20, 'small', small_bytes/2**20, self._driver.memory(), flush=True)
+            if size_bytes > 0 and not self._compaction.open(size_bytes, self._driver.current_stream()):
+                logger.warning("memory stays in pieces: %s could not be had as one", format_bytes(size_bytes))
+
     def begin_step(self) -> None:
+        self._steps += 1
+        if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
+            self._open_segment()
         if self._driver.memory().reserved_bytes > self._limit_bytes:
             self._come_below_the_limit()
         self._peak_bytes = 0

@@ -23,7 +23,7 @@ import torch
 from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
-from penstock.runtime.copy_engine import CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine, Done, Moved
 from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
@@ -61,6 +61,7 @@ class CpuDevice:
     admits_anywhere = True
     copies_results = False  # the memory itself moves
     expands_in_place = True
+    in_flight_bytes = IN_FLIGHT_BYTES
     empties_storages = False
     device = torch.device("cpu")
     current_stream: Callable[[], Any] | None = None
@@ -355,7 +356,9 @@ class CpuDevice:
         managed.guarded = False
         return True
 
-    def prepare(self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False) -> bool:
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
+    ) -> bool:
         if self._is_elsewhere(managed, storage):
             return False
         if managed.gone or managed.packed_bytes:
@@ -569,8 +572,11 @@ class CpuDevice:
     def end_kernel(self) -> None:
         _native.arena_kernel_over()
 
-    def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
-        return 0  # the arena has already let leave what it could
+    def make_holes(self, sizes: Sequence[int]) -> None:
+        pass  # pages make any hole one
+
+    def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:
+        return False  # the arena has already let leave what it could
 
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         if not isinstance(error, RuntimeError | MemoryError):

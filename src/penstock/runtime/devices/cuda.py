@@ -132,7 +132,10 @@ class TorchDriver:
     def memory(self) -> Memory:
         statistics = self._statistics()
         allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
-        return Memory(allocated["current"], reserved["current"], allocated["peak"], reserved["peak"])
+        small = statistics["reserved_bytes"]["small_pool"]
+        return Memory(
+            allocated["current"], reserved["current"], allocated["peak"], reserved["peak"], small["peak"]
+        )
 
     def _statistics(self) -> Any:
         """What the allocator counts. torch.accelerator.memory_stats takes 0.2 ms to make names of it."""

@@ -1,4 +1,4 @@
-#include "runtime/segment.hpp"
+#include "runtime/device_segment.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -14,10 +14,10 @@ constexpr double kMoveCost = 1, kLeavingCost = 20, kLeaveCost = 80;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Places of least cost that are looked at.
-constexpr std::size_t kTried = 16;
+constexpr std::size_t kTried = 64;
 
 std::int64_t rounded(std::int64_t size_bytes) {
-  return (size_bytes + Segment::kRound - 1) / Segment::kRound * Segment::kRound;
+  return (size_bytes + DeviceSegment::kRound - 1) / DeviceSegment::kRound * DeviceSegment::kRound;
 }
 
 bool is_leaving(const ManagedStorage& managed) {
@@ -33,29 +33,29 @@ double cost(const ManagedStorage* managed, bool may_leave) {
 
 }  // namespace
 
-Segment::Segment(std::uintptr_t address, std::int64_t size_bytes)
+DeviceSegment::DeviceSegment(std::uintptr_t address, std::int64_t size_bytes)
     : begin_(address), end_(address + static_cast<std::uintptr_t>(size_bytes)) {
   enter_free(address, size_bytes);
 }
 
-Segment::~Segment() {
+DeviceSegment::~DeviceSegment() {
   for (auto& [_, block] : blocks_)
     if (block.managed != nullptr) block.managed->lies_at = 0;
 }
 
-void Segment::enter_free(std::uintptr_t address, std::int64_t size_bytes) {
+void DeviceSegment::enter_free(std::uintptr_t address, std::int64_t size_bytes) {
   blocks_[address] = Block{size_bytes};
   free_.emplace(size_bytes, address);
   free_bytes_ += size_bytes;
 }
 
-Segment::Blocks::iterator Segment::remove_free(Blocks::iterator block) {
+DeviceSegment::Blocks::iterator DeviceSegment::remove_free(Blocks::iterator block) {
   free_.erase({block->second.size_bytes, block->first});
   free_bytes_ -= block->second.size_bytes;
   return blocks_.erase(block);
 }
 
-void Segment::vacate(Blocks::iterator block) {
+void DeviceSegment::vacate(Blocks::iterator block) {
   if (block->second.managed != nullptr) block->second.managed->lies_at = 0;
   auto address = block->first;
   auto size_bytes = block->second.size_bytes;
@@ -74,7 +74,7 @@ void Segment::vacate(Blocks::iterator block) {
   enter_free(address, size_bytes);
 }
 
-void Segment::occupy(std::uintptr_t address, std::int64_t size_bytes, ManagedStorage* managed) {
+void DeviceSegment::occupy(std::uintptr_t address, std::int64_t size_bytes, ManagedStorage* managed) {
   if (address < begin_ || address >= end_) return;
   const auto wanted = std::min(rounded(size_bytes), static_cast<std::int64_t>(end_ - address));
   const auto wanted_end = address + static_cast<std::uintptr_t>(wanted);
@@ -100,26 +100,26 @@ void Segment::occupy(std::uintptr_t address, std::int64_t size_bytes, ManagedSto
   if (managed != nullptr) managed->lies_at = address;
 }
 
-void Segment::put(ManagedStorage& managed, std::uintptr_t address) {
+void DeviceSegment::put(ManagedStorage& managed, std::uintptr_t address) {
   take(managed);
   occupy(address, managed.size_bytes, &managed);
 }
 
-void Segment::take(ManagedStorage& managed) {
+void DeviceSegment::take(ManagedStorage& managed) {
   if (managed.lies_at != 0) give_up(managed.lies_at);
 }
 
-void Segment::give_up(std::uintptr_t address) {
+void DeviceSegment::give_up(std::uintptr_t address) {
   const auto block = blocks_.find(address);
   if (block != blocks_.end() && !block->second.is_free) vacate(block);
 }
 
-std::int64_t Segment::free_at(std::uintptr_t address) const {
+std::int64_t DeviceSegment::free_at(std::uintptr_t address) const {
   const auto block = blocks_.find(address);
   return block == blocks_.end() || !block->second.is_free ? 0 : block->second.size_bytes;
 }
 
-bool Segment::fits(const std::vector<std::int64_t>& sizes) const {
+bool DeviceSegment::fits(const std::vector<std::int64_t>& sizes) const {
   std::int64_t sum_bytes = 0;
   for (const auto size_bytes : sizes) sum_bytes += rounded(size_bytes);
   if (largest_free_bytes() >= sum_bytes) return true;
@@ -137,7 +137,7 @@ bool Segment::fits(const std::vector<std::int64_t>& sizes) const {
   return true;
 }
 
-std::optional<Obstacles> Segment::obstacles(std::int64_t size_bytes, bool may_leave) const {
+std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool may_leave) const {
   struct Place {
     double cost;
     Blocks::const_iterator first, last;
@@ -147,8 +147,11 @@ std::optional<Obstacles> Segment::obstacles(std::int64_t size_bytes, bool may_le
   std::int64_t held_bytes = 0;
   double sum = 0;
   auto first = blocks_.begin();
-  const auto block_cost = [&](const Block& block) {
-    return block.is_free ? 0 : cost(block.managed, may_leave) * static_cast<double>(block.size_bytes);
+  const auto block_cost = [&, largest_bytes = largest_free_bytes()](const Block& block) -> double {
+    if (block.is_free) return 0;
+    double each = cost(block.managed, may_leave);
+    if (each == kMoveCost && rounded(block.managed->size_bytes) > largest_bytes) each = may_leave ? kLeaveCost : kNever;
+    return each == kNever ? kNever : each * static_cast<double>(block.size_bytes);
   };
   for (auto next = blocks_.begin(); next != blocks_.end();) {
     const double added = block_cost(next->second);
@@ -196,7 +199,7 @@ std::optional<Obstacles> Segment::obstacles(std::int64_t size_bytes, bool may_le
 }
 
 // Which of the blocks in a place fit outside it, in the order of what the allocator does.
-Obstacles Segment::sorted(Blocks::const_iterator first, Blocks::const_iterator last) const {
+Obstacles DeviceSegment::sorted(Blocks::const_iterator first, Blocks::const_iterator last) const {
   Obstacles found;
   BySize outside = free_;
   for (auto block = first; block != last; ++block)

@@ -21,15 +21,15 @@ struct Obstacles {
   std::vector<std::pair<std::uintptr_t, std::int64_t>> free;  // between them: address and bytes
 };
 
-class Segment {
+class DeviceSegment {
  public:
   // Rounded as the allocator rounds them, and the largest rest of a block that it does not divide.
   static constexpr std::int64_t kRound = 512, kUndivided = 1 << 20;
 
-  Segment(std::uintptr_t address, std::int64_t size_bytes);
-  ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
+  DeviceSegment(std::uintptr_t address, std::int64_t size_bytes);
+  ~DeviceSegment();
+  DeviceSegment(const DeviceSegment&) = delete;
+  DeviceSegment& operator=(const DeviceSegment&) = delete;
 
   // The storage has memory there. Nothing, where that is not in the segment.
   void put(ManagedStorage& managed, std::uintptr_t address);
