@@ -349,8 +349,9 @@ class AcceleratorDevice:
         own_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
         return max(own_bytes - self._budget_bytes, 0)
 
-    def _come_below_the_limit(self) -> None:
-        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment."""
+    def _come_below_the_limit(self) -> int:
+        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment: bytes
+        that stay above it for that."""
         engine = self.engine
         assert engine is not None
         with engine.lock:
@@ -365,6 +366,7 @@ class AcceleratorDevice:
                 "before the run: build the model inside it, or lower smallest_bytes",
                 format_bytes(over_bytes),
             )
+        return over_bytes
 
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
@@ -785,10 +787,10 @@ class AcceleratorDevice:
     # -- measuring -----------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        if self._over_bytes > self._kept_bytes:
-            self._come_below_the_limit()
-        if self._over_bytes != self._kept_bytes:
-            self._kept_bytes = self._over_bytes
+        if (over_bytes := self._over_bytes) > self._kept_bytes:
+            over_bytes = self._come_below_the_limit()
+        if over_bytes != self._kept_bytes:
+            self._kept_bytes = over_bytes
             self._driver.limit(self._limit_bytes)
         self._beside_bytes = self._foreign_reserved_bytes + self._kept_bytes
         self._peak_bytes = 0
