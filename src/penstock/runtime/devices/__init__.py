@@ -76,8 +76,10 @@ class Device(copy_engine.Device, Protocol):
         """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
         ``writable`` by the system, too."""
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether the device gives a kernel of this thread so many bytes now, in one piece."""
+    @property
+    def has_room(self) -> Callable[[int], bool] | None:
+        """Asks whether the device gives a kernel of this thread so many bytes now, in one piece. None: it
+        makes room by itself when it is asked for memory."""
         ...
 
     def missing_bytes(self, error: BaseException, needed_bytes: int) -> int:
