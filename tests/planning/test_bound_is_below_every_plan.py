@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import published
 from penstock import Evict, Hardware, Plan, Trace, simulate
 from penstock.core.check import check
 from penstock.core.memory_profile import minimum_bytes
@@ -18,7 +19,6 @@ from penstock.core.plan import Recompute
 from penstock.planners.optimal.lp.fractional import fractional_plan
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import ACTIONS, KEEP, RECOMPUTE
-from penstock.studies import published
 from tests.support.traces import (
     G10_DATA,
     Step,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import published
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
@@ -21,7 +22,6 @@ from penstock.planners.modnn import modnn
 from penstock.planners.modnn.space import ManagedSpace
 from penstock.planners.problem import Decision, Problem
 from penstock.simulator import simulate
-from penstock.studies import published
 from penstock.units import parse_bytes
 from tests.support.traces import (
     G10_DATA,

@@ -11,8 +11,8 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.planners.heuristics.evict_all import evict_all
-from penstock.planners.heuristics.flashneuron import flashneuron, flashneuron_g10
-from penstock.planners.heuristics.g10 import g10, g10_artifact, g10_gds, g10_host
+from penstock.planners.heuristics.flashneuron import flashneuron
+from penstock.planners.heuristics.g10 import g10
 from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
 from penstock.planners.modnn import modnn
 from penstock.planners.optimal import optimal
@@ -31,12 +31,8 @@ POLICIES: dict[str, Policy] = {
     "vdnn_all": vdnn_all,
     "vdnn_conv": vdnn_conv,
     "flashneuron": flashneuron,
-    "flashneuron_g10": flashneuron_g10,
     "modnn": modnn,
     "g10": g10,
-    "g10_artifact": g10_artifact,
-    "g10_gds": g10_gds,
-    "g10_host": g10_host,
     "optimal": optimal,
 }
 

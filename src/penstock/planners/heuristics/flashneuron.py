@@ -6,11 +6,8 @@ it exchanges the last of those taken that do not compress for those that compres
 when its runtime would fetch them, which the planner simulates. It fails where activations alone do not make
 enough room.
 
-What never leaves is, in the paper (section 3.3), all that a profiled iteration has in memory beside the
-tensors that are buffered for the backward pass, such as weights and temporary workspace: `flashneuron`. G10's
-artifact, which published FlashNeuron's times, leaves room for weights and all that the largest kernel uses:
-`flashneuron_g10`. It also fails where FlashNeuron's own memory manager finds no extent that holds a tensor;
-penstock's runtime needs none.
+What never leaves is (section 3.3) all that a profiled iteration has in memory beside the tensors that are
+buffered for the backward pass, such as weights and temporary workspace.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ def flashneuron(problem: Problem) -> Decision:
     """
     trace = problem.trace
     if trace.peak_bytes <= problem.budget_bytes:
-        return _FITS
-    evictions = _chosen(problem, int(_other_bytes(trace).max(initial=0)))
+        return FITS
+    evictions = choose(problem, int(_other_bytes(trace).max(initial=0)))
     try:
-        return _decision(problem, evictions)
+        return decide(problem, evictions)
     except InvalidArgument:  # penstock's runtime places no tensor at an address: it needs no extent
         issue = latest_safe(trace, evictions, problem.hardware)
         return Decision(
@@ -52,18 +49,14 @@ def flashneuron(problem: Problem) -> Decision:
         )
 
 
-def flashneuron_g10(problem: Problem) -> Decision:
-    """The same as G10's artifact has it. Raises as `flashneuron` does, and where its memory manager fails."""
-    if problem.trace.peak_bytes <= problem.budget_bytes:
-        return _FITS
-    return _decision(problem, _chosen(problem, int(_kernel_bytes(problem.trace).max(initial=0))))
+FITS = Decision(reason="everything fits: nothing is offloaded")
 
 
-_FITS = Decision(reason="everything fits: nothing is offloaded")
+def decide(problem: Problem, evictions: list[Evict]) -> Decision:
+    """These evictions, fetched when FlashNeuron's own runtime would.
 
-
-def _decision(problem: Problem, evictions: list[Evict]) -> Decision:
-    """These evictions, fetched when FlashNeuron's own runtime would."""
+    Raises InvalidArgument where its memory manager finds no extent that holds a tensor.
+    """
     trace, budget_bytes = problem.trace, problem.budget_bytes
     simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
     issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
@@ -74,18 +67,11 @@ def _decision(problem: Problem, evictions: list[Evict]) -> Decision:
     )
 
 
-def own_iteration_s(problem: Problem) -> float:
-    """Seconds that an iteration takes in FlashNeuron's own runtime, as G10's artifact has it. Raises as
-    `flashneuron` does."""
-    trace, budget_bytes = problem.trace, problem.budget_bytes
-    if trace.peak_bytes <= budget_bytes:
-        return trace.ideal_s
-    evictions = _chosen(problem, int(_kernel_bytes(trace).max(initial=0)))
-    return simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware).iteration_s
+def choose(problem: Problem, reserved_bytes: int) -> list[Evict]:
+    """What is offloaded, returning on demand, with which the budget and the tier are kept to.
 
-
-def _chosen(problem: Problem, reserved_bytes: int) -> list[Evict]:
-    """What is offloaded, returning on demand, with which the budget and the tier are kept to."""
+    reserved_bytes   that never leave, beside what outlives the iteration
+    """
     trace, budget_bytes = problem.trace, problem.budget_bytes
     tier = "disk" if problem.hardware.disk_bytes else "host"
     options = Candidates.of(trace)
@@ -96,7 +82,7 @@ def _chosen(problem: Problem, reserved_bytes: int) -> list[Evict]:
         plain = _without_compression(evictions, resident > budget_bytes)
         if plain == evictions:
             if problem.packs:  # what phase 2 exchanged is too much: phase 1 alone may do
-                return _chosen(replace(problem, compress=False, lossy=None), reserved_bytes)
+                return choose(replace(problem, compress=False, lossy=None), reserved_bytes)
             raise _cannot(problem, int(resident.max()), _least_bytes(problem, reserved_bytes, options))
         evictions, resident = plain, resident_bytes(trace, plain)
     return evictions
@@ -187,13 +173,6 @@ def _other_bytes(trace: Trace) -> IntArray:
     held = spread(trace.kernels, born, dead, trace.tensor_bytes[buffered])
     found: IntArray = trace.live_bytes - trace.persistent_bytes - held
     return found
-
-
-def _kernel_bytes(trace: Trace) -> IntArray:
-    """[K] bytes of the tensors that each kernel uses, and of its workspace."""
-    total: IntArray = trace.kernel_workspace_bytes.copy()
-    np.add.at(total, trace.uses.values, trace.tensor_bytes[trace.uses.owners])
-    return total
 
 
 def _compression_aware(

@@ -1,7 +1,6 @@
 """G10 (Zhang et al., MICRO 2023, sections 4.3 and 4.4): smart eviction, then eager prefetch.
 
-`g10` is Algorithm 1 as the paper has it. Where the paper leaves something open, it follows the artifact that
-made its figures:
+Where the paper leaves something open, this follows the artifact that made its figures:
 
 - An eviction's benefit is the bytes times the seconds above the budget, between the moments at which half
   of the copy out is done and half of the copy back; its cost is not divided by, for it takes the disk
@@ -9,15 +8,12 @@ made its figures:
 - What is above the budget after Algorithm 1 is evicted by page faults: to the host while it has room, back
   on demand. Here the victims are planned, by whole tensors, so that the device always suffices.
 
-`g10_artifact` is what made the published figures. It differs from the paper in two ways:
+The artifact differs from the paper in two ways (`as_artifact`); `optimal` begins from such a plan, too:
 
 - A period counts only if it is SAFETY times as long as the copy.
 - The host is used where nothing at all is left of the disk's link in any kernel that the copy would fill; so
   what is copied within one kernel goes to the host, too. In the paper, where nothing is left of it while the
   copy would run.
-
-Without unified memory (figure 11), `g10_host` sends what Algorithm 1 leaves to the disk, and `g10_gds` knows
-no host; both are the artifact's.
 """
 
 from __future__ import annotations
@@ -41,28 +37,17 @@ SAFETY = 2.5  # of a period's length over the time of one copy: there, back, and
 
 def g10(problem: Problem) -> Decision:
     """Algorithm 1 over disk and host, and what is left to the host first."""
-    return _plan(problem, ("disk", "host"), ("host", "disk"), as_artifact=False)
+    return algorithm_1(problem)
 
 
-def g10_artifact(problem: Problem) -> Decision:
-    """The same by the rules of the artifact."""
-    return _plan(problem, ("disk", "host"), ("host", "disk"))
-
-
-def g10_host(problem: Problem) -> Decision:
-    """`g10_artifact` without unified memory: what Algorithm 1 leaves goes to the disk first."""
-    return _plan(problem, ("disk", "host"), ("disk", "host"))
-
-
-def g10_gds(problem: Problem) -> Decision:
-    """GPU-direct storage alone: the disk, and the host only where there is no disk."""
-    tiers = ("disk",) if problem.hardware.disk_bytes else ("host",)
-    return _plan(problem, tiers, tiers)
-
-
-def _plan(
-    problem: Problem, tiers: tuple[str, ...], spill: tuple[str, ...], as_artifact: bool = True
+def algorithm_1(
+    problem: Problem,
+    tiers: tuple[str, ...] = ("disk", "host"),
+    spill: tuple[str, ...] = ("host", "disk"),
+    *,
+    as_artifact: bool = False,
 ) -> Decision:
+    """Algorithm 1 over ``tiers``; what it leaves goes to the first of ``spill`` with room."""
     trace, hardware = problem.trace, problem.hardware
     tiers = tuple(tier for tier in tiers if hardware.capacity_bytes(tier) > 0)
     selection = _Selection(problem, tiers, as_artifact)

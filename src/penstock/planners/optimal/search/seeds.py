@@ -11,7 +11,7 @@ from penstock.core.columns import FloatArray
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.heuristics.g10 import g10_artifact
+from penstock.planners.heuristics.g10 import algorithm_1
 from penstock.planners.optimal.search.choices import ActionArray, Choices
 from penstock.planners.problem import Problem
 from penstock.simulator.actions import ACTIONS, KEEP, MOVES, RECOMPUTE, action_of
@@ -30,7 +30,7 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
         yield round_fractions(problem.trace, choices, fractions)
     yield np.zeros(len(choices), dtype=np.int8)
     with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
-        yield of_intervals(choices, g10_artifact(problem).evictions)
+        yield of_intervals(choices, algorithm_1(problem, as_artifact=True).evictions)
 
 
 def of_intervals(
