@@ -144,7 +144,6 @@ VALUES: dict[str, tuple[type, Any]] = {
             evictions=(Evict(0, 0, 1, 4, 3),),
             recomputations=(Recompute(1, 2, 3),),
             variants=(-1,) * 5,
-            offsets=(0, 100, 200),
             trace=five_kernels(),
         ),
     ),

@@ -24,7 +24,7 @@ from penstock.units import format_bytes, format_bytes_up, parse_bytes
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
 # A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
-# `optimal` and `modnn` read a clock: what they answer when the time limit ends them depends on the machine.
+# `optimal` reads a clock: what it answers when the time limit ends it depends on the machine.
 POLICIES: dict[str, Policy] = {
     "keep": lambda problem: Decision(),
     "evict_all": evict_all,
@@ -108,7 +108,6 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
         evictions=decision.evictions,
         recomputations=decision.recomputations,
         variants=decision.variants or variants,
-        offsets=decision.offsets,
         minimum_bytes=needed,
         lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),
         reason=_reason(trace, budget, decision.reason),

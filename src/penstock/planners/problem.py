@@ -47,7 +47,6 @@ class Decision:
     evictions: tuple[Evict, ...] = ()
     recomputations: tuple[Recompute, ...] = ()
     variants: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
     lower_bound_s: float = 0.0
     reason: str = ""
 
