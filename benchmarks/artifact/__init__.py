@@ -2,7 +2,7 @@
 
 flashneuron_g10   FlashNeuron as the artifact has it: it leaves room for weights and all that the largest
                   kernel uses, and fails where FlashNeuron's memory manager finds no extent for a tensor
-g10_artifact      G10 by the rules of the artifact: see penstock.planners.heuristics.g10
+g10_artifact      G10 by the rules of the artifact: see penstock.planners.g10
 g10_host          the same without unified memory (figure 11): what Algorithm 1 leaves goes to the disk first
 g10_gds           GPU-direct storage alone (figure 11): the disk, and the host only where there is no disk
 """
@@ -17,9 +17,8 @@ import numpy as np
 import penstock
 from penstock import planners
 from penstock.planners import Decision, Policy, Problem
-from penstock.planners.heuristics.flashneuron import FITS, choose, decide
-from penstock.planners.heuristics.flashneuron_simulation import simulate_flashneuron
-from penstock.planners.heuristics.g10 import algorithm_1
+from penstock.planners.flashneuron import FITS, choose, decide, simulate_flashneuron
+from penstock.planners.g10 import algorithm_1
 
 
 def flashneuron_g10(problem: Problem) -> Decision:

@@ -13,8 +13,8 @@ import numpy as np
 
 from penstock.core import files
 from penstock.core.columns import KINDS, PHASES, FloatArray, IntArray, Lists
-from penstock.core.repeat import harmless_producers, sole_writers
 from penstock.core.trace import Trace
+from penstock.core.validate import harmless_producers, sole_writers
 from penstock.errors import InvalidArgument, InvalidFile
 
 SCHEMA = "trace/1"

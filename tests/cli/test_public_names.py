@@ -262,19 +262,10 @@ OUTSIDE = {
     "numpy",
     "msgspec",
     "highspy",
-}  # msgspec: in core/files.py; highspy: in planners/optimal/lp/solver.py
+}  # msgspec: in core/files.py; highspy: in planners/optimal/fractional.py
 # These import the native module.
-COMPILED = {"simulator/actions.py", "simulator/replay.py", "planners/optimal/search/improve.py"}
-DEADLINES = {
-    f"planners/{name}.py"
-    for name in (
-        "optimal/__init__",
-        "optimal/lp/bound",
-        "optimal/lp/dive",
-        "optimal/lp/fractional",
-        "optimal/lp/solver",
-    )
-}
+COMPILED = {"simulator/replay.py", "planners/optimal/search.py"}
+DEADLINES = {"planners/optimal/__init__.py", "planners/optimal/fractional.py"}
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 
 

@@ -17,9 +17,8 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.heuristics.flashneuron import flashneuron
-from penstock.planners.problem import Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.flashneuron import flashneuron
+from penstock.planners.problem import Policy, Problem, as_traced
 from penstock.simulator import simulate
 from penstock.units import parse_bytes
 from tests.support.traces import PAGE, Step, machine, machines, traces, whole_traces

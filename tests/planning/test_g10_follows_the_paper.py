@@ -13,9 +13,8 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.heuristics.g10 import g10
-from penstock.planners.problem import Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.g10 import g10
+from penstock.planners.problem import Policy, Problem, as_traced
 from penstock.simulator import simulate
 from tests.support.traces import PAGE, Step, gpt, machine, machines, traces, whole_traces
 

@@ -16,10 +16,10 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace, Variant
 from penstock.errors import SpillSpaceFull
-from penstock.planners.heuristics.evict_all import evict_all
 from penstock.planners.modnn import modnn
-from penstock.planners.modnn.space import ManagedSpace
+from penstock.planners.modnn_space import ManagedSpace
 from penstock.planners.problem import Decision, Problem
+from penstock.planners.rules import evict_all
 from penstock.simulator import simulate
 from tests.support.traces import (
     G10_DATA,

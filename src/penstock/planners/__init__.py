@@ -10,14 +10,12 @@ from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.planners.heuristics.evict_all import evict_all
-from penstock.planners.heuristics.flashneuron import flashneuron
-from penstock.planners.heuristics.g10 import g10
-from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
+from penstock.planners.flashneuron import flashneuron
+from penstock.planners.g10 import g10
 from penstock.planners.modnn import modnn
 from penstock.planners.optimal import optimal
-from penstock.planners.problem import Decision, Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.problem import Decision, Policy, Problem, as_traced
+from penstock.planners.rules import evict_all, vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
