@@ -36,6 +36,8 @@ from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import Candidates, Room, advance, boundary, latest_safe, moved_bytes, spill_full
 from penstock.units import format_bytes, format_bytes_up
 
+FITS = Decision(reason="everything fits: nothing is offloaded")
+
 
 def flashneuron(problem: Problem) -> Decision:
     """Both phases, to the disk; to the host where there is no disk.
@@ -55,9 +57,6 @@ def flashneuron(problem: Problem) -> Decision:
             evictions=advance(trace, evictions, issue, problem.budget_bytes),
             reason="activations alone make enough room; FlashNeuron's memory manager would find no extent",
         )
-
-
-FITS = Decision(reason="everything fits: nothing is offloaded")
 
 
 def decide(problem: Problem, evictions: list[Evict]) -> Decision:
