@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import artifact
 import numpy as np
 from planning import paging, published, published_part
 from planning.cells import DATA, SHIPPED, cells, trace_of
@@ -137,7 +138,7 @@ def _writes(model: str, time_limit_s: float) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for policy in ("g10_artifact", "flashneuron_g10", "optimal"):
         try:
-            made = penstock.plan(trace, hardware, policy, time_limit_s=time_limit_s)
+            made = artifact.plan(trace, hardware, policy, time_limit_s=time_limit_s)
             found[policy] = penstock.simulate(trace, made, hardware).moved_bytes("disk_write")
         except PenstockError:
             found[policy] = None

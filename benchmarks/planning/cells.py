@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from artifact.published import trace as published_trace
+
 import penstock
-from penstock.studies.published import trace as published_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

@@ -23,11 +23,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from artifact import published
+from artifact.paging import simulate_paging
 
 from penstock import Hardware, Trace
 from penstock.core.columns import FloatArray
-from penstock.studies import published
-from penstock.studies.paging import simulate_paging
 from planning.cells import Cell, trace_of, trace_path
 
 POLICIES = {"uvm": "lru", "deepum": "deepUM"}  # ours -> the artifact's name

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from artifact import POLICIES, own_iteration_s
 
 import penstock
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners import POLICIES, Problem
-from penstock.planners.heuristics.flashneuron import own_iteration_s
+from penstock.planners import Problem
 from penstock.simulator.replay import Intervals, Replay
 from planning.cells import Cell, trace_of
 

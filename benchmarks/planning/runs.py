@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import artifact
 import numpy as np
 
 import penstock
@@ -79,7 +80,7 @@ def run(
     """Plan, plan checker and simulate. Raises AssertionError where the plan checker refuses the plan."""
     began_s = time.perf_counter()
     try:
-        plan = penstock.plan(
+        plan = artifact.plan(
             trace,
             hardware,
             way.policy,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from penstock import cli
-from penstock.cli import progress as shown_progress
+from penstock.cli import output as shown_progress
 from penstock.cli import samples as commands
-from penstock.cli.progress import samples_progress, steps_progress
+from penstock.cli.output import samples_progress, steps_progress
 from penstock.samples.format.manifest import StoreManifest
 from tests.support.stores import write_store
 

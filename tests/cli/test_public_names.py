@@ -215,7 +215,7 @@ def test_what_others_read_of_the_values() -> None:
     assert (timeline.iteration_s, timeline.peak_bytes, timeline.stall_s) == (1.5, 0, 0)
     plan_fields = {field.name for field in dataclasses.fields(penstock.Plan)}
     assert plan_fields >= {"policy", "evictions", "minimum_bytes", "predicted_s", "predicted_peak_bytes"}
-    assert plan_fields >= {"recomputations", "variants", "offsets", "lower_bound_s"}
+    assert plan_fields >= {"recomputations", "variants", "lower_bound_s"}
 
 
 def test_the_policies() -> None:
@@ -262,20 +262,10 @@ OUTSIDE = {
     "numpy",
     "msgspec",
     "highspy",
-}  # msgspec: in core/files.py; highspy: in planners/optimal/lp/solver.py
+}  # msgspec: in core/files.py; highspy: in planners/optimal/fractional.py
 # These import the native module.
-COMPILED = {"simulator/actions.py", "simulator/replay.py", "planners/optimal/search/improve.py"}
-DEADLINES = {
-    f"planners/{name}.py"
-    for name in (
-        "optimal/__init__",
-        "optimal/lp/bound",
-        "optimal/lp/dive",
-        "optimal/lp/fractional",
-        "optimal/lp/solver",
-        "modnn/__init__",
-    )
-}
+COMPILED = {"simulator/replay.py", "planners/optimal/search.py"}
+DEADLINES = {"planners/optimal/__init__.py", "planners/optimal/fractional.py"}
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 
 

@@ -40,7 +40,7 @@ def alone(program: str) -> None:
     [
         "penstock.Plan, penstock.plan, penstock.simulate, penstock.check, penstock.Report",
         "penstock.samples.pack, penstock.samples.mount, penstock.checkpoint.info",
-        "import penstock.report.html, penstock.report.sweep, penstock.report.record",
+        "import penstock.report.html, penstock.report.sweep",
     ],
 )
 def test_names(program: str) -> None:

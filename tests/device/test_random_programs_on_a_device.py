@@ -18,7 +18,7 @@ import penstock
 from penstock.errors import BudgetTooSmall
 from tests.device.test_training_on_a_device_keeps_every_bit import TIERS, scheduled_at_random
 from tests.support.accelerator import orders, wanted
-from tests.support.programs import begin, make_program, run_step
+from tests.support.programs import Program, Values, begin, make_program, run_step
 from tests.support.runs import ACCELERATED, Bits, bits, differences, in_memory
 
 DEVICE = wanted("emu")
@@ -30,9 +30,7 @@ Configure = Callable[..., None]
 ORDERS = orders(DEVICE, "lazy", "stepped", "random", "newest")
 
 
-def run(seed: int, step: Any) -> Bits:
-    program = make_program(seed, SCALE)
-    values = begin(program, DEVICE)
+def run(program: Program, values: Values, step: Any) -> Bits:
     found: Bits = []
     for kind in program.order:
         with step(str(kind)):
@@ -45,14 +43,21 @@ def run(seed: int, step: Any) -> Bits:
 def check(configure: Configure, seed: int, spill_dir: Path) -> int:
     """Bytes that moved in the last step."""
     configure(order="eager")
-    expected = in_memory(lambda step: run(seed, step))
+    program = make_program(seed, SCALE)
+    expected = in_memory(lambda step: run(program, begin(program, DEVICE), step))
     rng = random.Random(seed)
     budget_bytes = rng.choice([2, 4, 4, 6, 8, 32]) * MIB
     order, tier = rng.choice(ORDERS), rng.choice(list(TIERS))
+    is_late = rng.random() < 0.5  # the run begins when the values are there
     while True:
         configure(order=order, seed=seed, host_delay_us=rng.choice([0, 0, 30]))
+        there: Values = {}
         torch.accelerator.empty_cache()
-        text = f"program {seed}, {order}, {tier}, {budget_bytes >> 20} MiB"
+        if is_late:
+            there = begin(program, DEVICE)
+        before_bytes = torch.accelerator.memory_reserved()
+        torch.accelerator.reset_peak_memory_stats()
+        text = f"program {seed}, {order}, {tier}, {budget_bytes >> 20} MiB, {is_late=}"
         options: dict[str, Any] = {"hardware": ACCELERATED, "host_budget": TIERS[tier], "smallest_bytes": 1}
         try:
             with (
@@ -61,8 +66,9 @@ def check(configure: Configure, seed: int, spill_dir: Path) -> int:
                     device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **options
                 ) as offload,
             ):
-                found = run(seed, offload.step)
+                found = run(program, there or begin(program, DEVICE), offload.step)
                 report = offload.report()
+                peak_bytes = torch.accelerator.max_memory_reserved()
         except BudgetTooSmall as error:
             assert budget_bytes < error.minimum_bytes <= 32 * MIB, text
             budget_bytes += 2 * MIB
@@ -71,6 +77,7 @@ def check(configure: Configure, seed: int, spill_dir: Path) -> int:
             raise AssertionError(text) from error
         assert differences(expected, found) == [], text
         assert report.peak_bytes <= budget_bytes, text
+        assert peak_bytes <= budget_bytes + before_bytes, text
         return report.evicted_bytes
 
 

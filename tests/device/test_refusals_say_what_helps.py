@@ -28,6 +28,22 @@ def _conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *[_Residual(32) for _ in range(4)], nn.AvgPool2d(2))
 
 
+class _Bucketed(nn.Sequential):
+    """Gradients are views of one tensor, as those of DistributedDataParallel with gradient_as_bucket_view. It
+    has less than 10 MiB, and so a segment of 20 MiB."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = list(self.parameters())
+        sizes = [weight.numel() for weight in weights]
+        for weight, part in zip(weights, torch.zeros(sum(sizes), device="emu").split(sizes), strict=True):
+            weight.grad = part.view_as(weight)
+        return super().forward(x)
+
+
+def _bucketed() -> nn.Module:
+    return _Bucketed(*[part for _ in range(10) for part in (nn.Linear(480, 480), nn.ReLU())])
+
+
 def _square(*shape: int) -> Callable[[nn.Module], torch.Tensor]:
     return lambda model: model(torch.randn(shape, device="emu")).square().mean()
 
@@ -40,6 +56,7 @@ def _words(model: nn.Module) -> torch.Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]] = {
     "mlp": (_mlp, _square(512, 768)),
     "gpt": (lambda: _Gpt(width=256, blocks=4), _words),
+    "bucket": (_bucketed, _square(32, 480)),
     "conv": (_conv, _square(16, 3, 32, 32)),  # with kernels that cannot run again: batch normalization
 }
 
@@ -77,7 +94,9 @@ def test_a_budget_is_there_to_the_last_byte(emu: Any, tmp_path: Path) -> None:
         assert torch.accelerator.memory_reserved() == budget_bytes
 
 
-@pytest.mark.parametrize(("name", "share"), [("mlp", 0.1), ("gpt", 0.2), ("conv", 0.3), ("conv", 0.7)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("mlp", 0.1), ("gpt", 0.2), ("bucket", 0.4), ("conv", 0.3), ("conv", 0.7)]
+)
 def test_at_most_two_refusals(emu: Any, name: str, share: float, tmp_path: Path) -> None:
     emu.configure(order="eager")
     gc.collect()

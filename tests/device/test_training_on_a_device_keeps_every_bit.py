@@ -294,13 +294,15 @@ def test_a_model_above_its_budget(
 
 
 def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_path: Path) -> None:
-    """With the segments that small tensors keep: all steps after the one that meets them are inside."""
+    """With the segments that small tensors keep. What the run is not told of is beside the budget in the step
+    that meets it."""
     configure(order="lazy")
     with torch.device(DEVICE):
         model = _Gpt(width=128, blocks=4)
     others = [torch.zeros(900 << 8, device=DEVICE) for _ in range(6)]  # that the run is not told of
     optimizer = torch.optim.AdamW(model.parameters())
-    assert torch.accelerator.memory_reserved() > 8 * MIB
+    before_bytes = torch.accelerator.memory_reserved()
+    assert before_bytes > 8 * MIB
     with penstock.offload(
         model,
         optimizer,
@@ -321,8 +323,40 @@ def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_
                 optimizer.step()
                 optimizer.zero_grad()
             peaks.append(torch.accelerator.max_memory_reserved())
+        assert run.report().peak_bytes <= 8 * MIB
+    assert peaks[0] <= before_bytes + 8 * MIB
     assert max(peaks[1:]) <= 8 * MIB
     assert all(bool((other == 5).all()) for other in others)
+
+
+def test_segments_of_what_was_there_before_are_beside_the_budget(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a tensor that cannot leave keeps each of them. That is said, and the budget holds beside them."""
+    configure(order="lazy")
+    sizes = [960 << 8, 63 << 8] * 16  # two of each fill a segment
+    filled = [torch.zeros(size, device=DEVICE) for size in sizes]
+    weights = torch.nn.ParameterList(filled[::2])
+    torch.accelerator.empty_cache()
+    before_bytes = torch.accelerator.memory_reserved()
+    assert before_bytes >= 16 * MIB
+    with penstock.offload(
+        weights,
+        device=DEVICE,
+        device_budget=4 * MIB,
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        host_budget=TIERS["host"],
+    ) as run:
+        for _ in range(5):
+            with run.step():
+                for weight in weights:
+                    weight.detach().add_(1)
+            assert torch.accelerator.max_memory_reserved() <= before_bytes
+        report = run.report()
+    assert report.peak_bytes <= 4 * MIB
+    assert len([record for record in caplog.records if "stay reserved beside" in record.getMessage()]) == 1
+    assert all(bool((weight == 5).all()) for weight in weights)
 
 
 @pytest.mark.slow

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import published
 from penstock import Evict, Hardware, Plan, Trace, simulate
 from penstock.core.check import check
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
-from penstock.planners.optimal.lp.fractional import fractional_plan
+from penstock.planners.optimal.fractional import fractional_plan
 from penstock.planners.problem import Problem
-from penstock.simulator.actions import ACTIONS, KEEP, RECOMPUTE
-from penstock.studies import published
+from penstock.simulator.replay import ACTIONS, KEEP, RECOMPUTE
 from tests.support.traces import (
     G10_DATA,
     Step,

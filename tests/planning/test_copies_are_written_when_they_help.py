@@ -12,13 +12,11 @@ from penstock.core.check import check
 from penstock.core.plan import Plan
 from penstock.core.trace import within_budget
 from penstock.planners import plan
-from penstock.planners.optimal.lp.dive import dive
-from penstock.planners.optimal.lp.fractional import fractional_plan
-from penstock.planners.optimal.search.choices import choices
-from penstock.planners.optimal.search.improve import Improver
+from penstock.planners.optimal.fractional import dive, fractional_plan
+from penstock.planners.optimal.search import Improver, choices
 from penstock.planners.problem import Problem
 from penstock.simulator import simulate
-from penstock.simulator.actions import DISK, HOST, KEEP
+from penstock.simulator.replay import DISK, HOST, KEEP
 from tests.support.traces import Step, gpt, machine
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import flashneuron_g10, own_iteration_s
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.heuristics.flashneuron import flashneuron, flashneuron_g10, own_iteration_s
-from penstock.planners.problem import Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.flashneuron import flashneuron
+from penstock.planners.problem import Policy, Problem, as_traced
 from penstock.simulator import simulate
 from penstock.units import parse_bytes
 from tests.support.traces import PAGE, Step, machine, machines, traces, whole_traces

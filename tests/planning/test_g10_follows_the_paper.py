@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import g10_artifact, g10_gds, g10_host
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.heuristics.g10 import g10, g10_artifact, g10_gds, g10_host
-from penstock.planners.problem import Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.g10 import g10
+from penstock.planners.problem import Policy, Problem, as_traced
 from penstock.simulator import simulate
 from tests.support.traces import PAGE, Step, gpt, machine, machines, traces, whole_traces
 

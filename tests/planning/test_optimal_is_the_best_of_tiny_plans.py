@@ -16,10 +16,10 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.planners import plan
-from penstock.planners.optimal.search.choices import Choices, choices
+from penstock.planners.optimal.search import Choices, choices
 from penstock.planners.problem import Problem
 from penstock.simulator import simulate
-from penstock.simulator.actions import DISK, HOST, MOVES, RECOMPUTE
+from penstock.simulator.replay import DISK, HOST, MOVES, RECOMPUTE
 from tests.support.traces import Step, machine
 
 SAVED_CASES = 10

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.artifact import published
+from benchmarks.artifact.paging import PagingResult, simulate_paging
 from penstock.core.columns import FloatArray
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
-from penstock.studies import published
-from penstock.studies.paging import PagingResult, simulate_paging
 from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 GIB = 1 << 30

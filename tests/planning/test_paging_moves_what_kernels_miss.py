@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact.paging import POLICIES, FaultCost, PagingResult, simulate_paging
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.studies.paging import POLICIES, FaultCost, PagingResult, simulate_paging
 from tests.support.traces import PAGE, Step
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Wrapping periods, parts of periods, recomputation, compression, variants and addresses: what is legal
+"""Wrapping periods, parts of periods, recomputation, compression and variants: what is legal
 passes, and each way to get it wrong is named."""
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def violations(
     trace: Trace | None = None,
     budget: int = ROOMY,
     variants: tuple[int, ...] = (),
-    offsets: tuple[int, ...] = (),
 ) -> list[str]:
     plan = Plan(
         policy="test",
@@ -62,7 +61,6 @@ def violations(
         evictions=tuple(row for row in rows if isinstance(row, Evict)),
         recomputations=tuple(row for row in rows if isinstance(row, Recompute)),
         variants=variants,
-        offsets=offsets,
     )
     return check(trace or chain(), plan, HARDWARE)
 
@@ -274,37 +272,3 @@ class TestVariants:
         small = (0, *(-1,) * 9)
         assert violations(*rows, trace=trace, budget=2187, variants=small) == []
         assert len(violations(*rows, trace=trace, budget=2187)) == 1
-
-
-class TestAddresses:
-    OFFSETS = (0, 100, 110, 160, 1160, 2160, 3160)
-
-    def test_each_at_its_own(self) -> None:
-        assert violations(offsets=self.OFFSETS) == []
-        assert violations(offsets=self.OFFSETS, budget=3187) == []
-
-    def test_one_after_the_other_at_one_address(self) -> None:
-        shared = (0, 100, 110, 160, 1160, 160, 3160)
-        named(
-            violations(offsets=shared),
-            r"tensors 3 and 5 overlap in device memory at kernel 2 `make_c`: bytes \[160",
-        )
-        assert violations(Evict(A, 0, 2, 7, 7), offsets=shared) == []
-        assert violations(Evict(A, 0, 2, 7, 6), offsets=shared) == []
-        named(violations(Evict(A, 0, 2, 7, 5), offsets=shared), "tensors 3 and 5 overlap .* kernel 5 `use_c`")
-        assert violations(Recompute(A, 2, 7), offsets=shared) == []
-
-    def test_over_the_end_of_the_iteration(self) -> None:
-        shared = (0, 160, 110, 160, 1160, 2160, 3160)
-        away = Evict(FROZEN, 3, 4, 12, 12)
-        named(violations(away, offsets=shared), "tensors 1 and 3 overlap .* kernel 2")
-        assert violations(away, Evict(A, 0, 2, 4, 4), offsets=shared) == []
-
-    def test_outside(self) -> None:
-        named(
-            violations(offsets=(*self.OFFSETS[:6], ROOMY - 19)), "tensor 6 lies at bytes .* beyond the budget"
-        )
-        named(
-            violations(offsets=(*self.OFFSETS[:6], -1)), "tensor 6 is on the device, but has the address -1"
-        )
-        named(violations(offsets=self.OFFSETS[:6]), "addresses to 6 tensors: the trace has 7")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
@@ -43,11 +43,7 @@ def test_any_budget_from_the_minimum_up(
 @settings(max_examples=50)
 def test_the_minimum_itself(policy: str, trace: Trace, hardware: Hardware) -> None:
     least = minimum_bytes(trace)
-    try:
-        made = plan(trace, hardware, policy, device_budget_bytes=least, time_limit_s=SHORT_S)
-    except SpillSpaceFull:
-        assume(policy != "modnn")  # it gives tensors addresses, and may find no gap that is large enough
-        raise
+    made = plan(trace, hardware, policy, device_budget_bytes=least, time_limit_s=SHORT_S)
     assert check(trace, made, hardware) == []
     assert made.minimum_bytes == least
     assert made.predicted_peak_bytes <= least

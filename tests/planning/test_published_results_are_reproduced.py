@@ -11,14 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks.artifact import g10_artifact, own_iteration_s, published
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.heuristics.flashneuron import own_iteration_s
-from penstock.planners.heuristics.g10 import g10_artifact
 from penstock.planners.problem import Problem
 from penstock.simulator.replay import Intervals, Replay
-from penstock.studies import published
 from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 GIB = 2**30

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.artifact import published
 from penstock.core.columns import KINDS, PHASES
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
-from penstock.studies import published
 from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 NAMES = sorted(path.name for path in G10_DATA.glob("*-*.json.gz") if not path.name.startswith("plan-"))
@@ -151,8 +151,8 @@ def test_an_impossible_one_is_refused(tmp_path: Path, document: Any, words: str)
     assert caught.match(words)
 
 
-def test_loading_one_as_a_trace_names_what_reads_it(tmp_path: Path) -> None:
-    with pytest.raises(InvalidFile, match=r"trace/1.*penstock\.studies\.published\.trace"):
+def test_loading_one_as_a_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFile, match=r"holds 'trace/1', not 'penstock\.trace/"):
         Trace.load(written(tmp_path, small()))
 
 

@@ -15,8 +15,7 @@ from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
 from penstock.simulator import simulate
-from penstock.simulator.actions import KEEP
-from penstock.simulator.replay import Intervals, Replay
+from penstock.simulator.replay import KEEP, Intervals, Replay
 from tests.support.traces import PAGE, legal_plans, machines, traces, whole_traces
 
 any_trace = st.one_of(traces(), whole_traces())

@@ -11,8 +11,7 @@ import pytest
 from penstock._native import PlanSearch
 from penstock._native import Replay as NativeReplay
 from penstock.core.memory_profile import minimum_bytes
-from penstock.planners.optimal.search.choices import choices
-from penstock.planners.optimal.search.improve import Improver, search_columns
+from penstock.planners.optimal.search import Improver, choices, search_columns
 from penstock.planners.problem import Problem
 from penstock.simulator.replay import machine_columns, trace_columns
 from tests.support.traces import gpt, machine

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.artifact import published
 from penstock.core import files
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
-from penstock.core.trace import PUBLISHED_SCHEMA, Trace
+from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
 from penstock.runtime.report import Report
 from penstock.storage.autotune.sharing import CostTables
 from penstock.storage.autotune.tables import Entry, Tables
-from penstock.studies import published
 from tests.support.traces import five_kernels, machine
 
 # -- writing ----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def full_trace() -> Trace:
 
 ENTRY = Entry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9)
 PUBLISHED = {
-    "schema": PUBLISHED_SCHEMA,
+    "schema": published.SCHEMA,
     "model": "tiny",
     "batch": 1,
     "loss_kernel": 0,
@@ -144,7 +144,6 @@ VALUES: dict[str, tuple[type, Any]] = {
             evictions=(Evict(0, 0, 1, 4, 3),),
             recomputations=(Recompute(1, 2, 3),),
             variants=(-1,) * 5,
-            offsets=(0, 100, 200),
             trace=five_kernels(),
         ),
     ),

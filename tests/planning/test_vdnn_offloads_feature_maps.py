@@ -15,9 +15,8 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
-from penstock.planners.problem import Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.problem import Policy, Problem, as_traced
+from penstock.planners.rules import vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from tests.support.traces import PAGE, Step, machine, machines, traces, whole_traces
 

@@ -10,8 +10,8 @@ import matplotlib.image
 import pytest
 
 import penstock
+from penstock.report.figure import rows
 from penstock.report.plot import _apart, _merged, phase_intervals, plot
-from penstock.report.rows import rows
 from penstock.units import format_bytes
 from tests.support.traces import gpt
 

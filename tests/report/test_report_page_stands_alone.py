@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock.planners import Problem
 from penstock.report.html import page
-from penstock.report.policies import Candidate, compare_policies
+from penstock.report.sweep import Candidate, compare_policies
 from tests.support.traces import gpt
 
 NASTY = "</script><script>alert(\"{{title}}\")</script> & '{{js}}'"

@@ -10,8 +10,7 @@ import penstock
 from penstock.core.check import check
 from penstock.core.memory_profile import tier_bytes
 from penstock.errors import InvalidArgument
-from penstock.report.sweep import Cell, cases, cell, sweep, to_host, with_disks
-from penstock.report.verdict import verdict
+from penstock.report.sweep import Cell, cases, cell, sweep, to_host, verdict, with_disks
 from tests.support.traces import gpt
 
 FAST, SLOW = 1e12, 1e8

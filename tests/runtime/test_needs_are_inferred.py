@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed  # and operators for collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import penstock.distributed  # noqa: F401
 from penstock.runtime.output_bytes import Needs
 
 aten = torch.ops.aten
@@ -59,6 +62,22 @@ def test_what_depends_on_values_is_what_it_took_last() -> None:
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 256  # as much as its arguments
     needs.note(aten.nonzero.default, 1024, 0)
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 1024
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        (torch.ops.penstock.host_average_.default, (X, -1)),
+        (torch.ops.c10d.allreduce_.default, ([X], None, None, None, True, -1)),
+    ],
+)
+def test_collectives_are_not_tried(operator: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
+    needs = Needs()
+    with caplog.at_level(logging.WARNING):
+        assert needs.bytes(operator, args, {}) == 0
+    needs.note(operator, 0, 4096)
+    assert needs.bytes(operator, args, {}) == 4096
+    assert needs.inferred == 0 and not caplog.records
 
 
 def test_workspace_is_learnt_by_operator() -> None:

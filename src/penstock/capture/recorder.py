@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
 from penstock.core.columns import IntArray, Lists, sum_over
-from penstock.core.repeat import harmless_producers
 from penstock.core.trace import Trace, Variant
+from penstock.core.validate import harmless_producers
 
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
 

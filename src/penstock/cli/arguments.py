@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     names = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    probe = _command(names, "probe", "commands.probe", "measure this machine")
+    probe = _command(names, "probe", "machine.probe", "measure this machine")
     _spill_dir(probe, "measure", remote=True)
     probe.add_argument("--device", default="cpu", help="cpu, or cuda:0 and so on; default: %(default)s")
     probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _spill_dir(doctor, "look at")
 
-    paths = _command(names, "io-paths", "iopaths.io_paths", "compare the I/O paths between memory and disk")
+    paths = _command(names, "io-paths", "machine.io_paths", "compare the I/O paths between memory and disk")
     _spill_dir(paths, "use")
     _page_cache_budget(paths)
     paths.add_argument("--seconds", type=seconds, default=5.0, help="time to take; default: %(default)g")
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _io_costs(paths)
 
-    trace = _command(names, "trace", "commands.trace", "capture one training step", SCRIPT_HELP)
+    trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
     _script(trace)
     trace.add_argument(
         "--real", action="store_true", help="run the step and time it, instead of estimating without memory"
@@ -230,7 +230,7 @@ def _finetune(names: argparse._SubParsersAction[_Parser]) -> None:
     tune = _command(
         names,
         "finetune",
-        "finetune.finetune",
+        "training.finetune",
         "fine-tune a language model on a text inside a budget",
         FINETUNE_HELP,
     )
@@ -282,7 +282,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
     report = _command(
         names,
         "report",
-        "reporting.report",
+        "planning.report",
         "show a plan, and compare a run with it, in one page",
         REPORT_HELP,
     )
@@ -305,7 +305,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
 
 def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
     whatif = _command(
-        names, "whatif", "reporting.whatif", "plan for other machines: is the disk fast enough?", WHATIF_HELP
+        names, "whatif", "planning.whatif", "plan for other machines: is the disk fast enough?", WHATIF_HELP
     )
     whatif.add_argument("trace", type=Path, nargs="+", metavar="TRACE", help="one for each batch size")
     _hardware(whatif)

@@ -12,12 +12,8 @@ POLICIES = (
     "vdnn_all",
     "vdnn_conv",
     "flashneuron",
-    "flashneuron_g10",
     "modnn",
     "g10",
-    "g10_artifact",
-    "g10_gds",
-    "g10_host",
     "optimal",
 )
 # Keys of penstock.capture.datasheets.DATA_SHEETS.

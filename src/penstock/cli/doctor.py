@@ -1,4 +1,7 @@
-"""The command that looks at the machine. Returns an Answer; nothing is printed here."""
+"""The command that looks at the machine. Returns an Answer; nothing is printed here.
+
+It works without torch and without the compiled module: nothing else is imported with it.
+"""
 
 from __future__ import annotations
 

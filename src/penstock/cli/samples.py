@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 
-from penstock.cli.output import ERROR, Answer, Lines, Table, own_files, printable
-from penstock.cli.progress import bytes_progress, samples_progress
+from penstock.cli.output import (
+    ERROR,
+    Answer,
+    Lines,
+    Table,
+    bytes_progress,
+    own_files,
+    printable,
+    samples_progress,
+)
 from penstock.samples.format.manifest import StoreManifest
 from penstock.samples.maintenance import inspection, throughput, unpacking, verification
 from penstock.samples.maintenance.inspection import StoreInfo

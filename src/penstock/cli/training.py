@@ -1,38 +1,181 @@
-"""`penstock run`: train a script inside a budget, show how it goes, and keep the record."""
+"""The commands that train, or trace training: what the user's script builds, from ``SCRIPT.py:build``, or a
+language model on a text. Each returns an Answer; nothing is printed here but how it goes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
+import os
 import signal
+import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 import penstock
-from penstock.cli import script
-from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files
-from penstock.cli.progress import steps_progress
+from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, save, steps_progress
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.errors import InvalidArgument
+from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument, PenstockError
 from penstock.report import Record
-from penstock.runtime.run import Offload
-from penstock.units import format_bytes, format_seconds
+from penstock.report.summary import Summary
+from penstock.runtime.resident import default_spill_dir
+from penstock.runtime.run import PROBE_S, Offload
+from penstock.units import counted, format_bytes, format_bytes_up, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.integrations.finetune import FineTuning, Outcome
+
+LossOf = Callable[[Any], torch.Tensor]
+
+WANTED = "model, optimizer, batches, loss"
+
+
+class Training(NamedTuple):
+    """What a script builds. ``loss(model, batch)`` is the scalar to minimise."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterable[Any]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+
+    def step(
+        self, batch: Any, accumulate: Callable[[Any, LossOf], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One iteration. Returns the loss, without its graph.
+
+        accumulate   forward and backward of the batch in parts; None: it is not divided
+        """
+        if accumulate is None:
+            loss = self.loss_of(batch)
+            loss.backward()
+        else:
+            loss = accumulate(batch, self.loss_of)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        loss = self.loss(self.model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise InvalidArgument(f"loss(model, batch) returned {what}: let it return a scalar tensor")
+        return loss
+
+
+def load_script(script: str) -> Callable[[], Training]:
+    """The function that builds what ``SCRIPT.py:build`` says. The script's own errors pass through."""
+    file, colon, name = script.rpartition(":")
+    if not colon or not file or not name:
+        raise InvalidArgument(f"{script!r} names no function: write SCRIPT.py:build")
+    path = Path(file)
+    if not path.is_file():
+        raise InvalidArgument(f"there is no script {file}: give the path of a Python file, then :{name}")
+    name_of_module = f"penstock_script_{path.stem}"  # its own name could hide a module of the same name
+    spec = importlib.util.spec_from_file_location(name_of_module, path)
+    if spec is None or spec.loader is None:
+        raise InvalidArgument(f"{file} is not a Python file: its name has to end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name_of_module] = module  # dataclasses and pickle look it up
+    sys.path.insert(0, str(path.parent.resolve()))  # as if the script were run itself
+    spec.loader.exec_module(module)
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise InvalidArgument(f"{file} has no function {name}: define {name}() that returns ({WANTED})")
+    return lambda: _checked(build(), f"{name}() in {file}")
+
+
+def _checked(built: Any, who: str) -> Training:
+    if not isinstance(built, tuple) or len(built) != 4:
+        what = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
+        raise InvalidArgument(f"{who} returned {what}: return ({WANTED})")
+    training = Training(*built)
+    wrong = [
+        f"{name} is a {type(value).__name__}, not {wanted}"
+        for name, value, wanted, right in (
+            ("model", training.model, "a torch.nn.Module", isinstance(training.model, torch.nn.Module)),
+            (
+                "optimizer",
+                training.optimizer,
+                "a torch.optim.Optimizer",
+                isinstance(training.optimizer, torch.optim.Optimizer),
+            ),
+            ("batches", training.batches, "an iterable", isinstance(training.batches, Iterable)),
+            ("loss", training.loss, "a function", callable(training.loss)),
+        )
+        if not right
+    ]
+    if wrong:
+        raise InvalidArgument(f"{who} returned something else: {'; '.join(wrong)}. Return ({WANTED})")
+    return training
+
+
+def first_batch(training: Training) -> Any:
+    for batch in training.batches:
+        return batch
+    raise InvalidArgument("batches is empty: give at least one batch")
+
+
+def trace(options: Namespace) -> Answer:
+    if options.real and options.device:
+        raise InvalidArgument(
+            "--device says whose times to estimate: leave it out with --real, which measures"
+        )
+    build = load_script(options.script)
+    captured = _trace_real(build) if options.real else _trace_fake(build, options.device or "cpu")
+    save(captured, options.output)
+    values = {
+        "kernels": captured.kernels,
+        "tensors": captured.tensors,
+        "persistent_bytes": captured.persistent_bytes,
+        "peak_bytes": captured.peak_bytes,
+        "minimum_bytes": minimum_bytes(captured),
+        "ideal_s": captured.ideal_s,
+        "measured": captured.measured,
+    }
+    text = (
+        f"{captured.kernels} kernels, {captured.tensors} tensors\n"
+        f"weights and optimizer state {format_bytes(captured.persistent_bytes)}, "
+        f"peak in memory {format_bytes(captured.peak_bytes)}, "
+        f"smallest device budget {format_bytes_up(minimum_bytes(captured))}\n"
+        f"step with everything in memory {format_seconds(captured.ideal_s)}, "
+        f"{'measured' if captured.measured else 'estimated'}"
+    )
+    return Answer(values=values, shown=[text], written=[options.output])
+
+
+def _trace_fake(build: Callable[[], Training], device: str) -> Trace:
+    mode = penstock.fake_mode()
+    with mode:
+        training = build()
+        batch = first_batch(training)
+    return penstock.trace(lambda: training.step(batch), device=device, mode=mode)
+
+
+def _trace_real(build: Callable[[], Training]) -> Trace:
+    training = build()
+    batch = first_batch(training)
+    device = next((parameter.device for parameter in training.model.parameters()), torch.device("cpu"))
+    return penstock.trace(lambda: training.step(batch), fake=False, device=str(device))
 
 
 def run(options: Namespace) -> Answer:
     with own_files():
         hardware = Hardware.load(options.hardware) if options.hardware else None
         plan = Plan.load(options.plan) if options.plan else None
-    build = script.load(options.script)
+    build = load_script(options.script)
     losses: list[float] = []
     interrupted = False
     with new_folder(options.output), contextlib.ExitStack() as stack:
@@ -92,7 +235,7 @@ def _check_device(model: torch.nn.Module, wanted: str) -> None:
         raise InvalidArgument(f"the model is on {', '.join(sorted(found))}: say so with --device")
 
 
-def _train(offload: Offload, training: script.Training, steps: int | None) -> Iterator[float]:
+def _train(offload: Offload, training: Training, steps: int | None) -> Iterator[float]:
     """Train, and yield the loss of each step."""
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
     divided = partial(offload.accumulate, blocks=training.model)
@@ -171,3 +314,127 @@ def new_folder(path: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def finetune(options: Namespace) -> Answer:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    try:
+        from penstock.integrations.finetune import FineTuning, Lora, Settings
+    except ImportError as error:
+        raise PenstockError(str(error)) from error
+    _quiet()
+    lora = Lora(
+        r=options.lora_r,
+        alpha=options.lora_alpha,
+        dropout=options.lora_dropout,
+        target_modules=options.lora_target_modules,
+    )
+    settings = Settings(
+        model=options.model,
+        text=options.text,
+        tokenizer=options.tokenizer,
+        block_size=options.block_size,
+        per_device_train_batch_size=options.per_device_train_batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=options.lr_scheduler_type,
+        warmup_steps=options.warmup_steps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        num_train_epochs=options.num_train_epochs,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        dtype=options.dtype,
+        lora=lora if options.lora else None,
+    )
+    with own_files(), new_folder(options.output):
+        tuning = FineTuning(settings, options.output, resume=options.resume)
+        if tuning.is_finished:
+            return _finished(tuning)
+        spill_dirs = options.spill_dir or [default_spill_dir()]
+        hardware = (
+            Hardware.load(options.hardware)
+            if options.hardware
+            else penstock.probe(spill_dirs, time_budget_s=PROBE_S)
+        )
+        predicted = tuning.predict(options.device_budget, hardware, options.policy, options.endurance)
+        if not options.json:
+            _show(predicted, tuning)
+        with penstock.offload(
+            device_budget=options.device_budget,
+            spill_dir=spill_dirs,
+            hardware=hardware,
+            policy=options.policy,
+            endurance=options.endurance,
+        ) as run:
+            outcome = _tune(tuning, run, options.save_steps)
+            report = run.report() if len(outcome.losses) > outcome.begun else None
+    return _answer(tuning, outcome, predicted, report)
+
+
+def _quiet() -> None:
+    """What others say on the way would cut the bar in pieces."""
+    from transformers.utils import logging as library
+
+    library.disable_progress_bar()
+    library.set_verbosity_error()
+
+
+def _show(predicted: Summary, tuning: FineTuning) -> None:
+    """Before training begins, which takes long."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
+    steps = counted(tuning.total_steps, "step")
+    console.print(f"{steps} of {counted(tuning.settings.sequences_per_step, 'sequence')}, predicted:")
+    for name, text in predicted.rows():
+        console.print(f"  {name:<16} {text}")
+
+
+def _tune(tuning: FineTuning, run: Offload, save_steps: int) -> Outcome:
+    with steps_progress("reading", tuning.total_steps) as show, interrupts_noted() as interrupted:
+        begun_s = time.perf_counter()
+
+        def on_step(steps: int, loss: float) -> bool:
+            nonlocal begun_s
+            now_s = time.perf_counter()
+            show(steps, loss, partial(state_line, run, now_s - begun_s))
+            begun_s = now_s
+            return interrupted()
+
+        return tuning.train(run, save_steps=save_steps, on_step=on_step)
+
+
+def _answer(tuning: FineTuning, outcome: Outcome, predicted: Summary, report: Any) -> Answer:
+    values = {
+        "predicted": asdict(predicted),
+        "report": msgspec.to_builtins(report) if report is not None else None,
+        "losses": outcome.losses,
+        "begun": outcome.begun,
+        "total_steps": outcome.total,
+        "finished": outcome.finished,
+        "folder": str(tuning.folder),
+    }
+    shown: list[str] = [str(report)] if report is not None else []
+    shown.append(_losses(outcome.losses, outcome.begun))
+    if outcome.finished:
+        return Answer(values=values, shown=shown, written=[tuning.model_folder], exit_code=DONE)
+    shown.append(
+        f"{len(outcome.losses)} of {outcome.total} steps are done: the same command goes on from there"
+    )
+    return Answer(values=values, shown=shown, written=[tuning.checkpoint], exit_code=INTERRUPTED)
+
+
+def _finished(tuning: FineTuning) -> Answer:
+    losses = tuning.losses()
+    return Answer(
+        values={"losses": losses, "finished": True, "folder": str(tuning.folder)},
+        shown=[_losses(losses, len(losses)), f"finished already: the model is in {tuning.model_folder}"],
+    )
+
+
+def _losses(losses: list[float], begun: int) -> str:
+    went_on = f", of which {begun} by earlier commands" if begun else ""
+    if not losses:
+        return ""
+    return f"  loss {losses[0]:.4f} -> {losses[-1]:.4f} in {counted(len(losses), 'step')}{went_on}"

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from penstock.core.addresses import check_offsets
 from penstock.core.arguments import require_kinds
 from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
@@ -64,8 +63,6 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     variants = () if broken else plan.variants
     violations += _device(trace, evictions, recomputations, variants, plan, hardware)
     violations += _tiers(trace, evictions, hardware)
-    if plan.offsets:
-        violations += check_offsets(trace, plan, evictions, recomputations)
     return violations
 
 

@@ -65,8 +65,6 @@ class Plan:
     recomputations         in the order in which they are made
     variants               [K] which of a kernel's variants runs, -1 for the kernel as traced; empty
                            where all run as traced
-    offsets                [T] device address of each tensor in bytes from the start of the device's
-                           space, -1 for one that never occupies any; empty where none was planned
     minimum_bytes          smallest device budget at which the step can run at all
     predicted_s            iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
@@ -80,7 +78,6 @@ class Plan:
     evictions: tuple[Evict, ...] = ()
     recomputations: tuple[Recompute, ...] = ()
     variants: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
     minimum_bytes: int = 0
     predicted_s: float = 0.0
     predicted_peak_bytes: int = 0

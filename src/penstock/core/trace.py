@@ -14,10 +14,8 @@ from penstock.core import files
 from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists, sum_over
 from penstock.core.tables import html_table
 from penstock.core.validate import validate
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument
 from penstock.units import format_bytes, format_seconds
-
-PUBLISHED_SCHEMA = "trace/1"  # of files that penstock.studies.published reads
 
 
 def csr_bytes(elements: IntArray, itemsize: IntArray, density: FloatArray) -> IntArray:
@@ -380,13 +378,7 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        source = files.read(path)
-        if source.schema == PUBLISHED_SCHEMA:
-            raise InvalidFile(
-                f"{path} is a published trace of the schema {source.schema!r}: read it with "
-                "penstock.studies.published.trace"
-            )
-        return files.value(cls, source, path)
+        return files.load(cls, path)
 
 
 def released_after_last_use(trace: Trace) -> Trace:

@@ -10,33 +10,27 @@ from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.planners.heuristics.evict_all import evict_all
-from penstock.planners.heuristics.flashneuron import flashneuron, flashneuron_g10
-from penstock.planners.heuristics.g10 import g10, g10_artifact, g10_gds, g10_host
-from penstock.planners.heuristics.vdnn import vdnn_all, vdnn_conv
+from penstock.planners.flashneuron import flashneuron
+from penstock.planners.g10 import g10
 from penstock.planners.modnn import modnn
 from penstock.planners.optimal import optimal
-from penstock.planners.problem import Decision, Policy, Problem
-from penstock.planners.variants import as_traced
+from penstock.planners.problem import Decision, Policy, Problem, as_traced
+from penstock.planners.rules import evict_all, vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
 # A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
-# `optimal` and `modnn` read a clock: what they answer when the time limit ends them depends on the machine.
+# `optimal` reads a clock: what it answers when the time limit ends it depends on the machine.
 POLICIES: dict[str, Policy] = {
     "keep": lambda problem: Decision(),
     "evict_all": evict_all,
     "vdnn_all": vdnn_all,
     "vdnn_conv": vdnn_conv,
     "flashneuron": flashneuron,
-    "flashneuron_g10": flashneuron_g10,
     "modnn": modnn,
     "g10": g10,
-    "g10_artifact": g10_artifact,
-    "g10_gds": g10_gds,
-    "g10_host": g10_host,
     "optimal": optimal,
 }
 
@@ -112,7 +106,6 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
         evictions=decision.evictions,
         recomputations=decision.recomputations,
         variants=decision.variants or variants,
-        offsets=decision.offsets,
         minimum_bytes=needed,
         lower_bound_s=max(decision.lower_bound_s, trace.fastest_s),
         reason=_reason(trace, budget, decision.reason),

@@ -19,7 +19,7 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.planners import plan
-from penstock.planners.variants import algorithms
+from penstock.planners.problem import algorithms
 from penstock.units import format_bytes, format_bytes_up
 
 SHARE = 0.15  # of all kernels: moDNN's alpha

@@ -1,11 +1,16 @@
-"""What a policy is asked, and what it answers: pure values."""
+"""What a policy is asked, what it answers, and which variant of each kernel runs (moDNN section 5.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
+
+from penstock.core.columns import IntArray
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import held_bytes, least_workspace_bytes
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Trace
 
@@ -47,9 +52,72 @@ class Decision:
     evictions: tuple[Evict, ...] = ()
     recomputations: tuple[Recompute, ...] = ()
     variants: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
     lower_bound_s: float = 0.0
     reason: str = ""
 
 
 Policy = Callable[[Problem], Decision]
+
+
+def with_fastest(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+    """The fastest variants with which the step can run in the budget, and a trace without others."""
+    return _chosen(trace, held_bytes(trace), budget_bytes)
+
+
+def with_least_workspace(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+    """The same, but no variant sends tensors away from its kernel where another needs none to leave."""
+    live = trace.live_bytes - trace.kernel_workspace_bytes
+    fits = live + least_workspace_bytes(trace) <= budget_bytes
+    return _chosen(trace, np.where(fits, live, held_bytes(trace)), budget_bytes)
+
+
+def as_traced(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+    """Every kernel as it was traced where that can run in the budget, else the fastest variant that can."""
+    traced = held_bytes(trace) + trace.kernel_workspace_bytes <= budget_bytes
+    only = tuple(() if fits else others for fits, others in zip(traced, trace.kernel_variants, strict=False))
+    return _chosen(replace(trace, kernel_variants=only), held_bytes(trace), budget_bytes)
+
+
+def _chosen(trace: Trace, others_bytes: IntArray, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
+    """The fastest variant of each kernel that fits beside ``others_bytes``; the smallest where none does."""
+    if not any(trace.kernel_variants):
+        return (), trace
+    chosen = []
+    for kernel, others in enumerate(others_bytes.tolist()):
+        entries = algorithms(trace, kernel)
+        fitting = (entry for entry in entries if others + entry.workspace_bytes <= budget_bytes)
+        chosen.append(next(fitting, baseline(entries)))
+    plain = replace(
+        trace,
+        kernel_time_s=np.array([entry.time_s for entry in chosen]),
+        kernel_workspace_bytes=np.array([entry.workspace_bytes for entry in chosen], dtype=np.int64),
+        kernel_variants=(),
+    )
+    return tuple(entry.variant for entry in chosen), plain
+
+
+class Algorithm(NamedTuple):
+    """One way to run a kernel.
+
+    variant   index into the trace's variants of the kernel, -1 for the kernel as traced
+    """
+
+    variant: int
+    time_s: float
+    workspace_bytes: int
+
+
+def algorithms(trace: Trace, kernel: int) -> list[Algorithm]:
+    """Every algorithm of ``kernel``, the fastest first; of equally fast ones the one with less workspace."""
+    found = [Algorithm(-1, float(trace.kernel_time_s[kernel]), int(trace.kernel_workspace_bytes[kernel]))]
+    if trace.kernel_variants:
+        found += [
+            Algorithm(index, variant.time_s, variant.workspace_bytes)
+            for index, variant in enumerate(trace.kernel_variants[kernel])
+        ]
+    return sorted(found, key=lambda entry: (entry.time_s, entry.workspace_bytes))
+
+
+def baseline(choices: list[Algorithm]) -> Algorithm:
+    """The one with the least workspace, as implicit GEMM is for convolutions."""
+    return min(choices, key=lambda entry: (entry.workspace_bytes, entry.time_s))

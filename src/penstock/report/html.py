@@ -17,13 +17,12 @@ from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.report.figure import figure
-from penstock.report.policies import Candidate
-from penstock.report.rows import (
+from penstock.report.figure import (
     AGAIN_COLOURS,
     LEGEND,
     PHASE_COLOURS,
     STALL_COLOURS,
+    figure,
     kernel_texts,
     rows,
     stall_texts,
@@ -31,6 +30,7 @@ from penstock.report.rows import (
     tensor_texts,
 )
 from penstock.report.summary import CAUSE_TEXT, CAUSES, SPILL_TIERS, Summary, percent, summarise
+from penstock.report.sweep import Candidate
 from penstock.units import format_bytes, format_seconds
 
 LONGEST_WAITS = 10

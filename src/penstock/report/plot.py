@@ -14,8 +14,8 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.report.figure import FAINT, GRID, INK, MEASURED, STALL_COLOURS, Row, rows
 from penstock.report.memory_by_kind import device_samples, layers, memory_unit
-from penstock.report.rows import FAINT, GRID, INK, MEASURED, STALL_COLOURS, Row, rows
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -1,21 +1,97 @@
-"""What if the machine were another: a plan for each one, and what limits it."""
+"""Many plans compared: every policy on one problem, one policy on other machines, and whether the disk is
+fast enough, in one sentence.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
+from typing import TypeVar
 
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import tier_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.planners import Problem, solve
-from penstock.report.policies import spread, workers_for
+from penstock.planners import POLICIES, Problem, solve
 from penstock.report.summary import Summary, summarise
 from penstock.simulator import simulate
+from penstock.units import format_bytes, format_rate, format_seconds
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+WORTH_KERNELS = 4000  # planning for fewer is over before a process has started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One policy's answer. ``reason`` says why there is no plan where ``summary`` is None."""
+
+    policy: str
+    summary: Summary | None = None
+    reason: str = ""
+
+
+def compare_policies(
+    problem: Problem, names: Iterable[str] | None = None, known: Plan | None = None, workers: int = 0
+) -> list[Candidate]:
+    """One candidate for each policy, fastest first, those that cannot at the end.
+
+    Each summary carries the best bound that any of the policies proved: it holds for all.
+
+    known   a plan for the same problem, which need not be made again
+    workers processes to plan in; 0: as many as are worth starting
+    """
+    names = list(names if names is not None else POLICIES)
+    tasks = [(problem, name, known if known is not None and known.policy == name else None) for name in names]
+    if known is not None and known.policy not in names:
+        tasks.append((problem, known.policy, known))
+    workers = workers or workers_for(problem.trace.kernels * len(tasks))
+    found = spread(_candidate, tasks, min(workers, len(tasks)))
+    bound_s = max((entry.summary.lower_bound_s for entry in found if entry.summary), default=0.0)
+    found = [
+        replace(entry, summary=replace(entry.summary, lower_bound_s=bound_s)) if entry.summary else entry
+        for entry in found
+    ]
+    return sorted(found, key=lambda entry: (entry.summary is None, _predicted_s(entry)))
+
+
+def spread(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
+    """``function`` of each task, in order, in so many processes; with one, in this process.
+
+    The processes start afresh rather than as copies of this one, which may have threads.
+    """
+    if workers <= 1:
+        return [function(task) for task in tasks]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, tasks))
+
+
+def workers_for(kernels: int) -> int:
+    """How many processes are worth starting to plan for so many kernels, over all tasks."""
+    return 1 if kernels < WORTH_KERNELS else os.cpu_count() or 1
+
+
+def _candidate(task: tuple[Problem, str, Plan | None]) -> Candidate:
+    problem, name, made = task
+    try:
+        if made is None:
+            made = solve(problem, name)
+        timeline = simulate(problem.trace, made, problem.hardware)
+    except PenstockError as error:
+        return Candidate(policy=name, reason=str(error))
+    return Candidate(policy=name, summary=summarise(problem.trace, made, timeline))
+
+
+def _predicted_s(entry: Candidate) -> float:
+    return entry.summary.predicted_s if entry.summary else 0.0
+
 
 NEAR = 1.05  # times this close are called the same
 MANY = 1e6  # factor of a resource that is to limit nothing
@@ -259,3 +335,89 @@ def disk_rates(hardware: Hardware) -> tuple[float, float]:
 def _rate(hardware: Hardware, link: str) -> float:
     points = hardware.measured_rates.get(link)
     return max(rate for _, rate in points) if points else hardware.rate_bytes_per_s(link)
+
+
+def verdict(cells: Sequence[Cell]) -> str:
+    """The sentence. A disk is fast enough where one that never keeps the plan waiting would hardly help."""
+    planned = [cell for cell in cells if cell.summary is not None]
+    if not planned:
+        return "No plan fits any of these machines: raise the budget, the host memory or the disks."
+    using = [cell for cell in planned if cell.uses_disk]
+    if not using:
+        return "The disk is not needed: device and host memory carry every one of these plans."
+    aside = f", and not needed in {len(planned) - len(using)} more" if len(planned) > len(using) else ""
+    enough = [cell for cell in using if cell.disk_is_enough]
+    if len(enough) == len(using):
+        where = "the one case that uses it" if len(using) == 1 else f"all {len(using)} cases that use it"
+        return (
+            f"Yes, the disk is fast enough in {where}{aside}: a faster one would save less than "
+            f"{(NEAR - 1) * 100:.0f} % of the step."
+        )
+    if not enough:
+        best = min(using, key=_lost)
+        assert best.summary is not None
+        where = (
+            "the one case that uses it" if len(using) == 1 else f"any of the {len(using)} cases that use it"
+        )
+        over = "" if best.summary.over_ideal is None else f", {best.summary.over_ideal:.2f} x the ideal"
+        step = f"{format_seconds(best.summary.predicted_s)}{over}"
+        return (
+            f"No, the disk is not fast enough in {where}{aside}: at best, with {_disks(best.case)}"
+            f"{_places([best.case], cells)[0]}, the step takes {step}, and a disk that never kept it "
+            f"waiting would make it {format_seconds(best.fast_disk_s)}."
+        )
+    return (
+        f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
+        f"{_thresholds(using, cells)}."
+    )
+
+
+def _thresholds(using: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    """How many disks are enough, and for what: fewest disks first."""
+    found: dict[tuple[bool, float, str], list[Case]] = {}
+
+    def machine(cell: Cell) -> tuple[str, int, int]:
+        return (cell.case.label, cell.case.hardware.host_bytes, cell.case.budget_bytes)
+
+    for _, group in groupby(sorted(using, key=machine), key=machine):
+        row = sorted(group, key=lambda cell: cell.case.disks)
+        enough = [cell for cell in row if cell.disk_is_enough]
+        case = enough[0].case if enough else row[-1].case
+        found.setdefault((not enough, case.disks, _disks(case)), []).append(case)
+    parts = []
+    for lacking, count, disks in sorted(found):
+        places = " and".join(_places(found[lacking, count, disks], cells))
+        verb = "is" if count == 1 else "are"
+        parts.append(f"{f'even {disks} {verb} not' if lacking else f'{disks} {verb} enough'}{places}")
+    return "; ".join(parts)
+
+
+def _places(cases: Sequence[Case], cells: Sequence[Cell]) -> list[str]:
+    """What tells these cases from the others, apart from their disks: budgets together where they can be."""
+
+    def rest(case: Case) -> tuple[str, int]:
+        return (case.label, case.hardware.host_bytes)
+
+    places = []
+    for _, group in groupby(sorted(cases, key=rest), key=rest):
+        same = sorted(group, key=lambda case: case.budget_bytes)
+        place = f" for {same[0].label}" if len({cell.case.label for cell in cells}) > 1 else ""
+        if len({cell.case.budget_bytes for cell in cells}) > 1:
+            place += " in " + " or ".join(format_bytes(case.budget_bytes) for case in same)
+        if len({cell.case.hardware.host_bytes for cell in cells}) > 1:
+            host = same[0].hardware.host_bytes
+            place += f" with {format_bytes(host)} of host memory" if host else " without host memory"
+        places.append(place)
+    return places
+
+
+def _disks(case: Case) -> str:
+    """``"2 disks (6.40 GB/s)"``: the slower of its two rates."""
+    count = f"{case.disks:g} disk{'' if case.disks == 1 else 's'}"
+    return f"{count} ({format_rate(min(disk_rates(case.hardware)))})"
+
+
+def _lost(cell: Cell) -> float:
+    """The time over what a disk that is no hindrance would make it."""
+    assert cell.summary is not None
+    return cell.summary.predicted_s / cell.fast_disk_s if cell.fast_disk_s else 1.0

@@ -204,7 +204,8 @@ class CopyEngine:
     timeout_s         a wait in which no copy completes for so long ends with SpillError
     in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
     waits, moved      since `begin_step`
-    failed_prefetches   why; they are tried again when they are needed
+    failed_prefetches   how many; they are tried again when they are needed
+    prefetch_error      why the first of them failed
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
@@ -249,7 +250,8 @@ class CopyEngine:
         self.tier = "disk"  # where evictions that nothing planned go
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
-        self.failed_prefetches: list[PenstockError] = []
+        self.failed_prefetches = 0
+        self.prefetch_error: PenstockError | None = None
 
     @property
     def freeing_bytes(self) -> int:
@@ -721,7 +723,8 @@ class CopyEngine:
             if priority == DEMAND:
                 self._error = self._error or error
             else:
-                self.failed_prefetches.append(error)
+                self.failed_prefetches += 1
+                self.prefetch_error = self.prefetch_error or error
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -57,8 +57,7 @@ class Recording:
     """What the clock notes of a step, for a trace.
 
     zeros       sample how many elements of what kernels write are zero
-    launches    of kernels that were not over when their call was
-    timed       what the device says of these
+    timed       of kernels that were not over when their call was: the launch, and what the device says
     launched_s  when each kernel was
     """
 
@@ -67,17 +66,16 @@ class Recording:
         self.kernels: list[KernelRecord] = []
         self.tensors: list[TensorRecord] = []
         self.in_memory_bytes: list[int] = []  # after each kernel
-        self.launches: list[Launch] = []
-        self.timed: list[Timed] = []
+        self.timed: list[tuple[Launch, Timed]] = []
         self.launched_s: list[float] = []
 
     def take_times(self) -> None:
         """Have the kernels' times from the device, which has done all of them."""
         if not self.timed:
             return
-        first, begun_s = self.timed[0].begun, self.launched_s[0]
-        for kernel, launch, timed, (took_s, time_s) in zip(
-            self.kernels, self.launches, self.timed, times_s(self.launches, self.timed), strict=True
+        first, begun_s = self.timed[0][1].begun, self.launched_s[0]
+        for kernel, (launch, timed), (took_s, time_s) in zip(
+            self.kernels, self.timed, times_s(self.timed), strict=True
         ):
             kernel.ended_s = begun_s + first.elapsed_time(timed.ended) / 1e3
             kernel.begun_s = kernel.ended_s - took_s
@@ -508,8 +506,10 @@ class Clock(TorchDispatchMode):
     def _secure(self, need_bytes: int) -> None:
         """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
         has, is asked before."""
+        has_room = self._device.has_room
+        assert has_room is not None
         with self._interrupts:
-            while not self._device.has_room(need_bytes) and self._engine.free(need_bytes):
+            while not has_room(need_bytes) and self._engine.free(need_bytes):
                 pass
 
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
@@ -820,8 +820,7 @@ class Clock(TorchDispatchMode):
         workspace_bytes = self._workspace_bytes
         launch = Launch(max(entered_s - self._kernels.left_s, 0.0), ended_s - begun_s)
         if self._timed is not None:
-            recording.launches.append(launch)
-            recording.timed.append(self._timed)
+            recording.timed.append((launch, self._timed))
         recording.launched_s.append(begun_s)
         time_s = launch.program_s + launch.call_s
         costs = self._known_costs

@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     call_s: float
 
 
-def times_s(launches: Sequence[Launch], timed: Sequence[Timed]) -> Iterator[tuple[float, float]]:
+def times_s(timed: Sequence[tuple[Launch, Timed]]) -> Iterator[tuple[float, float]]:
     """Seconds that each kernel takes on the device, and by how much the plain step is longer with it.
 
     In a plain step the host launches as fast as it can, and the device follows: a kernel begins when it is
@@ -41,7 +41,7 @@ def times_s(launches: Sequence[Launch], timed: Sequence[Timed]) -> Iterator[tupl
     takes beside them is not in it.
     """
     host_s = device_s = 0.0
-    for launch, kernel in zip(launches, timed, strict=True):
+    for launch, kernel in timed:
         took_s = kernel.begun.elapsed_time(kernel.ended) / 1e3
         if kernel.was_idle:
             took_s = max(took_s - launch.call_s, 0.0)

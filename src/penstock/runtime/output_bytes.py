@@ -19,6 +19,9 @@ from penstock.capture.operators import tensors_in
 # So many answers are kept: shapes that change at every step must not fill memory.
 MOST_ANSWERS = 1 << 14
 
+# Collectives of these write to what they are given. To try one is to take part in it.
+_TAKE_NOTHING = ("c10d", "penstock")
+
 _VALUES: tuple[type, ...] = (int, float, bool, str, complex, type(None))
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -63,6 +66,8 @@ class Needs:
     def _infer(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return 0  # set_, whose storages fake tensors refuse
+        if operator.namespace in _TAKE_NOTHING:
+            return 0
         self.inferred += 1
         mode = self._mode
         try:

@@ -660,7 +660,7 @@ class Offload:
             self._told_prefetches = True
             logger.warning(
                 "a prefetch failed, and is tried again when it is needed: %s",
-                self._engine.failed_prefetches[0],
+                self._engine.prefetch_error,
             )
 
     def _swapped_bytes(self) -> tuple[int, int]:
@@ -785,7 +785,7 @@ class Offload:
             endurance_bytes=self._endurance_bytes,
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
             unplanned_accesses=device.unplanned_accesses,
-            failed_prefetches=len(self._engine.failed_prefetches),
+            failed_prefetches=self._engine.failed_prefetches,
             clock_s=statistics.median(measured.clock_s) if measured.clock_s else self._clock.clock_s,
             operators=measured.operators,
             disk_bytes=self._spill.file_bytes,

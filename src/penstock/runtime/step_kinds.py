@@ -450,7 +450,7 @@ class StepKinds:
 
     def _checked(self, trace: Trace, plan: Plan, hardware: Hardware, recordings_left: int) -> StepKind:
         """A kind of step with this plan. Raises InvalidPlan."""
-        plan = replace(plan, trace=trace, offsets=())  # storages stay where they are
+        plan = replace(plan, trace=trace)
         if violations := check(trace, plan, hardware):
             raise InvalidPlan(violations)
         return StepKind(trace, plan, self._scheduled(trace, plan), recordings_left, hardware)

@@ -1,6 +1,7 @@
 """Plans tried fast: one trace on one machine, and thousands of plans, carried out by `penstock._native`.
 
-What a plan means is said in `penstock.simulator.events`.
+What a plan means is said in `penstock.simulator`. What it does with a tensor in an inactive period is an
+action: one table, which the native module defines.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,26 @@ from penstock.core.memory_profile import kernels_as_run
 from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.simulator.actions import MOVES, RECOMPUTE, action_of
+
+
+class Action(NamedTuple):
+    """tier and codec are those of an `Evict`; empty where nothing moves."""
+
+    name: str
+    tier: str
+    codec: str
+
+
+ACTIONS = tuple(Action(*row) for row in _native.plan_actions())
+KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(len(ACTIONS))
+MOVES = {number: (action.tier, action.codec) for number, action in enumerate(ACTIONS) if action.tier}
+
+
+def action_of(tier: str, codec: str) -> int | None:
+    """The number of the action that sends a tensor there in this form; None where there is none."""
+    form = "raw" if codec == "raw" else "csr"
+    return next((number for number, move in MOVES.items() if move == (tier, form)), None)
+
 
 CAUSES = ("", "prefetch", "memory")
 
@@ -33,7 +53,7 @@ class Intervals:
 
     tensor, after, begin, end, prefetch_at   [R] as in Evict; `after` and `prefetch_at` mean nothing to a
                                              recomputation
-    action                                   [R] number in penstock.simulator.actions.ACTIONS; rows with
+    action                                   [R] number in penstock.simulator.replay.ACTIONS; rows with
                                              KEEP are skipped
     """
 

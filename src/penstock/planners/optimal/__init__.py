@@ -1,7 +1,7 @@
 """The default: everything decided together, near a linear program, and checked by the simulator.
 
 A linear program over time slots says how much of each inactive period should have which action, and proves
-a bound (`penstock.planners.optimal.lp.fractional`). Its fractions are rounded, what then does not fit is
+a bound (`penstock.planners.optimal.fractional`). Its fractions are rounded, what then does not fit is
 repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a greedy
 one are seeds, too: without a solver they are all there is.
 """
@@ -24,13 +24,19 @@ from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.optimal.lp.dive import dive
-from penstock.planners.optimal.lp.fractional import FractionalPlan, fractional_plan
-from penstock.planners.optimal.search.choices import ActionArray, Choices, choices
-from penstock.planners.optimal.search.improve import Candidate, Improver
-from penstock.planners.optimal.search.seeds import everything_away, of_intervals, round_fractions, seeds
-from penstock.planners.problem import Decision, Problem
-from penstock.planners.variants import with_fastest, with_least_workspace
+from penstock.planners.optimal.fractional import FractionalPlan, dive, fractional_plan
+from penstock.planners.optimal.search import (
+    ActionArray,
+    Candidate,
+    Choices,
+    Improver,
+    choices,
+    everything_away,
+    of_intervals,
+    round_fractions,
+    seeds,
+)
+from penstock.planners.problem import Decision, Problem, with_fastest, with_least_workspace
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 GOOD_ENOUGH = 1.0005  # of the bound

@@ -81,8 +81,10 @@ class Device(copy_engine.Device, Protocol):
     def make_holes(self, sizes: Sequence[int]) -> None:
         """Have memory in pieces of these sizes, where the device has it in one."""
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether the device gives a kernel of this thread so many bytes now, in one piece."""
+    @property
+    def has_room(self) -> Callable[[int], bool] | None:
+        """Asks whether the device gives a kernel of this thread so many bytes now, in one piece. None: it
+        makes room by itself when it is asked for memory."""
         ...
 
     def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:

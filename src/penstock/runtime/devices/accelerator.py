@@ -23,10 +23,10 @@ Rules that keep copies and kernels apart:
 Streams and events are made once and kept; beyond these `record_stream` is called only for tensors that
 the program has called it for: each makes the pools of the allocator grow.
 
-The budget is of reserved bytes, beside those of what was there before and the run does not move. The
-allocator is capped at it, so that fragments count too: where the tensors would fit and the allocator still
-finds no room, more leaves. With expandable segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``) there
-are hardly any fragments.
+The budget is of reserved bytes, beside those of what was there before: what the run moves of that counts
+from when it meets it, and is reported from the next step on. The allocator is capped at it, so that fragments
+count too: where the tensors would fit and the allocator still finds no room, more leaves. With expandable
+segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``) there are hardly any fragments.
 """
 
 from __future__ import annotations
@@ -321,6 +321,8 @@ class AcceleratorDevice:
         self._steps = 0
         self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
         self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
+        self._kept_bytes = 0  # above the limit, in segments with what was there: nothing more could leave
+        self._beside_bytes = 0  # of these two, reserved when the step began
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
         self._begun: Any = None  # of the kernel that is measured: an event
         self._ended: Any = None  # of the one before
@@ -347,24 +349,35 @@ class AcceleratorDevice:
 
     @property
     def _limit_bytes(self) -> int:
-        return self._foreign_reserved_bytes + self._budget_bytes
+        return self._foreign_reserved_bytes + self._kept_bytes + self._budget_bytes
 
     @property
     def _foreign_reserved_bytes(self) -> int:
         return int(self._foreign_bytes * self._foreign_reserve)
 
-    def _come_below_the_limit(self) -> None:
-        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment."""
+    @property
+    def _over_bytes(self) -> int:
+        own_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
+        return max(own_bytes - self._budget_bytes, 0)
+
+    def _come_below_the_limit(self) -> int:
+        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment: bytes
+        that stay above it for that."""
         engine = self.engine
         assert engine is not None
         with engine.lock:
             engine.make_room(0, expected=True)
             engine.end_kernel()
             self._driver.empty_cache()
-            while (over_bytes := self._driver.memory().reserved_bytes - self._limit_bytes) > 0:
-                if not engine.free(over_bytes):
-                    break
+            while (over_bytes := self._over_bytes) > 0 and engine.free(over_bytes):
                 self._driver.empty_cache()
+        if over_bytes > 0:
+            logger.warning(
+                "%s stay reserved beside device_budget, since tensors that cannot leave were on the device "
+                "before the run: build the model inside it, or lower smallest_bytes",
+                format_bytes(over_bytes),
+            )
+        return over_bytes
 
     def bury(self, managed: ManagedStorage) -> None:
         if not managed.movable:
@@ -851,8 +864,12 @@ class AcceleratorDevice:
         self._steps += 1
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
             self._open_segment()
-        if self._driver.memory().reserved_bytes > self._limit_bytes:
-            self._come_below_the_limit()
+        if (over_bytes := self._over_bytes) > self._kept_bytes:
+            over_bytes = self._come_below_the_limit()
+        if over_bytes != self._kept_bytes:
+            self._kept_bytes = over_bytes
+            self._driver.limit(self._limit_bytes)
+        self._beside_bytes = self._foreign_reserved_bytes + self._kept_bytes
         self._peak_bytes = 0
         self.memory.asks_in = 0
         self._driver.reset_peaks()
@@ -912,7 +929,7 @@ class AcceleratorDevice:
 
     def _note_peak(self) -> None:
         memory = self._driver.memory()
-        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._foreign_reserved_bytes)
+        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._beside_bytes)
         fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
         self._fragments_bytes = max(self._fragments_bytes, fragments_bytes)
 

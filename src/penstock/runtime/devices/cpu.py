@@ -65,6 +65,7 @@ class CpuDevice:
     empties_storages = False
     device = torch.device("cpu")
     current_stream: Callable[[], Any] | None = None
+    has_room: Callable[[int], bool] | None = None
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
     memory_manager = "arena"
@@ -498,9 +499,6 @@ class CpuDevice:
         made = _native.arena_make_room(size_bytes, pinned)
         self.notice()
         return made
-
-    def has_room(self, size_bytes: int) -> bool:
-        return self.in_memory_bytes() + size_bytes <= self._budget_bytes
 
     def budget_for(self, size_bytes: int) -> int:
         return self.in_memory_bytes() + size_bytes

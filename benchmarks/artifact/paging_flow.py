@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from penstock.core.hardware import Hardware
 from penstock.errors import SpillSpaceFull
-from penstock.studies.paging_memory import DISK, HOST, NOWHERE, PAGE_BYTES, TOLERANCE, Memory, Queue
+
+from .paging_memory import DISK, HOST, NOWHERE, PAGE_BYTES, TOLERANCE, Memory, Queue
 
 _IN = ("", "host_to_device", "disk_read")
 _OUT = ("", "device_to_host", "disk_write")

@@ -33,8 +33,9 @@ from penstock.core.columns import FloatArray
 from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.studies.paging_flow import Flows
-from penstock.studies.paging_memory import DISK, HOST, NOWHERE, PAGE_BYTES, Memory
+
+from .paging_flow import Flows
+from .paging_memory import DISK, HOST, NOWHERE, PAGE_BYTES, Memory
 
 POLICIES = ("uvm", "deepum")
 ITERATIONS = 2
@@ -94,7 +95,7 @@ def simulate_paging(
     """Two iterations of ``trace`` with demand paging; ``policy`` is "uvm" or "deepum".
 
     fault_times_s   ([K], [K]) measured times of kernels that fault on all their outputs, and on
-                    everything that they use, from host memory (penstock.studies.published.fault_times_s);
+                    everything that they use, from host memory (published.fault_times_s);
                     without them `faults` decides
     """
     if policy not in POLICIES:

@@ -13,10 +13,11 @@ import numpy as np
 
 from penstock.core import files
 from penstock.core.columns import KINDS, PHASES, FloatArray, IntArray, Lists
-from penstock.core.repeat import harmless_producers, sole_writers
-from penstock.core.trace import PUBLISHED_SCHEMA, Trace
+from penstock.core.trace import Trace
+from penstock.core.validate import harmless_producers, sole_writers
 from penstock.errors import InvalidArgument, InvalidFile
 
+SCHEMA = "trace/1"
 ITEMSIZE = 4  # everything is fp32
 _KINDS = {
     "weight": "weight",
@@ -89,12 +90,12 @@ def fault_times_s(path: str | Path) -> tuple[FloatArray, FloatArray]:
 
 def _read(path: str | Path) -> _Trace:
     source = files.read(path)
-    if source.schema != PUBLISHED_SCHEMA:
-        raise InvalidFile(f"{path} holds {source.schema!r}, not {PUBLISHED_SCHEMA!r}: give a published trace")
+    if source.schema != SCHEMA:
+        raise InvalidFile(f"{path} holds {source.schema!r}, not {SCHEMA!r}: give a published trace")
     try:
         return msgspec.json.decode(source.data, type=_Trace)
     except msgspec.MsgspecError as error:
-        raise InvalidFile(f"{path} is not a whole {PUBLISHED_SCHEMA} file: {error}") from error
+        raise InvalidFile(f"{path} is not a whole {SCHEMA} file: {error}") from error
 
 
 def _trace(document: _Trace) -> Trace:

@@ -1,4 +1,4 @@
-"""The command that compares the I/O paths between memory and disk. Returns an Answer; prints nothing."""
+"""The commands that measure the machine. Each returns an Answer; nothing is printed here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,41 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+import penstock
 from penstock.capture.probe import device_name
-from penstock.cli.output import Answer, Table, own_files
+from penstock.cli.output import Answer, Table, own_files, save
+from penstock.core.hardware import LINKS
 from penstock.runtime.resident import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.tables import Tables
 from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
+
+
+def probe(options: Namespace) -> Answer:
+    directories = options.spill_dir or [Path(default_spill_dir())]
+    hardware = penstock.probe(directories, device=options.device, time_budget_s=options.seconds)
+    save(hardware, options.output)
+    links = [link for link in LINKS if link in hardware.measured_rates]
+    sizes = sorted({size for link in links for size, _ in hardware.measured_rates[link]})
+    by_link = {link: dict(hardware.measured_rates[link]) for link in links}
+    rows = [
+        (
+            format_bytes(size),
+            *(format_rate(by_link[link][size]) if size in by_link[link] else "" for link in links),
+        )
+        for size in sizes
+    ]
+    text = (
+        f"{hardware.name}\n"
+        f"device {format_bytes(hardware.device_bytes)}, disk {format_bytes(hardware.disk_bytes)} free in "
+        f"{', '.join(map(str, directories))}; both directions at once: {hardware.duplex:.0%} of the rate each"
+    )
+    table = Table(("transfer", *(link.replace("_", " ") for link in links)), rows)
+    return Answer(
+        values={"hardware": msgspec.to_builtins(hardware)}, shown=[text, table], written=[options.output]
+    )
+
 
 SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
 
@@ -43,7 +71,7 @@ def io_paths(options: Namespace) -> Answer:
         unavailable = dict(space.unavailable)
     return Answer(
         values={"device": device, "unavailable": unavailable, "tables": msgspec.to_builtins(tables)},
-        shown=["\n".join([device, *known, *missing]), _table(tables)],
+        shown=["\n".join([device, *known, *missing]), _paths_table(tables)],
         written=[options.io_costs] if options.io_costs else [],
     )
 
@@ -74,7 +102,7 @@ def _transfer(space: SpillSpace, seconds: float) -> None:
             space.release(extent)
 
 
-def _table(tables: Tables) -> Table:
+def _paths_table(tables: Tables) -> Table:
     rows = [
         (
             f"{format_bytes(row.class_bytes)} {row.path}",

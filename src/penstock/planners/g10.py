@@ -1,7 +1,6 @@
 """G10 (Zhang et al., MICRO 2023, sections 4.3 and 4.4): smart eviction, then eager prefetch.
 
-`g10` is Algorithm 1 as the paper has it. Where the paper leaves something open, it follows the artifact that
-made its figures:
+Where the paper leaves something open, this follows the artifact that made its figures:
 
 - An eviction's benefit is the bytes times the seconds above the budget, between the moments at which half
   of the copy out is done and half of the copy back; its cost is not divided by, for it takes the disk
@@ -9,15 +8,12 @@ made its figures:
 - What is above the budget after Algorithm 1 is evicted by page faults: to the host while it has room, back
   on demand. Here the victims are planned, by whole tensors, so that the device always suffices.
 
-`g10_artifact` is what made the published figures. It differs from the paper in two ways:
+The artifact differs from the paper in two ways (`as_artifact`); `optimal` begins from such a plan, too:
 
 - A period counts only if it is SAFETY times as long as the copy.
 - The host is used where nothing at all is left of the disk's link in any kernel that the copy would fill; so
   what is copied within one kernel goes to the host, too. In the paper, where nothing is left of it while the
   copy would run.
-
-Without unified memory (figure 11), `g10_host` sends what Algorithm 1 leaves to the disk, and `g10_gds` knows
-no host; both are the artifact's.
 """
 
 from __future__ import annotations
@@ -28,41 +24,37 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.columns import FloatArray
+from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict
-from penstock.planners.heuristics import cyclic
-from penstock.planners.heuristics.prefetch import advance
-from penstock.planners.heuristics.room import Room, evict_further
-from penstock.planners.heuristics.traffic import Traffic
-from penstock.planners.heuristics.vitality import Candidates
+from penstock.core.trace import Trace
 from penstock.planners.problem import Decision, Problem
+from penstock.planners.rules import (
+    Candidates,
+    Room,
+    add_cyclic,
+    advance,
+    cyclic_slices,
+    evict_further,
+    unrolled,
+)
 
+_EXACT = 1 - 1e-9  # transfers that end with a kernel, up to rounding, end with it
 SAFETY = 2.5  # of a period's length over the time of one copy: there, back, and half as much again
 
 
 def g10(problem: Problem) -> Decision:
     """Algorithm 1 over disk and host, and what is left to the host first."""
-    return _plan(problem, ("disk", "host"), ("host", "disk"), as_artifact=False)
+    return algorithm_1(problem)
 
 
-def g10_artifact(problem: Problem) -> Decision:
-    """The same by the rules of the artifact."""
-    return _plan(problem, ("disk", "host"), ("host", "disk"))
-
-
-def g10_host(problem: Problem) -> Decision:
-    """`g10_artifact` without unified memory: what Algorithm 1 leaves goes to the disk first."""
-    return _plan(problem, ("disk", "host"), ("disk", "host"))
-
-
-def g10_gds(problem: Problem) -> Decision:
-    """GPU-direct storage alone: the disk, and the host only where there is no disk."""
-    tiers = ("disk",) if problem.hardware.disk_bytes else ("host",)
-    return _plan(problem, tiers, tiers)
-
-
-def _plan(
-    problem: Problem, tiers: tuple[str, ...], spill: tuple[str, ...], as_artifact: bool = True
+def algorithm_1(
+    problem: Problem,
+    tiers: tuple[str, ...] = ("disk", "host"),
+    spill: tuple[str, ...] = ("host", "disk"),
+    *,
+    as_artifact: bool = False,
 ) -> Decision:
+    """Algorithm 1 over ``tiers``; what it leaves goes to the first of ``spill`` with room."""
     trace, hardware = problem.trace, problem.hardware
     tiers = tuple(tier for tier in tiers if hardware.capacity_bytes(tier) > 0)
     selection = _Selection(problem, tiers, as_artifact)
@@ -117,7 +109,7 @@ class _Selection:
         self.resident = self.trace.live_bytes.copy()
         self.taken = np.zeros(len(self.options), dtype=np.bool_)
         self.chosen: list[tuple[Evict, int, int]] = []
-        clock = cyclic.unrolled(self.trace.kernel_time_s)
+        clock = unrolled(self.trace.kernel_time_s)
         self.length_s: FloatArray = clock[self.options.end] - clock[self.options.begin]
         sizes = self.options.size_bytes.tolist()
         self.write_s = {tier: [self.hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
@@ -144,7 +136,7 @@ class _Selection:
 
     def _seconds_above(self) -> FloatArray:
         above = np.where(self.resident > self.budget_bytes, self.traffic.duration_s, 0.0)
-        return cyclic.unrolled(above)
+        return unrolled(above)
 
     def _offer(self, index: int) -> _Offer | None:
         tier, begin, end = self.tiers[0], int(self.options.begin[index]), int(self.options.end[index])
@@ -171,7 +163,7 @@ class _Selection:
         self.room.take(tier, evict)
         self.traffic.write(tier, size, evict.after + 1)
         self.traffic.read(tier, size, evict.end)
-        cyclic.add(self.resident, away, back, -size)
+        add_cyclic(self.resident, away, back, -size)
         self.chosen.append((evict, away, back))
         self._above = self._seconds_above()
 
@@ -187,3 +179,66 @@ class _Selection:
             return first
         other = self.room.first(others, self.options.evict(index, others[0]))
         return other or first
+
+
+class Traffic:
+    """The seconds for which each link is still free during each kernel, if kernels never wait: the estimate
+    with which G10 chooses (section 4.3).
+
+    Transfers to the disk also use the bus where it is shared, for as long as they would take alone.
+    """
+
+    def __init__(self, trace: Trace, hardware: Hardware, tiers: tuple[str, ...]) -> None:
+        self.kernels, self.hardware = trace.kernels, hardware
+        # A kernel that takes no time still separates those before it from those after.
+        self.duration_s = trace.kernel_time_s + 1e-12 * (trace.ideal_s or 1.0)
+        links_of = (hardware.evict_links, hardware.prefetch_links)
+        routes = [links(tier) for tier in tiers for links in links_of]
+        self.free_s = {link: self.duration_s.copy() for links in routes for link in links}
+        self.alone_s = unrolled(self.duration_s)
+        self.sums_s = {link: unrolled(free) for link, free in self.free_s.items()}
+
+    def away_from(self, tier: str, begin: int, write_s: float) -> int:
+        """The first kernel that finds a copy complete which starts at kernel ``begin``. Two iterations after
+        the first kernel and later is never."""
+        sums = self.sums_s[self.hardware.evict_links(tier)[-1]]
+        return int(np.searchsorted(sums, sums[begin] + write_s * _EXACT))
+
+    def back_from(self, tier: str, end: int, read_s: float) -> int:
+        """The last kernel at which a read can start that kernel ``end`` needs; negative for never."""
+        sums = self.sums_s[self.hardware.prefetch_links(tier)[-1]]
+        return int(np.searchsorted(sums, sums[end] - read_s * _EXACT, side="right")) - 1
+
+    def is_full(self, tier: str, begin: int, write_s: float, whole: bool = False) -> bool:
+        """Whether nothing is left of the links to ``tier`` in any kernel during which a copy from kernel
+        ``begin`` on would run, if it ran alone.
+
+        whole   kernels that it would fill to the end count alone: one that fills none finds the links full
+        """
+        link = self.hardware.evict_links(tier)[-1]
+        last = int(np.searchsorted(self.alone_s, self.alone_s[begin] + write_s)) - whole
+        within = cyclic_slices(begin, min(max(last, begin), begin + self.kernels), self.kernels)
+        return sum(float(self.free_s[link][part].sum()) for part in within) <= 1e-9 * write_s
+
+    def write(self, tier: str, size_bytes: int, begin: int) -> None:
+        """Reserve the links to ``tier`` for a copy that starts at kernel ``begin``."""
+        *bus, own = self.hardware.evict_links(tier)
+        need_s = self.hardware.transfer_s(own, size_bytes)
+        sums = self.sums_s[own]
+        used = np.diff(np.minimum(np.maximum(sums - sums[begin], 0.0), need_s))
+        self._use(own, bus, used, size_bytes, need_s)
+
+    def read(self, tier: str, size_bytes: int, end: int) -> None:
+        """Reserve the links back for a read that ends when kernel ``end`` starts, as late as can be."""
+        *bus, own = self.hardware.prefetch_links(tier)
+        need_s = self.hardware.transfer_s(own, size_bytes)
+        sums = self.sums_s[own]
+        used = -np.diff(np.minimum(np.maximum(sums[end] - sums, 0.0), need_s))
+        self._use(own, bus, used, size_bytes, need_s)
+
+    def _use(self, own: str, bus: list[str], used_s: FloatArray, size_bytes: int, need_s: float) -> None:
+        folded = used_s.reshape(2, -1).sum(axis=0)
+        for link in (own, *bus):
+            share = self.hardware.transfer_s(link, size_bytes) / need_s if need_s > 0 else 0.0
+            self.free_s[link] = np.maximum(self.free_s[link] - share * folded, 0.0)
+            self.sums_s[link] = unrolled(self.free_s[link])

@@ -1,1 +1,0 @@
-"""What the policies that work through a list of tensors share."""

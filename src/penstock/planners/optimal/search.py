@@ -1,0 +1,305 @@
+"""The search of `optimal`: what may be done with each inactive period, where it starts, its steps in C++."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock._native import PlanSearch
+from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
+from penstock.core.hardware import Hardware
+from penstock.core.plan import Evict, Recompute
+from penstock.core.trace import Trace
+from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.planners.g10 import algorithm_1
+from penstock.planners.problem import Problem
+from penstock.simulator.replay import (
+    ACTIONS,
+    KEEP,
+    MOVES,
+    RECOMPUTE,
+    action_of,
+    coding_times_s,
+    machine_columns,
+    trace_columns,
+)
+
+ActionArray = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """P inactive periods, in the order of ``trace.periods``, and A actions: penstock.simulator.replay.
+
+    tensor, begin, end  [P] the period; end > K where it reaches into the next iteration
+    ready      [P] last kernel that writes the tensor before the period, -1 for none
+    size_bytes [P] of the tensor
+    allowed    [P, A] what is possible; keeping always is
+    cost_s     [P, A] seconds of link or of compute that each action takes; inf where not possible
+    order      [P] the periods so that what makes a tensor comes before what it is made into
+    parents    P lists: the tensors read when the period's is recomputed; empty where it cannot be
+    """
+
+    tensor: IntArray
+    begin: IntArray
+    end: IntArray
+    ready: IntArray
+    size_bytes: IntArray
+    allowed: BoolArray
+    cost_s: FloatArray
+    order: IntArray
+    parents: Lists
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+def choices(problem: Problem) -> Choices:
+    """Everything that ``problem`` allows to be done with the periods of its trace."""
+    trace = problem.trace
+    tensor, begin, end, ready = trace.periods
+    size_bytes = trace.tensor_bytes[tensor]
+    made_by = trace.tensor_recompute[tensor] if len(trace.tensor_recompute) else np.full(len(tensor), -1)
+    makes = np.zeros(len(tensor), dtype=np.bool_)
+    if problem.recompute:  # by the kernel that was the last to write the tensor
+        makes = (made_by >= 0) & (made_by == ready) & (end <= trace.recomputable_until[tensor])
+        makes &= (end < trace.kernels) & ~trace.tensor_persistent[tensor]
+    allowed, cost_s = _actions(problem, tensor, size_bytes, trace.period_bytes(problem.compress), makes)
+    return Choices(
+        tensor=tensor,
+        begin=begin,
+        end=end,
+        ready=ready,
+        size_bytes=size_bytes,
+        allowed=allowed,
+        cost_s=cost_s,
+        order=np.lexsort((begin, tensor, made_by)),
+        parents=Lists.of(
+            [
+                np.unique(trace.inputs[int(trace.tensor_recompute[index])]).tolist() if make else []
+                for index, make in zip(tensor.tolist(), makes.tolist(), strict=True)
+            ]
+        ),
+    )
+
+
+def _actions(
+    problem: Problem, tensor: IntArray, size_bytes: IntArray, packed: IntArray, makes: BoolArray
+) -> tuple[BoolArray, FloatArray]:
+    trace, hardware = problem.trace, problem.hardware
+    cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
+    cost_s[:, KEEP] = 0.0
+    compress_s, expand_s = coding_times_s(trace, hardware)
+    coding_s = compress_s[tensor] + expand_s[tensor]
+    for action, (tier, codec) in MOVES.items():
+        if hardware.capacity_bytes(tier) <= 0:
+            continue
+        if codec == "raw":
+            cost_s[:, action] = _round_trip_s(hardware, tier, size_bytes)
+        else:
+            smaller = packed < size_bytes
+            both_s = _round_trip_s(hardware, tier, packed[smaller]) + coding_s[smaller]
+            cost_s[smaller, action] = both_s
+    if makes.any():
+        kernel = trace.tensor_recompute[tensor[makes]]
+        cost_s[makes, RECOMPUTE] = trace.kernel_time_s[kernel]
+    cost_s[size_bytes == 0, 1:] = np.inf
+    return np.isfinite(cost_s), cost_s
+
+
+def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatArray:
+    """[P] seconds there and back, when nothing else is transferred, and what the compute stream spends."""
+    distinct, position = np.unique(size_bytes, return_inverse=True)
+    both = [
+        hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
+        for size in distinct.tolist()
+    ]
+    result: FloatArray = np.array(both, dtype=np.float64)[position]
+    return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A plan that keeps to the budget and to every tier.
+
+    action       [P] what happens in each period
+    late         [P] bool: the copy starts only before the period, though it could earlier
+    iteration_s  what the replay says
+    columns      tensor, after, begin, end, prefetch_at, action of each eviction interval
+    timed_out    the search stopped for want of time
+    """
+
+    action: ActionArray
+    late: ActionArray
+    iteration_s: float
+    columns: tuple[IntArray, ...]
+    evaluations: int
+    timed_out: bool
+
+    def intervals(self, trace: Trace) -> tuple[tuple[Evict, ...], tuple[Recompute, ...]]:
+        """The same as parts of a Plan, each in the order that a Plan asks for."""
+        evictions, recomputations = [], []
+        for tensor, after, begin, end, prefetch_at, action in zip(
+            *(column.tolist() for column in self.columns), strict=True
+        ):
+            if action == RECOMPUTE:
+                recomputations.append(Recompute(tensor, begin, end))
+            else:
+                tier, codec = MOVES[action]
+                codec = codec if codec == "raw" else trace.codec(tensor)
+                evictions.append(Evict(tensor, after, begin, end, prefetch_at, tier, codec))
+        evictions.sort(key=lambda evict: evict.after)
+        return tuple(evictions), tuple(recomputations)
+
+
+class Improver:
+    """What can be done with a problem's periods, and the means to try it. One thread works at a time."""
+
+    def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
+        """bias: [P, A] how much of each period each action has in the linear program."""
+        self._search = PlanSearch(*search_columns(problem, choices, bias))
+
+    def repaired(self, action: ActionArray, *, pruned: bool = True) -> ActionArray | None:
+        """The nearest choice found that fits; None where none was.
+
+        pruned   without what would not be needed if copies took no time
+        """
+        return self._search.repair(action, pruned)
+
+    def improved(
+        self,
+        action: ActionArray,
+        late: ActionArray,
+        *,
+        evaluations: int,
+        seconds: float,
+        target_s: float,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Candidate:
+        """The best found near a choice that fits, with all its prefetches placed.
+
+        late          [P] as in Candidate
+        evaluations   how many changes are tried, of all that time allows
+        target_s      an iteration time that is good enough
+        temperature   how much worse a change may be at first, as a fraction of the iteration time
+        """
+        found = self._search.improve(action, late, evaluations, seconds, target_s, temperature, seed)
+        return Candidate(*found)
+
+
+def search_columns(
+    problem: Problem, choices: Choices, bias: FloatArray | None = None
+) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+    """What `PlanSearch` wants to know of the trace, the machine and the choices."""
+    trace, hardware = problem.trace, problem.hardware
+    kernels = {
+        "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
+        "workspace_bytes": _integers(trace.kernel_workspace_bytes),
+    }
+    tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
+    shares = np.zeros_like(choices.cost_s) if bias is None else bias
+    table = {
+        "tensor": choices.tensor,
+        "begin": choices.begin,
+        "end": choices.end,
+        "ready": choices.ready,
+        "size_bytes": _integers(choices.size_bytes),
+        "allowed": np.packbits(choices.allowed, axis=1, bitorder="little").reshape(-1),
+        "cost_s": np.ascontiguousarray(choices.cost_s).reshape(-1),
+        "bias": np.ascontiguousarray(shares, dtype=np.float64).reshape(-1),
+        "order": _integers(choices.order),
+        "parent_starts": _integers(choices.parents.starts),
+        "parents": _integers(choices.parents.values),
+    }
+    machine = machine_columns(trace, hardware, problem.budget_bytes) | tiers
+    return trace_columns(trace) | kernels, machine, table
+
+
+def _integers(values: IntArray) -> IntArray:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+_SLIGHT = 0.03  # a fraction up to this is no reason to choose an action
+_LOYALTY = 0.25  # of a tensor's size: what taking the same action as before counts for
+
+
+def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> Iterator[ActionArray]:
+    """[P] what could happen in each period, several times; none need fit.
+
+    The linear program's fractions, rounded, where there are some; nothing at all, of which repair makes a
+    greedy plan, and with recomputation a knapsack's; and G10's plan.
+    """
+    if fractions is not None:
+        yield round_fractions(problem.trace, choices, fractions)
+    yield np.zeros(len(choices), dtype=np.int8)
+    with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
+        yield of_intervals(choices, algorithm_1(problem, as_artifact=True).evictions)
+
+
+def of_intervals(
+    choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
+) -> ActionArray:
+    """[P] what happens in each period in a plan; nothing where a tensor is written and does not leave."""
+    by_tensor: dict[int, list[int]] = {}
+    for period, tensor in enumerate(choices.tensor.tolist()):
+        by_tensor.setdefault(tensor, []).append(period)
+    actions: ActionArray = np.full(len(choices), KEEP, dtype=np.int8)
+    rows = [
+        (e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions if e.prefetch_at > e.begin
+    ]
+    rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
+    for tensor, begin, end, action in rows:
+        assert action is not None
+        for period in by_tensor.get(tensor, []):
+            inside = choices.begin[period] <= begin < end <= choices.end[period]
+            if inside and choices.allowed[period, action]:
+                actions[period] = action
+    return actions
+
+
+def everything_away(choices: Choices) -> ActionArray:
+    """[P] for every period the cheapest action that moves the tensor."""
+    moves = np.array(sorted(MOVES))
+    cost_s = choices.cost_s[:, moves]
+    possible = np.isfinite(cost_s).any(axis=1)
+    return np.where(possible, moves[cost_s.argmin(axis=1)], KEEP).astype(np.int8)
+
+
+def round_fractions(trace: Trace, choices: Choices, fractions: FloatArray) -> ActionArray:
+    """[P] one action for each period, so that at any time each has about as many bytes as in ``fractions``.
+
+    fractions   [P, A] of the linear program
+
+    Periods are taken in the order in which they begin; what rounding adds or leaves out is carried on
+    to the next. Persistent tensors, and periods that reach into the next iteration, carry their own.
+    """
+    actions: ActionArray = np.zeros(len(choices), dtype=np.int8)
+    share = np.where(choices.allowed, fractions, 0.0).clip(0.0, 1.0)
+    share[:, KEEP] = np.maximum(0.0, 1.0 - share[:, 1:].sum(axis=1))
+    group = np.where(choices.end > trace.kernels, 2, np.where(trace.tensor_persistent[choices.tensor], 1, 0))
+    before: dict[int, int] = {}
+    for which in range(3):
+        periods = np.flatnonzero(group == which)
+        periods = periods[np.lexsort((-choices.size_bytes[periods], choices.begin[periods]))]
+        owed = [0.0] * len(ACTIONS)
+        for period in periods.tolist():
+            size = float(choices.size_bytes[period])
+            tensor = int(choices.tensor[period])
+            parts = share[period].tolist()
+            best, most = KEEP, -np.inf
+            for action, part in enumerate(parts):
+                owed[action] += part * size
+                if part > _SLIGHT:
+                    due = owed[action] + (_LOYALTY * size if before.get(tensor) == action else 0.0)
+                    if due > most:
+                        best, most = action, due
+            owed[best] -= size
+            actions[period] = best
+            if best != KEEP:
+                before[tensor] = best
+    return actions

@@ -1,0 +1,420 @@
+"""Policies that work through a list of tensors, and what `flashneuron` and `g10` share with them.
+
+- Ranges of kernels that may reach into the next iteration, over arrays with an entry for each kernel.
+- `Candidates`: which tensors could leave, and when (G10's vitality analysis, section 4.2).
+- `Room`: which tier has room for a copy; `evict_further`: what leaves too where a policy leaves the device
+  above its budget.
+- `advance`: when to bring evicted tensors back (G10 section 4.4).
+
+`evict_all` evicts whatever can leave: no planning, and the least memory that a step can have.
+
+vDNN (Rhu et al., MICRO 2016) offloads feature maps in the forward pass, and prefetches one ahead: `vdnn_all`
+every feature map that the backward pass needs, `vdnn_conv` those that convolutions read. Each goes to the
+host, or to the disk where the host has no room, and comes back while the kernel works that needs the one
+before. Unlike vDNN, kernels wait for nothing but the tensors and the memory that they need, and tensors of
+other kinds leave too where the budget asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from penstock.core.columns import KINDS, PHASES, BoolArray, FloatArray, IntArray
+from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import resident_bytes
+from penstock.core.plan import Evict
+from penstock.core.trace import Trace
+from penstock.errors import SpillSpaceFull
+from penstock.planners.problem import Decision, Problem
+from penstock.units import format_bytes, format_bytes_up
+
+
+def cyclic_slices(begin: int, end: int, kernels: int) -> Iterator[slice]:
+    """Kernels ``[begin, end)`` as slices of one iteration. The range is no longer than an iteration."""
+    if begin < kernels:
+        yield slice(begin, min(end, kernels))
+    if end > kernels:
+        yield slice(max(begin - kernels, 0), end - kernels)
+
+
+def add_cyclic(values: IntArray, begin: int, end: int, amount: int) -> None:
+    """Add ``amount`` to the entries of kernels ``[begin, end)``."""
+    for part in cyclic_slices(begin, end, len(values)):
+        values[part] += amount
+
+
+def highest_cyclic(values: IntArray, begin: int, end: int) -> int:
+    """The largest entry of kernels ``[begin, end)``; 0 where there is none."""
+    return max(
+        (int(values[part].max(initial=0)) for part in cyclic_slices(begin, end, len(values))), default=0
+    )
+
+
+def unrolled(values: FloatArray) -> FloatArray:
+    """[2K + 1] sums of the entries before each kernel of two iterations."""
+    once = np.cumsum(values)
+    total = once[-1] if len(once) else 0.0
+    return np.concatenate([[0.0], once, once + total])
+
+
+def earliest_with_room(room: IntArray, begin: int, end: int, amount: int) -> int:
+    """The first kernel from which on, up to ``end``, every kernel has ``amount`` of ``room`` left; `end`
+    where the last does not."""
+    first = begin
+    for part in cyclic_slices(begin, end, len(room)):
+        tight = np.flatnonzero(room[part] < amount)
+        if len(tight):
+            wrapped = part.start < begin
+            first = part.start + int(tight[-1]) + 1 + (len(room) if wrapped else 0)
+    return first
+
+
+_ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
+_BACKWARD = PHASES.index("backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The trace's inactive periods, P of them, in its order.
+
+    tensor, begin, end   [P] as in `InactivePeriod`; ends beyond K are in the next iteration
+    size_bytes           [P]
+    feature_map          [P] an activation, or an input, of the forward pass that the backward pass uses
+    """
+
+    trace: Trace
+    tensor: IntArray
+    begin: IntArray
+    end: IntArray
+    size_bytes: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @classmethod
+    def of(cls, trace: Trace) -> Candidates:
+        tensor, begin, end, _ = trace.periods
+        return cls(trace, tensor, begin, end, trace.tensor_bytes[tensor])
+
+    @cached_property
+    def feature_map(self) -> BoolArray:
+        first_backward = boundary(self.trace)
+        kind = self.trace.tensor_kind[self.tensor]
+        crosses = (self.begin <= first_backward) & (self.end >= first_backward)
+        carried = ~self.trace.tensor_persistent[self.tensor] & (self.end < self.trace.kernels)
+        named = np.isin(kind, [_ACTIVATION, _INPUT])
+        return np.asarray(crosses & carried & named)
+
+    def evict(self, index: int, tier: str) -> Evict:
+        """The eviction of one period: copied once idle, away to the period's end, back on demand."""
+        end = int(self.end[index])
+        return Evict(
+            tensor=int(self.tensor[index]),
+            after=int(self.begin[index]) - 1,
+            begin=int(self.begin[index]),
+            end=end,
+            prefetch_at=end,
+            tier=tier,
+        )
+
+
+def boundary(trace: Trace) -> int:
+    """The first kernel of the backward pass; K where there is none."""
+    backward = np.flatnonzero(trace.kernel_phase == _BACKWARD)
+    return int(backward[0]) if len(backward) else trace.kernels
+
+
+SPILL_TIERS = ("disk", "host")
+NEGLIGIBLE = 256  # a tensor below this part of what is missing leaves only where larger ones do not do
+
+
+class Room:
+    """Free bytes of each tier during each kernel, as copies are given their places.
+
+    A copy stays while a later eviction can use it again: from the first of the tensor's evictions to the
+    kernel that ends the last. That of a persistent tensor that leaves more than once, or that no
+    kernel writes, is taken to stay throughout.
+    """
+
+    def __init__(self, trace: Trace, hardware: Hardware) -> None:
+        self.trace = trace
+        self.free: dict[str, IntArray] = {
+            tier: np.full(trace.kernels, hardware.capacity_bytes(tier), dtype=np.int64)
+            for tier in SPILL_TIERS
+            if hardware.capacity_bytes(tier) > 0
+        }
+        everything = int(trace.tensor_bytes.sum())
+        self.ample = {tier for tier in self.free if hardware.capacity_bytes(tier) >= everything}
+        self.home: dict[tuple[str, int], tuple[int, int]] = {}  # the kernels during which it is there
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers there are, the disk first."""
+        return tuple(self.free)
+
+    def fits(self, tier: str, evict: Evict) -> bool:
+        """Whether ``tier`` has room for the copy that ``evict`` needs."""
+        if tier in self.ample:
+            return True
+        if tier not in self.free:
+            return False
+        free, size = self.free[tier], self.trace.tensor_bytes[evict.tensor]
+        return all(bool((free[part] >= size).all()) for part in self._added(tier, evict))
+
+    def take(self, tier: str, evict: Evict) -> None:
+        size = self.trace.tensor_bytes[evict.tensor]
+        for part in self._added(tier, evict):
+            self.free[tier][part] -= size
+        self.home[tier, evict.tensor] = self._stay(tier, evict)
+
+    def first(self, tiers: Iterable[str], evict: Evict) -> str | None:
+        """The first of ``tiers`` with room; None where none has."""
+        return next((tier for tier in tiers if self.fits(tier, evict)), None)
+
+    def _stay(self, tier: str, evict: Evict) -> tuple[int, int]:
+        """The kernels during which the tensor's copy is there once ``evict`` is taken."""
+        known = self.home.get((tier, evict.tensor))
+        begin, end = evict.after + 1, evict.end + 1  # what returns is read until then
+        if self.trace.tensor_persistent[evict.tensor]:
+            stays = known is not None or len(self.trace.writers[evict.tensor]) == 0
+            return (0, self.trace.kernels) if stays else (begin, end)
+        return (begin, end) if known is None else (min(begin, known[0]), max(end, known[1]))
+
+    def _added(self, tier: str, evict: Evict) -> list[slice]:
+        """The kernels during which the copy takes room that the tensor has not taken yet."""
+        count = self.trace.kernels
+        begin, end = self._stay(tier, evict)
+        known = self.home.get((tier, evict.tensor))
+        if known is None:
+            return list(cyclic_slices(begin, end, count))
+        taken = np.zeros(count, dtype=np.bool_)
+        for part in cyclic_slices(*known, count):
+            taken[part] = True
+        wanted = np.zeros(count + 2, dtype=np.int8)
+        for part in cyclic_slices(begin, end, count):
+            wanted[1:-1][part] = 1
+        wanted[1:-1][taken] = 0
+        edges = np.flatnonzero(np.diff(wanted)).tolist()
+        return [slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def spill_full(
+    trace: Trace, evictions: Iterable[Evict], budget_bytes: int, hardware: Hardware
+) -> SpillSpaceFull:
+    """The error for memory that is still short when no tier has room for another tensor."""
+    kernel = int(
+        resident_bytes(trace, [replace(evict, prefetch_at=evict.end) for evict in evictions]).argmax()
+    )
+    leave = int(trace.live_bytes[kernel]) - budget_bytes
+    return SpillSpaceFull(
+        f"{format_bytes_up(leave)} have to leave the device before kernel `{trace.kernel_name[kernel]}` to "
+        f"keep within {format_bytes(budget_bytes)}, and copies stay until they are of no more use: the disk "
+        f"budget of {format_bytes(hardware.disk_bytes)} and the host budget of "
+        f"{format_bytes(hardware.host_bytes)} do not hold them. Raise either, or raise the device budget."
+    )
+
+
+def evict_further(
+    options: Candidates,
+    taken: BoolArray,
+    evictions: Sequence[Evict],
+    room: Room,
+    budget_bytes: int,
+    hardware: Hardware,
+    tiers: Sequence[str],
+) -> list[Evict]:
+    """Further evictions with which no kernel needs more than ``budget_bytes``, all returning on demand: the
+    tensor needed last goes first (Belady).
+
+    taken    [P] periods that are used up already, by `evictions`; further ones are marked in it
+    tiers    where they go, in order of preference; `room` keeps account
+
+    Raises SpillSpaceFull where no tier has room for what has to leave.
+    """
+    trace = options.trace
+    resident = resident_bytes(trace, evictions)
+    further: list[Evict] = []
+    for kernel in np.flatnonzero(resident > budget_bytes).tolist():
+        missing = int(resident[kernel]) - budget_bytes
+        if missing <= 0:
+            continue
+        for index in _victims(options, taken, kernel, missing):
+            evict = options.evict(index, "")
+            tier = room.first(tiers, evict)
+            if tier is None:
+                continue
+            room.take(tier, evict)
+            taken[index] = True
+            further.append(replace(evict, tier=tier))
+            size = int(options.size_bytes[index])
+            add_cyclic(resident, evict.begin, evict.end, -size)
+            missing -= size
+            if missing <= 0:
+                break
+        else:
+            raise spill_full(trace, [*evictions, *further], budget_bytes, hardware)
+    return further
+
+
+def _victims(options: Candidates, taken: BoolArray, kernel: int, missing: int) -> list[int]:
+    """Periods that are free and cover ``kernel``: those that last longest from there first, and the
+    negligible ones after all others."""
+    count = options.trace.kernels
+    here = (options.begin <= kernel) & (kernel < options.end)
+    wrapped = ~here & (kernel + count >= options.begin) & (kernel + count < options.end)
+    found: IntArray = np.flatnonzero((here | wrapped) & ~taken)
+    lasts = options.end[found] - np.where(wrapped[found], count, 0)
+    small = options.size_bytes[found] * NEGLIGIBLE < missing
+    order: list[int] = found[np.lexsort((-options.size_bytes[found], -lasts, small))].tolist()
+    return order
+
+
+def in_order(evictions: Sequence[Evict]) -> tuple[Evict, ...]:
+    """As a plan lists them: in the order in which their copies may start."""
+    return tuple(sorted(evictions, key=lambda evict: (evict.after, evict.begin, evict.tensor)))
+
+
+def advance(
+    trace: Trace,
+    evictions: Sequence[Evict],
+    latest: Sequence[int],
+    budget_bytes: int,
+    earliest: Sequence[int] | None = None,
+) -> tuple[Evict, ...]:
+    """The same evictions, which return on demand as given, prefetched ahead where memory allows.
+
+    Those that come first in `evictions` get memory first. One that would come back immediately
+    stays on the device, and is left out.
+
+    latest     by eviction: the kernel at which its prefetch should be issued; later where memory is short
+    earliest   by eviction: once all are placed, each is moved to the first kernel from there on from which
+               memory holds it; none is where not given
+    """
+    slack = budget_bytes - resident_bytes(trace, evictions)
+    sizes = [moved_bytes(trace, evict) for evict in evictions]
+    issue = [evict.end for evict in evictions]
+    for wishes in (latest, earliest or ()):
+        for index, wish in enumerate(wishes):
+            evict, until = evictions[index], issue[index]
+            # What stays on the device has its whole size there, not that of its compressed copy.
+            first = evict.begin + (evict.codec != "raw")
+            issue[index] = earliest_with_room(slack, min(max(wish, first), until), until, sizes[index])
+            add_cyclic(slack, issue[index], until, -sizes[index])
+    placed = [
+        replace(evict, prefetch_at=prefetch_at)
+        for evict, prefetch_at in zip(evictions, issue, strict=True)
+        if prefetch_at > evict.begin
+    ]
+    return in_order(placed)
+
+
+def moved_bytes(trace: Trace, evict: Evict) -> int:
+    """What the links and the tier carry, and what its prefetch takes on the device."""
+    raw = evict.codec == "raw"
+    return int(trace.tensor_bytes[evict.tensor]) if raw else trace.compressed_bytes(evict.tensor)
+
+
+def latest_safe(trace: Trace, evictions: Sequence[Evict], hardware: Hardware) -> list[int]:
+    """For each eviction, the last kernel at which its read can be issued and be in time, with all reads after
+    it on its tier in time as well, at the pace of a device that never waits."""
+    count = trace.kernels
+    once = trace.start_s
+    clock: FloatArray = np.concatenate([once[:-1], once[:-1] + once[-1], once + 2 * once[-1]])
+    wishes = [0] * len(evictions)
+    reads = [hardware.prefetch_s(evict.tier, moved_bytes(trace, evict)) for evict in evictions]
+    # Each iteration is like the other: reads of the next one bound those of this one.
+    order = sorted(
+        [(evict.end + turn * count, index) for index, evict in enumerate(evictions) for turn in (1, 0)],
+        reverse=True,
+    )
+    free_s: dict[str, float] = {}
+    for end, index in order:
+        evict = evictions[index]
+        start_s = min(float(clock[end]), free_s.get(evict.tier, np.inf)) - reads[index]
+        free_s[evict.tier] = start_s
+        if end == evict.end:
+            wishes[index] = max(int(np.searchsorted(clock, start_s, side="right")) - 1, 0)
+    return wishes
+
+
+WORTH_BYTES = 4096  # smaller tensors leave only where the budget asks for it
+
+
+def evict_all(problem: Problem) -> Decision:
+    """Every inactive period of every tensor of WORTH_BYTES or more, and of smaller ones where needed.
+
+    Prefetches are issued at the latest moment at which all reads are still in time, or on demand
+    where memory does not allow that.
+    """
+    trace, budget_bytes = problem.trace, problem.budget_bytes
+    room = Room(trace, problem.hardware)
+    options = Candidates.of(trace)
+    over = trace.live_bytes - budget_bytes
+    chosen = []
+    for index in np.lexsort((options.begin - options.end, -options.size_bytes)).tolist():
+        evict, size = options.evict(index, ""), int(options.size_bytes[index])
+        if size < WORTH_BYTES and highest_cyclic(over, evict.begin, evict.end) <= 0:
+            continue
+        tier = room.first(room.tiers, evict)
+        if tier is not None:
+            room.take(tier, evict)
+            chosen.append(options.evict(index, tier))
+            add_cyclic(over, evict.begin, evict.end, -size)
+    if over.max(initial=0) > 0:
+        raise spill_full(trace, chosen, budget_bytes, problem.hardware)
+    chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
+    wishes = latest_safe(trace, chosen, problem.hardware)
+    return Decision(evictions=advance(trace, chosen, wishes, budget_bytes))
+
+
+def vdnn_all(problem: Problem) -> Decision:
+    """Offload every feature map."""
+    options = Candidates.of(problem.trace)
+    return _offload(problem, options, options.feature_map)
+
+
+def vdnn_conv(problem: Problem) -> Decision:
+    """Offload the feature maps that convolutions read."""
+    options = Candidates.of(problem.trace)
+    read = np.zeros(problem.trace.tensors, dtype=np.bool_)
+    for kernel in convolutions(problem.trace):
+        read[problem.trace.inputs[kernel]] = True
+    return _offload(problem, options, options.feature_map & read[options.tensor])
+
+
+def convolutions(trace: Trace) -> list[int]:
+    """The kernels of the forward pass that are convolutions, by their names."""
+    return [kernel for kernel in range(boundary(trace)) if "conv" in trace.kernel_name[kernel].lower()]
+
+
+def _offload(problem: Problem, options: Candidates, wanted: BoolArray) -> Decision:
+    trace, hardware, budget_bytes = problem.trace, problem.hardware, problem.budget_bytes
+    if trace.peak_bytes <= budget_bytes:
+        return Decision(reason="everything fits: nothing is offloaded")
+    room = Room(trace, hardware)
+    taken = np.zeros(len(options), dtype=np.bool_)
+    chosen = []
+    for index in np.flatnonzero(wanted).tolist():
+        tier = room.first(("host", "disk"), options.evict(index, ""))
+        if tier is not None:
+            evict = options.evict(index, tier)
+            room.take(tier, evict)
+            taken[index] = True
+            chosen.append(evict)
+    further = evict_further(options, taken, chosen, room, budget_bytes, hardware, ("host", "disk"))
+    chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
+    needed = sorted({evict.end for evict in chosen})
+    # The first comes back when the backward pass begins.
+    ahead = dict(zip(needed, [boundary(trace), *needed], strict=False))
+    latest = [ahead[evict.end] for evict in chosen] + [evict.end for evict in further]
+    evictions = advance(trace, chosen + further, latest, budget_bytes)
+    if not further:
+        return Decision(evictions=evictions)
+    return Decision(
+        evictions=evictions,
+        reason=f"feature maps were not enough: {len(further)} further evictions keep the budget",
+    )
