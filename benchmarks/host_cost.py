@@ -69,6 +69,9 @@ class IdleDriver:
     def page_unlock(self, address: int) -> None:
         pass
 
+    def reserve(self, size_bytes: int, stream: Any) -> int | None:
+        return None
+
     def allocated_bytes(self) -> int:
         return 0
 

@@ -38,9 +38,13 @@ DeviceSegment::DeviceSegment(std::uintptr_t address, std::int64_t size_bytes)
   enter_free(address, size_bytes);
 }
 
-DeviceSegment::~DeviceSegment() {
+void DeviceSegment::clear() {
   for (auto& [_, block] : blocks_)
     if (block.managed != nullptr) block.managed->lies_at = 0;
+  blocks_.clear();
+  free_.clear();
+  free_bytes_ = 0;
+  enter_free(begin_, static_cast<std::int64_t>(end_ - begin_));
 }
 
 void DeviceSegment::enter_free(std::uintptr_t address, std::int64_t size_bytes) {

@@ -27,10 +27,12 @@ class DeviceSegment {
   static constexpr std::int64_t kRound = 512, kUndivided = 1 << 20;
 
   DeviceSegment(std::uintptr_t address, std::int64_t size_bytes);
-  ~DeviceSegment();
+  ~DeviceSegment() { clear(); }
   DeviceSegment(const DeviceSegment&) = delete;
   DeviceSegment& operator=(const DeviceSegment&) = delete;
 
+  // No storage is in it any more: it is followed no longer.
+  void clear();
   // The storage has memory there. Nothing, where that is not in the segment.
   void put(ManagedStorage& managed, std::uintptr_t address);
   // It has none any more, or is not there.

@@ -70,7 +70,8 @@ std::int64_t DeviceMemory::in_use_bytes() const {
   if (const auto* arena = installed_arena(); arena != nullptr)
     if (in_arena) return static_cast<std::int64_t>(arena->in_memory_bytes()) + beside_bytes;
 #endif
-  return known_bytes + beside_bytes;
+  // What is not free there: for what is elsewhere, the segment leaves room.
+  return segment != nullptr ? budget_bytes - segment->free_bytes() : known_bytes + beside_bytes;
 }
 
 // Storages, each once, in order. They are not freed while it lives.
@@ -482,7 +483,7 @@ bool KernelClock::has_planned_sizes(const Used& used) const {
 }
 
 std::int64_t KernelClock::in_use_bytes(nb::handle clock) {
-  if (memory_.in_arena || memory_.asks_in-- > 0) return memory_.in_use_bytes();
+  if (memory_.in_arena || memory_.segment != nullptr || memory_.asks_in-- > 0) return memory_.in_use_bytes();
   return nb::cast<std::int64_t>(clock.attr("_in_memory_bytes")());
 }
 

@@ -91,6 +91,7 @@ void bind_segment(nb::module_& module) {
   };
   nb::class_<DeviceSegment>(module, "DeviceSegment")
       .def(nb::init<std::uintptr_t, std::int64_t>(), nb::arg("address"), nb::arg("size_bytes"))
+      .def("clear", &DeviceSegment::clear)
       .def("put", &DeviceSegment::put, nb::arg("managed"), nb::arg("address"))
       .def("take", &DeviceSegment::take, nb::arg("managed"))
       .def("hold", &DeviceSegment::hold, nb::arg("address"), nb::arg("size_bytes"))

@@ -448,6 +448,8 @@ class ManagedStorage:
     lasts: bool  # it was there before the step, or the optimizer keeps it
     gone: bool  # the device took its memory by itself, and keeps a copy of its own
     noted: bool  # by the device, which is told of its death
+    stays: bool  # where its memory is, as others use that too
+    lies_at: int  # its address in the device's segment; 0: it is not there
     pins: int  # kernels that use it now, and what runs beside them
     @property
     def in_kernel(self) -> bool: ...  # the clock's kernel that runs uses it
@@ -497,6 +499,26 @@ class Storages:
     def all_resident(self) -> bool: ...  # of the movable ones
     def __len__(self) -> int: ...
 
+class DeviceSegment:
+    """One large segment of a device's memory, followed as torch's caching allocator divides it."""
+
+    free_bytes: int
+    largest_free_bytes: int
+    def __init__(self, address: int, size_bytes: int) -> None: ...
+    def clear(self) -> None: ...  # no storage is in it any more: it is followed no longer
+    def put(self, managed: ManagedStorage, address: int) -> None: ...  # the storage has memory there
+    def take(self, managed: ManagedStorage) -> None: ...  # it has none any more
+    def hold(self, address: int, size_bytes: int) -> None: ...  # memory that no storage has
+    def give_up(self, address: int) -> None: ...
+    def free_at(self, address: int) -> int: ...  # bytes of the free block that begins there, or 0
+    def fits(self, sizes: Sequence[int]) -> bool: ...  # together
+
+    # Where it costs least to make a free block of so many bytes: what moves elsewhere, what leaves, and the
+    # free blocks in between. None: what cannot move is everywhere.
+    def obstacles(
+        self, size_bytes: int, may_leave: bool
+    ) -> tuple[list[ManagedStorage], list[ManagedStorage], list[tuple[int, int]]] | None: ...
+
 class DeviceMemory:
     """Bytes of the device, as kernels see them.
 
@@ -504,6 +526,7 @@ class DeviceMemory:
     known_bytes      in use by storages that can leave, where they are not in the arena
     beside_bytes     in use otherwise, less what in the arena belongs to others
     asks_in          after so many kernels Python asks the device again what beside_bytes is
+    segment          that large storages are in: what is not free there is in use; None where there is none
     """
 
     budget_bytes: int
@@ -512,6 +535,7 @@ class DeviceMemory:
     beside_bytes: int
     asks_in: int
     in_arena: bool
+    segment: DeviceSegment | None
     def __init__(self) -> None: ...
     def in_use_bytes(self) -> int: ...  # in the arena, and beside it
 

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "failing.py"
 
 def said_by_all(ranks: int, ways: dict[str, str], spill_dir: Path) -> str:
     """What is printed where rank 1 fails in these ways, in one attempt after the other."""
-    done = started(ranks, SCRIPT, spill_dir, *ways, timeout_s=150, restarts=len(ways) - 1)
+    done = started(ranks, SCRIPT, spill_dir, *ways, timeout_s=600, restarts=len(ways) - 1)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert "trained to the end" not in said

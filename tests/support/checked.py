@@ -241,6 +241,9 @@ class CheckedDriver:
             self._allocate(size_bytes, "what is fetched packed")
             return storage
 
+    def reserve(self, size_bytes: int, stream: CheckedStream) -> int | None:
+        return None  # there are no segments
+
     def pack(
         self,
         content: torch.Tensor,

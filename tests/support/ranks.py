@@ -22,7 +22,7 @@ def leave() -> None:
     os._exit(0)
 
 
-def torchrun(ranks: int, script: Path, *args: object, timeout_s: float = 240, restarts: int = 0) -> str:
+def torchrun(ranks: int, script: Path, *args: object, timeout_s: float = 600, restarts: int = 0) -> str:
     """What the script's processes print. Raises AssertionError, with that, where one of them fails."""
     done = started(ranks, script, *args, timeout_s=timeout_s, restarts=restarts)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,7 +30,7 @@ def torchrun(ranks: int, script: Path, *args: object, timeout_s: float = 240, re
 
 
 def started(
-    ranks: int, script: Path, *args: object, timeout_s: float = 240, restarts: int = 0
+    ranks: int, script: Path, *args: object, timeout_s: float = 600, restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """The same, however it ends."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

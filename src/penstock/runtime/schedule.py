@@ -18,7 +18,6 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.runtime.storages import NEVER
 
-
 # Smaller ones need no memory in one piece: allocators have segments of their own for them.
 LARGE_BYTES = 1 << 20
 
@@ -205,7 +204,9 @@ def unplanned(
     fresh &= ~np.isin(maker * trace.tensors + made, reader * trace.tensors + read)
     np.add.at(born, maker[fresh], trace.tensor_bytes[made[fresh]])
     pieces: list[list[int]] = [[] for _ in range(count)]
-    for kernel, size_bytes in zip(maker[fresh].tolist(), trace.tensor_bytes[made[fresh]].tolist(), strict=True):
+    for kernel, size_bytes in zip(
+        maker[fresh].tolist(), trace.tensor_bytes[made[fresh]].tolist(), strict=True
+    ):
         pieces[kernel].append(size_bytes)
     for kernel, size_bytes in enumerate(trace.kernel_workspace_bytes.tolist()):
         pieces[kernel].append(size_bytes)

@@ -46,10 +46,10 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
 from penstock.runtime.copy_engine import ANY_BYTES, DEMAND, EVICT, CopyEngine, Done, Moved
+from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.direct import Bounce, Paths
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
-from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.staging import Staging
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGE_BYTES
@@ -85,7 +85,8 @@ class Memory(NamedTuple):
 
     allocated_bytes   in tensors
     reserved_bytes    taken from the device, in tensors or kept for later
-    small_bytes       most of these that were in segments of small blocks, since the peaks were reset
+    small_bytes       of these in segments of small blocks
+    peak_...          the most of each since the peaks were reset
     """
 
     allocated_bytes: int
@@ -93,6 +94,7 @@ class Memory(NamedTuple):
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     small_bytes: int = 0
+    peak_small_bytes: int = 0
 
 
 class Driver(Protocol):
@@ -131,6 +133,10 @@ class Driver(Protocol):
 
     def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
         """Memory of the stream's; None where there is none."""
+
+    def reserve(self, size_bytes: int, stream: Any) -> int | None:
+        """Keep so many bytes for later, in one segment of the stream's; its address. None: there is not so
+        much, or no segments that blocks are cut from."""
 
     def pack(
         self,
@@ -314,6 +320,7 @@ class AcceleratorDevice:
         self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
         self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
         self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
+        self._packs = False  # anything ever
         carry_packing = functools.partial(self._carry_packing, driver.make_stream())
         self._packing = CopyQueue("penstock-packing", carry_packing, driver.marked)
         self._compaction = Compaction(driver, self.memory)
@@ -336,8 +343,7 @@ class AcceleratorDevice:
         if not self.has(storage) or not managed.size_bytes or not storage.resizable():
             return False
         managed.place = self._driver.current_stream()
-        if self._compaction.is_open:
-            self.memory.segment.put(managed, storage.data_ptr())
+        self._compaction.put(managed, storage)
         if not made:
             self._found.add(managed.key)
             managed.noted = True
@@ -412,9 +418,6 @@ class AcceleratorDevice:
 
     def in_memory_bytes(self) -> int:
         memory = self.memory
-        if self._compaction.is_open:
-            memory.asks_in = 0
-            return self._budget_bytes - memory.segment.free_bytes
         if memory.asks_in <= 0:
             memory.asks_in = ASKED_EVERY
             allocated_bytes = self._driver.allocated_bytes() - self._foreign_bytes
@@ -425,24 +428,23 @@ class AcceleratorDevice:
     def prepare(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
-        slot: Slot = managed.slot
-        if not self._has_hole(slot.packed_bytes if packed else managed.size_bytes, waits):
-            return False
         if packed:
+            slot: Slot = managed.slot
             content = self._driver.allocate(slot.packed_bytes, managed.place)
             if content is None:
-                self._was_refused()
+                self._was_refused(slot.packed_bytes)
                 return False
             self._packed[managed.key] = Packed(content, slot.codec)
             self.memory.known_bytes += slot.packed_bytes
             return True
+        if not self._has_hole(managed.size_bytes, waits):
+            return False
         self._driver.set_access_error(storage, None)
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self._driver.set_access_error(storage, AWAY_TEXT)
-            self._was_refused()
+            self._was_refused(managed.size_bytes)
             return False
-        if self._compaction.is_open:
-            self.memory.segment.put(managed, storage.data_ptr())
+        self._compaction.put(managed, storage)
         for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
             self._driver.record_stream(storage, stream)
         self.memory.known_bytes += managed.size_bytes
@@ -531,12 +533,36 @@ class AcceleratorDevice:
         assert self.engine is not None
         return self._compaction.make_holes(self.engine, (size_bytes,), may_leave=waits) or waits
 
-    def _was_refused(self) -> None:
-        if self._compaction.is_open:
-            seg = self.memory.segment; import traceback
-            print('REFUSED', seg.free_bytes/2**20, seg.largest_free_bytes/2**20, [f.name for f in traceback.extract_stack()[-7:-1]], flush=True)
+    def _was_refused(self, size_bytes: int) -> None:
         self.memory.asks_in = 0
-        self._compaction.refused += 1
+        self._compaction.was_refused(size_bytes)
+
+    def _have_one_segment(self) -> None:
+        """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
+        if len(self._streams) > 1 or self._packs:  # another stream gets no memory of it
+            return
+        self._empty_segments()
+        memory = self._driver.memory()
+        later_bytes = memory.peak_small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
+        left_bytes = self._limit_bytes - memory.reserved_bytes - later_bytes
+        size_bytes = left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+        if size_bytes < self._budget_bytes // 2 or not self._compaction.open(size_bytes, self._streams[0]):
+            logger.warning(
+                "the allocator's memory stays in pieces: tensors that cannot leave are in too many of its "
+                "segments"
+            )
+
+    def _empty_segments(self) -> None:
+        """Let leave what can, once, and give back what is free then."""
+        engine = self.engine
+        assert engine is not None
+        with engine.lock:
+            try:
+                for managed in engine.victims():
+                    engine.leave_now(managed, waits=True)
+            except SpillError as error:
+                logger.warning("not all can leave: %s", error)
+            self._driver.empty_cache()
 
     def has_room(self, size_bytes: int) -> bool:
         if self._driver.allocate(size_bytes, self._driver.current_stream()) is not None:
@@ -602,6 +628,7 @@ class AcceleratorDevice:
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:
+        self._packs = True
         ready = [self._record(stream) for stream in self._streams]
 
         def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
@@ -790,6 +817,9 @@ class AcceleratorDevice:
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
         if stream not in self._streams:
+            if self._compaction.is_open:  # of that memory other streams get none
+                self._compaction.close()
+                self._empty_segments()
             with self._copies:
                 self._streams.append(stream)
                 for event in self._joined:
@@ -805,15 +835,14 @@ class AcceleratorDevice:
         assert engine is not None
         memory = self._driver.memory()
         self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
-        self._was_refused()
         asked_bytes = _asked_bytes(error)
-        if self._compaction.is_open:
-            seg = self.memory.segment
-            print('OOM asked', asked_bytes/2**20, 'need', needed_bytes/2**20, 'free', seg.free_bytes/2**20, seg.largest_free_bytes/2**20, 'allocated', memory.allocated_bytes/2**20, 'limit', self._limit_bytes/2**20, 'reserved', memory.reserved_bytes/2**20, 'k', self.storages and 0, flush=True)
+        asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
+        self._was_refused(asked_bytes)
         if asked_bytes >= LARGE_BYTES and self._compaction.is_open:
-            # What it said is rounded, and by less than a hundredth.
-            wanted = (asked_bytes + asked_bytes // 64,)
-            if not self.memory.segment.fits(wanted) and self._compaction.make_holes(engine, wanted, may_leave=True):
+            segment = self.memory.segment
+            if not segment.fits([asked_bytes]) and self._compaction.make_holes(
+                engine, [asked_bytes], may_leave=True
+            ):
                 return True
         return engine.free(max(needed_bytes, self._budget_bytes // 16))
 
@@ -839,31 +868,14 @@ class AcceleratorDevice:
 
     # -- measuring -----------------------------------------------------------------------------
 
-    def _open_segment(self) -> None:
-        """The allocator had memory in too many pieces: have it all in one. What can leave does, once."""
-        engine = self.engine
-        assert engine is not None
-        self._compaction.close()
-        self._next_opening = self._steps + max(self._steps, 1)  # twice as late each time
-        small_bytes = self._driver.memory().small_bytes
-        with engine.lock:
-            try:
-                for managed in engine.victims():
-                    engine.leave_now(managed, waits=True)
-            except SpillError as error:
-                logger.warning("memory stays in pieces: %s", error)
-                return
-            self._driver.empty_cache()
-            left_bytes = self._limit_bytes - self._driver.memory().reserved_bytes
-            size_bytes = (left_bytes - small_bytes) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
-            print('OPEN step', self._steps, 'limit', self._limit_bytes/2**20, 'left', left_bytes/2**20, 'small', small_bytes/2**20, self._driver.memory(), flush=True)
-            if size_bytes > 0 and not self._compaction.open(size_bytes, self._driver.current_stream()):
-                logger.warning("memory stays in pieces: %s could not be had as one", format_bytes(size_bytes))
-
     def begin_step(self) -> None:
         self._steps += 1
+        if self._packs and self._compaction.is_open:  # on a stream of its own
+            self._compaction.close()
+            self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
-            self._open_segment()
+            self._next_opening = 2 * self._steps
+            self._have_one_segment()
         if (over_bytes := self._over_bytes) > self._kept_bytes:
             over_bytes = self._come_below_the_limit()
         if over_bytes != self._kept_bytes:
@@ -938,6 +950,7 @@ class AcceleratorDevice:
     def settle(self, storages: list[ManagedStorage]) -> bool:
         """The budget is over: everything comes back that the device has memory for."""
         self._driver.limit(None)
+        self._compaction.close()
         over: queue.SimpleQueue[Any] = queue.SimpleQueue()
         left_bytes = 0
         for managed in storages:
@@ -972,6 +985,7 @@ class AcceleratorDevice:
         first = self._packing, self._to_disk, self._from_disk
         for waiting in (*first, self._staged_out, self._staged_in, self._to_host, self._from_host):
             waiting.close(CLOSE_TIMEOUT_S)
+        self._compaction.close()
         self._driver.limit(None)
         self._slab.close()
 

@@ -77,6 +77,10 @@ class TorchDriver:
         except torch.OutOfMemoryError:
             return None
 
+    def reserve(self, size_bytes: int, stream: Any) -> int | None:
+        content = self.allocate(size_bytes, stream)
+        return None if content is None else content.data_ptr()
+
     def pack(
         self,
         content: torch.Tensor,
@@ -133,9 +137,8 @@ class TorchDriver:
         statistics = self._statistics()
         allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
         small = statistics["reserved_bytes"]["small_pool"]
-        return Memory(
-            allocated["current"], reserved["current"], allocated["peak"], reserved["peak"], small["peak"]
-        )
+        peaks = allocated["peak"], reserved["peak"]
+        return Memory(allocated["current"], reserved["current"], *peaks, small["current"], small["peak"])
 
     def _statistics(self) -> Any:
         """What the allocator counts. torch.accelerator.memory_stats takes 0.2 ms to make names of it."""
