@@ -23,8 +23,8 @@ from penstock.units import format_bytes_up, format_seconds
 
 DEMAND, PREFETCH, EVICT = range(3)
 
-# Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits. Where
-# the device orders copies and kernels, the host does not hold them back.
+# Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits.
+# Where the device orders copies and kernels, the host does not hold them back.
 IN_FLIGHT_BYTES = 64 << 20
 ANY_BYTES = 1 << 62
 

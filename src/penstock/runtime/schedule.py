@@ -204,11 +204,9 @@ def unplanned(
     fresh &= ~np.isin(maker * trace.tensors + made, reader * trace.tensors + read)
     np.add.at(born, maker[fresh], trace.tensor_bytes[made[fresh]])
     pieces: list[list[int]] = [[] for _ in range(count)]
-    for kernel, size_bytes in zip(
-        maker[fresh].tolist(), trace.tensor_bytes[made[fresh]].tolist(), strict=True
-    ):
-        pieces[kernel].append(size_bytes)
-    for kernel, size_bytes in enumerate(trace.kernel_workspace_bytes.tolist()):
+    made_bytes = trace.tensor_bytes[made[fresh]]
+    makers = [*zip(maker[fresh].tolist(), made_bytes.tolist(), strict=True)]
+    for kernel, size_bytes in (*makers, *enumerate(trace.kernel_workspace_bytes.tolist())):
         pieces[kernel].append(size_bytes)
     first = np.full(trace.tensors, count, dtype=np.int64)
     uses = trace.uses

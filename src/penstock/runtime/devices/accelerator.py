@@ -470,7 +470,7 @@ class AcceleratorDevice:
             self.drop_packed(managed)
 
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        if managed.lies_at:
+        if self.memory.segment is not None:
             self.memory.segment.take(managed)
         self._driver.resize(storage, 0, managed.place)
         self._driver.set_access_error(storage, AWAY_TEXT)
@@ -838,12 +838,10 @@ class AcceleratorDevice:
         asked_bytes = _asked_bytes(error)
         asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
         self._was_refused(asked_bytes)
-        if asked_bytes >= LARGE_BYTES and self._compaction.is_open:
-            segment = self.memory.segment
-            if not segment.fits([asked_bytes]) and self._compaction.make_holes(
-                engine, [asked_bytes], may_leave=True
-            ):
-                return True
+        segment = self.memory.segment
+        fits = segment is None or asked_bytes < LARGE_BYTES or segment.fits([asked_bytes])
+        if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
+            return True
         return engine.free(max(needed_bytes, self._budget_bytes // 16))
 
     def cannot_use(self, error: OSError) -> None:

@@ -1,11 +1,11 @@
 """One segment of the allocator for all large tensors, and memory in one piece where only pieces are free.
 
-torch's caching allocator never moves what it gave. Where tensors leave and come back all the time, free memory is
-soon in pieces, and a tensor that would fit is refused. So the large tensors of a run are put into one segment of
-the allocator's, which is followed block by block (csrc/runtime/device_segment.hpp). Before something is made or comes
-back that no free block is large enough for, what lies in the cheapest place for it goes elsewhere: by a copy
-within the device, on the stream that owns the memory and without the host; where it fits nowhere, to the tier
-below.
+torch's caching allocator never moves what it gave. Where tensors leave and come back all the time, free
+memory is soon in pieces, and a tensor that would fit is refused. So the large tensors of a run are put into
+one segment of the allocator's, which is followed block by block (csrc/runtime/device_segment.hpp). Before
+something is made or comes back that no free block is large enough for, what lies in the cheapest place for it
+goes elsewhere: by a copy within the device, on the stream that owns the memory and without the host; where it
+fits nowhere, to the tier below.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Compaction:
         return self._segment is not None
 
     def open(self, size_bytes: int, stream: Any) -> bool:
-        """Have the allocator reserve a segment of so many bytes, in which large tensors go from now on. What it
-        keeps for later was given back. False: there is not so much memory."""
+        """Have the allocator reserve a segment of so many bytes, in which large tensors go from now on. What
+        it keeps for later was given back. False: there is not so much memory."""
         self.close()
         address = self._driver.reserve(size_bytes, stream)
         if address is None:
@@ -160,7 +160,7 @@ class Compaction:
         self, segment: DeviceSegment, held: list[tuple[int, torch.UntypedStorage]], address: int
     ) -> bool:
         """Take the free block at the address. Where others are as large, the allocator gives the first."""
-        strays = []
+        strays: list[tuple[int, torch.UntypedStorage]] = []
         try:
             while (free_bytes := segment.free_at(address)) > 0:
                 content = self._driver.allocate(free_bytes, self._stream)
