@@ -345,14 +345,18 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       else
         need_bytes = planned ? integer_at(needs_, kernel) : std::min(facts.need_bytes, memory_.budget_bytes / 4);
       bool short_of_room = false;
+      nb::object pieces = nb::none();
       if (need_bytes != 0 || away) {
         const auto wanted_bytes = in_use_bytes(clock) + need_bytes;
         short_of_room = away || wanted_bytes > memory_.budget_bytes;
         if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
-        if (planned && memory_.segment != nullptr) short_of_room |= !has_holes(kernel);
+        if (planned && memory_.segment != nullptr) {
+          pieces = nb::borrow(PyTuple_GetItem(pieces_.ptr(), static_cast<Py_ssize_t>(kernel)));
+          short_of_room |= !has_holes(pieces);
+        }
       }
       if (away || asks || short_of_room)
-        clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes);
+        clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
       if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes);
       if (facts.is_collective) {
         launching = true;
@@ -488,12 +492,11 @@ std::int64_t KernelClock::in_use_bytes(nb::handle clock) {
 }
 
 // Whether the allocator has memory for what the kernel makes, in as many pieces.
-bool KernelClock::has_holes(std::int64_t kernel) const {
-  PyObject* pieces = PyTuple_GetItem(pieces_.ptr(), static_cast<Py_ssize_t>(kernel));
-  const auto count = PyTuple_Size(pieces);
+bool KernelClock::has_holes(const nb::object& pieces) const {
+  const auto count = PyTuple_Size(pieces.ptr());
   if (count == 0) return true;
   std::vector<std::int64_t> sizes;
-  for (Py_ssize_t i = 0; i < count; ++i) sizes.push_back(PyLong_AsLongLong(PyTuple_GetItem(pieces, i)));
+  for (Py_ssize_t i = 0; i < count; ++i) sizes.push_back(integer_at(pieces, i));
   return memory_.segment->fits(sizes);
 }
 

@@ -84,7 +84,7 @@ class KernelClock {
   bool touch(const Used& used);
   bool is_on_another_stream();
   bool has_planned_sizes(const Used& used) const;
-  bool has_holes(std::int64_t kernel) const;
+  bool has_holes(const nb::object& pieces) const;
   std::int64_t in_use_bytes(nb::handle clock);
   void kernel_over(nb::handle clock);
 

@@ -75,6 +75,7 @@ def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
         tuple(map(tuple, before)),
         tuple(away),
         schedule.needs_bytes,
+        schedule.pieces,
         schedule.uses,
         schedule.persistent,
         schedule.tensor_bytes,

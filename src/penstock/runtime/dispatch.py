@@ -478,9 +478,15 @@ class Clock(TorchDispatchMode):
             self._device.begin_kernel()
 
     def _make_ready(
-        self, used: list[ManagedStorage], away: bool, written: list[ManagedStorage], need_bytes: int
+        self,
+        used: list[ManagedStorage],
+        away: bool,
+        written: list[ManagedStorage],
+        need_bytes: int,
+        pieces: Sequence[int] | None = None,
     ) -> None:
-        """Bring what is away, give up copies of what the kernel writes, and make room."""
+        """Bring what is away, give up copies of what the kernel writes, and make room: in pieces of these
+        sizes, where they are known."""
         engine = self._engine
         waits = len(engine.waits)
         recompute_s = self.recomputation.recompute_s
@@ -494,12 +500,11 @@ class Clock(TorchDispatchMode):
                 if managed.clean or managed.guarded or managed.state or managed.writing:
                     engine.will_write(managed)
             if need_bytes or away:
-                schedule: Schedule | None = self._kernels.schedule
-                ahead_bytes = 0 if schedule is not None else self._ahead_bytes
+                ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
                 # A device that keeps the budget by itself refuses what does not fit when it is asked for.
                 engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
-                if schedule is not None:
-                    self._device.make_holes(schedule.pieces[self.kernels])
+                if pieces:
+                    self._device.make_holes(pieces)
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
