@@ -514,8 +514,9 @@ class Clock(TorchDispatchMode):
         has_room = self._device.has_room
         assert has_room is not None
         with self._interrupts:
-            while not has_room(need_bytes) and self._engine.free(need_bytes):
-                pass
+            while not has_room(need_bytes):
+                if not (self._engine.free(need_bytes) or self._device.make_room(need_bytes)):
+                    return
 
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
         """Make what the kernel uses and was dropped, and what can be made no more once it has run. What else

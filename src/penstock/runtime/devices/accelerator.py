@@ -520,7 +520,22 @@ class AcceleratorDevice:
         return False
 
     def make_room(self, size_bytes: int) -> bool:
-        return False  # what no kernel of ours has used cannot leave
+        """Nothing more can leave, and the allocator still refuses. The one segment takes what it needs for
+        small tensors: it is given back, and what the kernel uses comes back to others."""
+        if not self._compaction.is_open:
+            return False
+        assert self.engine is not None and self.storages is not None
+        self._compaction.close()
+        used = [one for one in self.storages.all() if one.in_kernel and one.state == RESIDENT]
+        for managed in used:
+            managed.pins -= 1
+        try:
+            self._empty_segments()
+        finally:
+            for managed in used:
+                managed.pins += 1
+        self.engine.demand(used)
+        return True
 
     def make_holes(self, sizes: Sequence[int]) -> None:
         assert self.engine is not None
@@ -565,8 +580,10 @@ class AcceleratorDevice:
             self._driver.empty_cache()
 
     def has_room(self, size_bytes: int) -> bool:
-        if self._driver.allocate(size_bytes, self._driver.current_stream()) is not None:
-            return True  # the allocator keeps it for who asks next
+        stream = self._driver.current_stream()
+        kept = self._driver.allocate(size_bytes, stream)  # the allocator keeps it for who asks next
+        if kept is not None and self._driver.allocate(LARGEST_SMALL_BYTES, stream) is not None:
+            return True  # a part of it may be small
         self.memory.asks_in = 0
         return False
 
@@ -842,7 +859,7 @@ class AcceleratorDevice:
         fits = segment is None or asked_bytes < LARGE_BYTES or segment.fits([asked_bytes])
         if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
             return True
-        return engine.free(max(needed_bytes, self._budget_bytes // 16))
+        return engine.free(max(needed_bytes, self._budget_bytes // 16)) or self.make_room(needed_bytes)
 
     def cannot_use(self, error: OSError) -> None:
         raise error  # it has no arena
