@@ -19,7 +19,7 @@ from penstock.core.trace import Trace
 from penstock.runtime.storages import NEVER
 
 # Smaller ones need no memory in one piece: allocators have segments of their own for them.
-LARGE_BYTES = 1 << 20
+LARGEST_SMALL_BYTES = 1 << 20
 
 
 class Evict(NamedTuple):
@@ -207,7 +207,8 @@ def unplanned(
     made_bytes = trace.tensor_bytes[made[fresh]]
     makers = [*zip(maker[fresh].tolist(), made_bytes.tolist(), strict=True)]
     for kernel, size_bytes in (*makers, *enumerate(trace.kernel_workspace_bytes.tolist())):
-        pieces[kernel].append(size_bytes)
+        if size_bytes > LARGEST_SMALL_BYTES:
+            pieces[kernel].append(size_bytes)
     first = np.full(trace.tensors, count, dtype=np.int64)
     uses = trace.uses
     used = np.flatnonzero(np.diff(uses.starts) > 0)
@@ -219,9 +220,7 @@ def unplanned(
         before=tuple(tuple(actions) for actions in before) or ((),) * count,
         away_at_start=tuple(away),
         needs_bytes=tuple((born + trace.kernel_workspace_bytes).tolist()),
-        pieces=tuple(
-            tuple(sorted((size for size in sizes if size >= LARGE_BYTES), reverse=True)) for sizes in pieces
-        ),
+        pieces=tuple(tuple(sorted(sizes, reverse=True)) for sizes in pieces),
         uses=tuple(tuple(uses[tensor].tolist()) for tensor in range(trace.tensors)),
         persistent=tuple(trace.tensor_persistent.tolist()),
         tensor_bytes=tuple(trace.tensor_bytes.tolist()),

@@ -52,7 +52,7 @@ from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
 from penstock.runtime.devices.staging import Staging
 from penstock.runtime.kernel_times import Timed
-from penstock.runtime.schedule import LARGE_BYTES
+from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import Extent
@@ -70,7 +70,6 @@ ASKED_EVERY = 32
 # torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
 # up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
-LARGEST_SMALL_BYTES = 1 << 20
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -331,6 +330,7 @@ class AcceleratorDevice:
         self._kept_bytes = 0  # above the limit, in segments with what was there: nothing more could leave
         self._beside_bytes = 0  # of these two, reserved when the step began
         self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
+        self._small_bytes = 0  # most in segments of small blocks, ever
         self._begun: Any = None  # of the kernel that is measured: an event
         self._ended: Any = None  # of the one before
         self._was_idle = True
@@ -543,7 +543,7 @@ class AcceleratorDevice:
 
     def _has_hole(self, size_bytes: int, waits: bool) -> bool:
         """Whether it is worth asking the allocator: before it refuses, it waits for the device."""
-        if not self._compaction.is_open or size_bytes < LARGE_BYTES:
+        if not self._compaction.is_open or size_bytes <= LARGEST_SMALL_BYTES:
             return True
         assert self.engine is not None
         return self._compaction.make_holes(self.engine, (size_bytes,), may_leave=waits) or waits
@@ -556,9 +556,10 @@ class AcceleratorDevice:
         """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
         if len(self._streams) > 1 or self._packs:  # another stream gets no memory of it
             return
+        self._note_peak()
         self._empty_segments()
         memory = self._driver.memory()
-        later_bytes = memory.peak_small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
+        later_bytes = self._small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
         left_bytes = self._limit_bytes - memory.reserved_bytes - later_bytes
         size_bytes = left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
         if size_bytes < self._budget_bytes // 2 or not self._compaction.open(size_bytes, self._streams[0]):
@@ -853,12 +854,15 @@ class AcceleratorDevice:
         memory = self._driver.memory()
         self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
         asked_bytes = _asked_bytes(error)
-        asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
         self._was_refused(asked_bytes)
         segment = self.memory.segment
-        fits = segment is None or asked_bytes < LARGE_BYTES or segment.fits([asked_bytes])
-        if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
-            return True
+        if segment is not None and asked_bytes > 0:
+            if asked_bytes <= LARGEST_SMALL_BYTES:
+                return self.make_room(needed_bytes)
+            asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
+            fits = segment.fits([asked_bytes])
+            if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
+                return True
         return engine.free(max(needed_bytes, self._budget_bytes // 16)) or self.make_room(needed_bytes)
 
     def cannot_use(self, error: OSError) -> None:
@@ -957,6 +961,7 @@ class AcceleratorDevice:
     def _note_peak(self) -> None:
         memory = self._driver.memory()
         self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._beside_bytes)
+        self._small_bytes = max(self._small_bytes, memory.peak_small_bytes)
         fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
         self._fragments_bytes = max(self._fragments_bytes, fragments_bytes)
 

@@ -18,14 +18,11 @@ import torch
 
 from penstock._native import DeviceMemory, DeviceSegment
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.schedule import LARGE_BYTES
+from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storages import RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
-
-# Below, blocks are in the allocator's segments for small ones.
-LARGEST_SMALL_BYTES = 1 << 20
 
 # Places that are cleared for one request at most.
 ATTEMPTS = 4
@@ -93,7 +90,8 @@ class Compaction:
     def was_refused(self, size_bytes: int) -> None:
         """The allocator had no block of so many bytes."""
         self.refused += 1
-        if self._segment is None or (size_bytes >= LARGE_BYTES and not self._segment.fits([size_bytes])):
+        segment = self._segment
+        if segment is None or size_bytes <= LARGEST_SMALL_BYTES or not segment.fits([size_bytes]):
             return
         self._surprises += 1
         if self._surprises >= SURPRISES:

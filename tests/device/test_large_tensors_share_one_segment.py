@@ -1,0 +1,166 @@
+"""Where the allocator has memory in too many pieces, large tensors go into one segment and move within it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.runtime.devices.compaction import Compaction
+from tests.device.test_training_on_a_device_keeps_every_bit import scheduled_at_random
+from tests.support.accelerator import orders, wanted
+from tests.support.runs import ACCELERATED, Bits, Step, bits, differences, in_memory, offloaded
+
+DEVICE = wanted("emu")
+MIB = 1 << 20
+STEPS = 10
+WIDTHS = (640, 1536, 320, 2048, 800, 1280, 448, 1920, 640)
+Configure = Callable[..., None]
+
+
+class Training:
+    """refused   how often the allocator had refused when each step began"""
+
+    def __init__(self, also: Callable[[int, torch.Tensor], object] = lambda number, loss: None) -> None:
+        self.also = also
+        self.refused: list[int] = []
+
+    def __call__(self, step: Step) -> Bits:
+        self.refused.clear()
+        layers = [nn.Linear(*widths) for widths in itertools.pairwise(WIDTHS)]
+        model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU(), nn.Dropout(0.1))))
+        model.to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        found: Bits = []
+        for number in range(STEPS):
+            self.refused.append(torch.accelerator.memory_stats()["num_ooms"])
+            with step():
+                batch = torch.randn(512, WIDTHS[0], generator=torch.Generator().manual_seed(number))
+                loss = model(batch.to(DEVICE)).square().mean()
+                self.also(number, loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found += bits([loss])
+        return found + bits(model.parameters())
+
+
+class Seen:
+    """Of the segments of a run. moves   tensors that moved; opened, closed   how often"""
+
+    def __init__(self) -> None:
+        self.moves = self.opened = self.closed = 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What the compaction does."""
+    found = Seen()
+    open_one, close, move = Compaction.open, Compaction.close, Compaction._move
+
+    def opened(compaction: Compaction, *args: Any) -> bool:
+        is_open = open_one(compaction, *args)
+        found.opened += is_open
+        return is_open
+
+    def closed(compaction: Compaction) -> None:
+        found.closed += compaction.is_open
+        close(compaction)
+
+    def moved(compaction: Compaction, *args: Any) -> bool:
+        has_moved = move(compaction, *args)
+        found.moves += has_moved
+        return has_moved
+
+    monkeypatch.setattr(Compaction, "open", opened)
+    monkeypatch.setattr(Compaction, "close", closed)
+    monkeypatch.setattr(Compaction, "_move", moved)
+    return found
+
+
+def inside(training: Training, budget_bytes: int, spill_dir: Path) -> Bits:
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before_bytes = torch.accelerator.memory_reserved()
+    options: dict[str, Any] = {"device": DEVICE, "hardware": ACCELERATED, "host_budget": "1GiB"}
+    found, _ = offloaded(training, budget_bytes, spill_dir, **options)
+    assert torch.accelerator.max_memory_reserved() - before_bytes <= budget_bytes
+    return found
+
+
+def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, tmp_path: Path) -> None:
+    configure(order="stepped", seed=1)
+    training = Training()
+    expected = in_memory(training)
+    assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+    assert seen.opened == 1 and seen.moves > 0
+    assert training.refused[2] > training.refused[0]
+    assert training.refused[-1] == training.refused[-4]
+
+
+@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
+def test_what_moves_keeps_its_bits(
+    order: str, configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places are cleared at random, too, and any tensors leave at any kernel."""
+    rng, make_holes = random.Random(order), Compaction.make_holes
+
+    def also_elsewhere(compaction: Compaction, engine: Any, sizes: Any, *, may_leave: bool) -> bool:
+        segment = compaction._segment
+        if segment is not None and not compaction._clearing and segment.free_bytes > 2 * MIB:
+            size_bytes = rng.randrange(MIB, segment.free_bytes)
+            compaction._clear(engine, segment, size_bytes, may_leave and rng.random() < 0.2)
+        return make_holes(compaction, engine, sizes, may_leave=may_leave)
+
+    monkeypatch.setattr(Compaction, "make_holes", also_elsewhere)
+    configure(order="eager")
+    training = Training()
+    expected = in_memory(training)
+    configure(order=order, seed=3, host_delay_us=10)
+    with scheduled_at_random(2):
+        assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+    assert seen.opened > 0 and seen.moves > 0
+
+
+def test_small_tensors_get_memory_that_the_segment_took(
+    configure: Configure, seen: Seen, tmp_path: Path
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(number: int, loss: torch.Tensor) -> None:
+        if number == 6:
+            kept.extend(loss.detach() + torch.zeros(128 << 10, device=DEVICE) for _ in range(24))
+        if number == 8:
+            kept.clear()
+
+    configure(order="stepped", seed=1)
+    training = Training(keep)
+    expected = in_memory(training)
+    kept.clear()
+    assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+    assert seen.opened > 0 and seen.closed > 1
+
+
+def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen, tmp_path: Path) -> None:
+    streams: list[torch.Stream] = []
+
+    def beside(number: int, loss: torch.Tensor) -> None:
+        if number >= 6:
+            streams.append(torch.Stream(DEVICE)) if not streams else None
+            streams[0].wait_stream(torch.accelerator.current_stream())
+            with streams[0]:
+                assert (torch.full((4 * MIB,), 1.0, device=DEVICE) + loss.detach()).sum() > 0
+            torch.accelerator.current_stream().wait_stream(streams[0])
+
+    configure(order="stepped", seed=1)
+    training = Training(beside)
+    expected = in_memory(training)
+    streams.clear()
+    assert differences(expected, inside(training, 112 * MIB, tmp_path)) == []
+    assert seen.opened == seen.closed == 1
