@@ -350,14 +350,14 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         const auto wanted_bytes = in_use_bytes(clock) + need_bytes;
         short_of_room = away || wanted_bytes > memory_.budget_bytes;
         if (!short_of_room) memory_.reserved_bytes = wanted_bytes;
-        if (planned && memory_.segment != nullptr) {
+        if (planned && !memory_.in_arena) {
           pieces = nb::borrow(PyTuple_GetItem(pieces_.ptr(), static_cast<Py_ssize_t>(kernel)));
-          short_of_room |= !has_holes(pieces);
+          if (memory_.segment != nullptr) short_of_room |= !has_holes(pieces);
         }
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
-      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes);
+      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes, pieces);
       if (facts.is_collective) {
         launching = true;
         clock.attr("_launching")(to_list(used.storages), to_list(written.storages));

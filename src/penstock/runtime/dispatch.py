@@ -44,7 +44,15 @@ from penstock.runtime.kernel_times import Launch, Timed, times_s
 from penstock.runtime.output_bytes import Needs
 from penstock.runtime.recompute import Recomputation
 from penstock.runtime.replacing import replace
-from penstock.runtime.schedule import Drop, Evict, Note, Prefetch, Recompute, Schedule
+from penstock.runtime.schedule import (
+    LARGEST_SMALL_BYTES,
+    Drop,
+    Evict,
+    Note,
+    Prefetch,
+    Recompute,
+    Schedule,
+)
 from penstock.runtime.storages import DROPPED, LEAVING, ManagedStorage, Storages
 from penstock.runtime.variants import AS_TRACED, Cost, Costs, alternatives, as_traced, has_alternatives, named
 from penstock.runtime.variants import run as run_variant
@@ -508,13 +516,17 @@ class Clock(TorchDispatchMode):
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
-    def _secure(self, need_bytes: int) -> None:
+    def _secure(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
         """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
         has, is asked before."""
+        small_bytes = LARGEST_SMALL_BYTES if pieces is None else need_bytes - sum(pieces)
+        sizes = (need_bytes,) if pieces is None else pieces
+        if small_bytes > 0:  # together they may be more than one block has
+            sizes = (*sizes, min(small_bytes, LARGEST_SMALL_BYTES))
         has_room = self._device.has_room
         assert has_room is not None
         with self._interrupts:
-            while not has_room(need_bytes):
+            while not has_room(sizes):
                 if not (self._engine.free(need_bytes) or self._device.make_room(need_bytes)):
                     return
 

@@ -82,9 +82,9 @@ class Device(copy_engine.Device, Protocol):
         """Have memory in pieces of these sizes, where the device has it in one."""
 
     @property
-    def has_room(self) -> Callable[[int], bool] | None:
-        """Asks whether the device gives a kernel of this thread so many bytes now, in one piece. None: it
-        makes room by itself when it is asked for memory."""
+    def has_room(self) -> Callable[[Sequence[int]], bool] | None:
+        """Asks whether the device gives a kernel of this thread blocks of so many bytes now, together. None:
+        it makes room by itself when it is asked for memory."""
         ...
 
     def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:

@@ -580,13 +580,15 @@ class AcceleratorDevice:
                 logger.warning("not all can leave: %s", error)
             self._driver.empty_cache()
 
-    def has_room(self, size_bytes: int) -> bool:
+    def has_room(self, sizes: Sequence[int]) -> bool:
         stream = self._driver.current_stream()
-        kept = self._driver.allocate(size_bytes, stream)  # the allocator keeps it for who asks next
-        if kept is not None and self._driver.allocate(LARGEST_SMALL_BYTES, stream) is not None:
-            return True  # a part of it may be small
-        self.memory.asks_in = 0
-        return False
+        taken = []  # together: the allocator keeps them for who asks next
+        for size_bytes in sizes:
+            taken.append(self._driver.allocate(size_bytes, stream))
+            if taken[-1] is None:
+                self._was_refused(size_bytes)
+                return False
+        return True
 
     def budget_for(self, size_bytes: int) -> int:
         self._driver.empty_cache()  # what stays reserved is in segments that tensors are in

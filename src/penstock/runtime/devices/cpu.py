@@ -65,7 +65,7 @@ class CpuDevice:
     empties_storages = False
     device = torch.device("cpu")
     current_stream: Callable[[], Any] | None = None
-    has_room: Callable[[int], bool] | None = None
+    has_room: Callable[[Sequence[int]], bool] | None = None
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
     memory_manager = "arena"
