@@ -102,6 +102,12 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "with a copy that kernels wait for, others are taken for over",
+        "copy_engine",
+        "            if other.state == state and self._device.join(other):\n",
+        "            if other.state == state:\n",
+    ),
+    Mutant(
         "the host takes a copy for complete when it is issued",
         QUEUES,
         "                over.synchronize()\n",

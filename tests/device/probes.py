@@ -169,6 +169,26 @@ def memory_changes_hands(spill_dir: Path) -> bool:
         return [float(tensor[-1]) for tensor in tensors] == [number + 3.0 for number in range(COUNT)]
 
 
+def two_tiers(spill_dir: Path) -> bool:
+    """Kernels wait for a copy from the host while one from disk, which began before it, is under way."""
+    right = True
+    with _offload(spill_dir, 40 * MIB) as run:
+        engine = run._engine
+        for turn in range(4):
+            tensors = [torch.full((MIB,), float(turn + number), device=DEVICE) for number in range(2)]
+            found = [run._clock.storages.find(tensor.untyped_storage()) for tensor in tensors]
+            for managed, tier in zip(found, ("disk", "host"), strict=True):
+                with engine.lock:
+                    engine.evict(managed, release=True, tier=tier)
+            engine.drain()
+            with engine.lock:
+                for managed in found:
+                    engine.prefetch(managed)
+            values = [tensor.max() for tensor in reversed(tensors)]
+            right &= [*map(float, values)] == [turn + 1.0, float(turn)]
+        return right
+
+
 Probe = Callable[[Path], bool]
 PROBES: list[Probe] = [
     two_streams,
@@ -179,6 +199,7 @@ PROBES: list[Probe] = [
     compressed,
     memory_changes_hands,
     from_disk,
+    two_tiers,
 ]
 ATTEMPTS = [
     (order, seed, probe)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock._native import DeviceSegment
 from penstock.runtime.devices.compaction import Compaction
 from tests.device.test_training_on_a_device_keeps_every_bit import scheduled_at_random
 from tests.support.accelerator import orders, wanted
@@ -164,3 +165,37 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
     streams.clear()
     assert differences(expected, inside(training, 112 * MIB, tmp_path)) == []
     assert seen.opened == seen.closed == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_followed_as_the_allocator_divides_it(seed: int, configure: Configure) -> None:
+    """By whether the allocator, which has no memory beside it, gives a block: for each size, at any time."""
+    configure(memory="66MiB", order="eager")
+    rng = random.Random(seed)
+    size_bytes = 64 * MIB
+    torch.accelerator.empty_cache()
+    segment = DeviceSegment(torch.UntypedStorage(size_bytes, device=DEVICE).data_ptr(), size_bytes)
+    kept: list[torch.UntypedStorage] = []
+    given = refused = 0
+    for _ in range(400):
+        if kept and rng.random() < 0.45:
+            storage = kept.pop(rng.randrange(len(kept)))
+            segment.give_up(storage.data_ptr())
+            del storage
+        wanted = rng.randrange(MIB + 1, rng.choice([3, 12, 40]) * MIB)
+        fits = segment.fits([wanted])
+        try:
+            storage = torch.UntypedStorage(wanted, device=DEVICE)
+        except torch.OutOfMemoryError:
+            assert not fits
+            refused += 1
+            continue
+        assert fits
+        assert segment.free_at(storage.data_ptr()) >= wanted
+        segment.hold(storage.data_ptr(), wanted)
+        kept.append(storage)
+        given += 1
+    assert given > 50 and refused > 50
+    for storage in kept:
+        segment.give_up(storage.data_ptr())
+    assert segment.free_bytes == segment.largest_free_bytes == size_bytes
