@@ -95,7 +95,7 @@ class HostCopies:
 
 
 class DeviceCopies:
-    """Of tensors on an accelerator, on a stream of their own. No GPU has run this yet."""
+    """Of tensors on an accelerator, on a stream of their own."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
