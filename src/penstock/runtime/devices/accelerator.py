@@ -25,8 +25,8 @@ the program has called it for: each makes the pools of the allocator grow.
 
 The budget is of reserved bytes, beside those of what was there before: what the run moves of that counts
 from when it meets it, and is reported from the next step on. The allocator is capped at it, so that fragments
-count too: where the tensors would fit and the allocator still finds no room, more leaves. With expandable
-segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``) there are hardly any fragments.
+count too: where the tensors would fit and the allocator still finds no room, more leaves, and from the next
+step on large tensors share one segment, and move within it (penstock.runtime.devices.compaction).
 """
 
 from __future__ import annotations
