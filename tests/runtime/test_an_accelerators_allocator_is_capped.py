@@ -34,9 +34,10 @@ class Caching(CheckedDriver):
             self.before = torch.arange(float(self.before_bytes // 4)).mul_(2)
 
     def memory(self) -> Memory:
-        allocated, reserved, peak_allocated, peak_reserved = super().memory()
-        return Memory(
-            allocated, reserved + self.cached_bytes, peak_allocated, peak_reserved + self.cached_bytes
+        found = super().memory()
+        return found._replace(
+            reserved_bytes=found.reserved_bytes + self.cached_bytes,
+            peak_reserved_bytes=found.peak_reserved_bytes + self.cached_bytes,
         )
 
     def empty_cache(self) -> None:

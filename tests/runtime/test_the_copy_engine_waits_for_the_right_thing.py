@@ -95,7 +95,9 @@ def test_prefetches_do_not_take_the_room_that_a_kernel_waits_for() -> None:
 def test_a_refused_prefetch_is_tried_again_when_memory_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     prepare, answers = bench.device.prepare, iter([False, True])
-    monkeypatch.setattr(bench.device, "prepare", lambda *asked: next(answers) and prepare(*asked))
+    monkeypatch.setattr(
+        bench.device, "prepare", lambda *asked, **how: next(answers) and prepare(*asked, **how)
+    )
     managed, other = bench.away(), bench.make()
     bench.engine.prefetch(managed)
     for _ in range(10):
@@ -116,9 +118,9 @@ def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pyte
     bench.make()
     prepare, full_bytes, asked = bench.device.prepare, bench.device.in_memory_bytes(), []
 
-    def refused(managed: ManagedStorage, *rest: Any) -> bool:
+    def refused(managed: ManagedStorage, *rest: Any, **how: Any) -> bool:
         asked.append(managed)
-        return bench.device.in_memory_bytes() < full_bytes and prepare(managed, *rest)
+        return bench.device.in_memory_bytes() < full_bytes and prepare(managed, *rest, **how)
 
     monkeypatch.setattr(bench.device, "prepare", refused)
     with bench.device.serving(bench.engine):

@@ -519,8 +519,8 @@ class Clock(TorchDispatchMode):
     def _secure(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
         """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
         has, is asked before."""
-        small_bytes = LARGEST_SMALL_BYTES if pieces is None else need_bytes - sum(pieces)
         sizes = (need_bytes,) if pieces is None else pieces
+        small_bytes = need_bytes - sum(sizes)
         if small_bytes > 0:  # together they may be more than one block has
             sizes = (*sizes, min(small_bytes, LARGEST_SMALL_BYTES))
         has_room = self._device.has_room
