@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from penstock.errors import InvalidArgument
+from penstock.options import IoOptions
 from penstock.runtime.devices.accelerator import Memory
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
 
 BUDGET_BYTES = 64 << 10
@@ -50,7 +51,7 @@ class Caching(CheckedDriver):
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
+    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=1 << 20)) as space:
         yield space
 
 

@@ -17,14 +17,15 @@ from torch._inductor.output_code import cudagraph_post_compile
 from torch._inductor.utils import BoxedBool
 
 from penstock.errors import InvalidArgument
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.options import IoOptions
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
 
 
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
+    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=1 << 20)) as space:
         yield space
 
 

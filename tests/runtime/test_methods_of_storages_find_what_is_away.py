@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.options import IoOptions
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedRun, checked_run
 
 NUMBERS = 1024
@@ -30,7 +31,7 @@ BUDGET_BYTES = STATE * NUMBERS * 4 // 2
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
+    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=1 << 20)) as space:
         yield space
 
 

@@ -14,6 +14,7 @@ import torch
 
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
+from penstock.options import IoOptions
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import (
     Action,
@@ -26,7 +27,7 @@ from penstock.runtime.schedule import (
     Schedule,
     unplanned,
 )
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
 
@@ -37,7 +38,7 @@ PARTS = 10
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as space:
+    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=64 << 20)) as space:
         yield space
 
 

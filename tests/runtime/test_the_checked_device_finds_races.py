@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
+from penstock.options import IoOptions
 from penstock.runtime.copy_engine import DEMAND, CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY, LEAVING
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import (
     CheckedDriver,
     CheckedEvent,
@@ -30,7 +31,7 @@ TRIES = 12
 @pytest.fixture(scope="module")
 def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
     directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as space:
+    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=64 << 20)) as space:
         yield space
 
 
