@@ -102,12 +102,6 @@ def _micro_batch(value: Any) -> int | str:
         raise InvalidArgument(f'{error}, or "auto"') from None
 
 
-def _paths(value: Any) -> Any:
-    for path in [value] if isinstance(value, str) else value:
-        _READ["str"](path)
-    return value
-
-
 def _of_type(kind: type, remedy: str) -> Callable[[Any], Any]:
     def same(value: Any) -> Any:
         if not isinstance(value, kind):
@@ -126,8 +120,11 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "Size": parse_bytes,
     "Endurance": parse_endurance,
     "Path": Path,
+    "str | os.PathLike[str]": Path,
     "str": _of_type(str, "text"),
-    "str | Sequence[str]": _paths,
+    "str | Sequence[str]": lambda value: [
+        _READ["str"](each) for each in ([value] if isinstance(value, str) else value)
+    ],
     "bool": _of_type(bool, "True or False"),
 }
 
@@ -160,6 +157,8 @@ def _checked(source: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
             found[name] = read(option.kind, value)
         except (InvalidArgument, InvalidSize) as error:
             raise type(error)(f"{name}: {error}") from None
+        except TypeError as error:
+            raise InvalidArgument(f"{name}: {value!r} cannot be used: {error}") from None
     return found
 
 
@@ -356,10 +355,10 @@ def offload(
                     free
     disk_budget     most bytes on disk. None: what is free there. Where torchrun has started several processes
                     on this machine, it and the host budget are theirs together, and are divided
-    device          "cpu", or a GPU such as "cuda:0". None: the model's, or the CPU
-    plan            made before, by `penstock.plan`: it is carried out as it stands
-    hardware        rates of this machine's links, as `penstock.probe` measures them. None: measure them now,
-                    in about two seconds
+    device          cpu, or a GPU such as cuda:0. None: the model's, or the CPU
+    plan            made before, by `penstock plan` or `penstock.plan`: it is carried out as it stands
+    hardware        rates of the machine's links, as `penstock probe` and `penstock.probe` measure them. None:
+                    measure now, in about two seconds
     io              how tensors move between memory and disk
     planning        what plans may do
     batches         whether batches run in parts

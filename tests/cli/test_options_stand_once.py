@@ -62,6 +62,8 @@ def test_what_is_typed_is_what_a_program_gives() -> None:
         ),
         (lambda: penstock.IoOptions(verify=1), "verify: 1 is of type int: give True or False"),
         (lambda: penstock.IoOptions(paths=[3]), "paths: 3 is of type int: give text"),
+        (lambda: penstock.IoOptions(paths=3), "paths: 3 cannot be used"),
+        (lambda: penstock.IoOptions(costs=3), "costs: 3 cannot be used"),
         (lambda: penstock.IoOptions(endurance="0TBW"), "endurance: an endurance of 0 bytes is none"),
         (lambda: penstock.PlanOptions(lossy="fp8"), "lossy: there is no 'fp8': choose fp16 or bf16"),
         (lambda: penstock.PlanOptions(smallest_bytes=None), "smallest_bytes: None is not a size"),

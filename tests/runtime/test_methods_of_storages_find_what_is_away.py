@@ -11,13 +11,11 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.options import IoOptions
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY
 from penstock.storage.spill import SpillSpace
@@ -26,13 +24,6 @@ from tests.support.checked import CheckedRun, checked_run
 NUMBERS = 1024
 STATE = 12  # tensors, of twice the budget together
 BUDGET_BYTES = STATE * NUMBERS * 4 // 2
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=1 << 20)) as space:
-        yield space
 
 
 @pytest.fixture

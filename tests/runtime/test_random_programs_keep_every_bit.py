@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
-from penstock.options import IoOptions
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import (
     Action,
@@ -33,13 +31,6 @@ from tests.support.programs import begin, make_program, run_step
 
 PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "60"))
 PARTS = 10
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=64 << 20)) as space:
-        yield space
 
 
 def bits(tensors: list[torch.Tensor]) -> list[bytes]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.options import IoOptions
 from penstock.runtime.copy_engine import DEMAND, CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY, LEAVING
@@ -26,13 +25,6 @@ from tests.support.checked import (
 )
 
 TRIES = 12
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, IoOptions(paths=["posix buffered"], page_cache_budget=64 << 20)) as space:
-        yield space
 
 
 class DeafEvent(CheckedEvent):

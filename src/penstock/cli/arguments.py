@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
     probe = _command(names, "probe", "machine.probe", "measure this machine")
     _spill_dir(probe, "measure", remote=True)
-    _add(probe, "--device", "cpu, or cuda:0 and so on", default="cpu")
+    _options(probe, RUN, "device", default="cpu")
     _add(probe, "--seconds", "time it may take", seconds, 10.0)
     _written(probe, "hardware.json")
 
@@ -131,11 +131,11 @@ def parser() -> argparse.ArgumentParser:
     _spill_dir(paths, "use")
     _options(paths, RUN, "page_cache_budget")
     _add(paths, "--seconds", "time to take", seconds, 5.0)
-    _add(paths, "--device", "whose runs use --io-costs: cpu, or cuda:0 and so on", default="cpu")
     _options(paths, RUN, "costs")
+    _options(paths, RUN, "device", says="whose runs use --io-costs: ", default="cpu")
 
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
-    _script(trace)
+    _add(trace, "script", "see below", metavar="SCRIPT.py:build")
     _add(trace, "--real", "run the step and time it, instead of estimating without memory", bool)
     where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
     _add(trace, "--device", where, choices=("cpu", *DATA_SHEETS))
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
     step = "file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build"
     _add(plan, "trace", step, Path, metavar="TRACE")
-    _hardware(plan)
+    _options(plan, RUN, "hardware", required=True)
     _options(plan, RUN, "device_budget", required=True)
     _options(plan, RUN, "policy", "lossy", "endurance", "micro_batch", "micro_batch_order")
     _actions(plan)
@@ -155,19 +155,17 @@ def parser() -> argparse.ArgumentParser:
     simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
     _add(simulate, "trace", "file that `penstock trace` wrote", Path, metavar="TRACE")
     _add(simulate, "plan", "file that `penstock plan` wrote", Path, metavar="PLAN")
-    _hardware(simulate)
+    _options(simulate, RUN, "hardware", required=True)
     _chrome_trace(simulate)
     _written(simulate, "timeline.json.gz")
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
-    _script(run)
+    _add(run, "script", "see below", metavar="SCRIPT.py:build")
     _options(run, RUN, "device_budget", required=True)
     _spill_dir(run, "use", remote=True)
     _add(run, "--steps", "over all batches again where there are fewer; default: one for each batch", count)
-    _add(run, "--device", "of the script", default="cpu", metavar="NAME")
-    _hardware(run, "; default: measure now", required=False)
-    _add(run, "--plan", "file that `penstock plan` wrote, to follow from the first step", Path)
-    special = ("model", "optimizer", "device_budget", "spill_dir", "device", "hardware", "plan")
+    _options(run, RUN, "device", default="cpu")
+    special = ("model", "optimizer", "device_budget", "spill_dir", "device")
     _options(run, RUN, *(name for name in RUN if name not in special))
     _written(run, "penstock-run", "FOLDER")
 
@@ -191,8 +189,7 @@ def _finetune(names: argparse._SubParsersAction[_Parser]) -> None:
     _add(tune, "text", "file with the text, in UTF-8", Path, metavar="TEXT")
     _options(tune, RUN, "device_budget", required=True)
     _spill_dir(tune, "use")
-    _hardware(tune, "; default: measure now", required=False)
-    _options(tune, RUN, "policy", "endurance")
+    _options(tune, RUN, "hardware", "policy", "endurance")
     tuning = options_of(FineTuneOptions)
     _options(tune, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
     _add(tune, "--lora", "train adapters of PEFT, not all weights", bool)
@@ -210,7 +207,7 @@ def _report(names: argparse._SubParsersAction[_Parser]) -> None:
     summary = "show a plan, and compare a run with it, in one page"
     report = _command(names, "report", "planning.report", summary, REPORT_HELP)
     _add(report, "source", "FOLDER, or TRACE PLAN", Path, nargs="+", metavar="SOURCE")
-    _hardware(report, "; with TRACE PLAN", required=False)
+    _add(report, "--hardware", "file that `penstock probe` wrote; with TRACE PLAN", Path)
     _add(report, "--measured", "timeline of a run; with TRACE PLAN", Path)
     _chrome_trace(report, ", with what was measured below")
     _add(report, "--no-policies", "leave out the table of policies", bool)
@@ -223,7 +220,7 @@ def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
     summary = "plan for other machines: is the disk fast enough?"
     whatif = _command(names, "whatif", "planning.whatif", summary, WHATIF_HELP)
     _add(whatif, "trace", "one for each batch size", Path, nargs="+", metavar="TRACE")
-    _hardware(whatif)
+    _options(whatif, RUN, "hardware", required=True)
     _add(whatif, "--device-budget", "one or more; default: all of the device", sizes)
     _add(whatif, "--host-budget", "host memory; default: as measured", sizes)
     _add(whatif, "--disks", "disks that work as one", counts, "1")
@@ -390,7 +387,8 @@ def _options(
     for name in names:
         option = known[name]
         default = changes.get("default", option.default)
-        meaning = "%(default)s" if option.kind == "bool" and default else option.meaning
+        typed_default = default not in (None, False) and (option.kind == "bool" or "default" in changes)
+        meaning = "%(default)s" if typed_default else "" if "required" in changes else option.meaning
         said = says + option.text.replace("%", "%%") + (f"; default: {meaning}" if meaning else "")
         arguments: dict[str, Any] = {"dest": name, "default": default, "help": said}
         if option.kind == "bool":
@@ -398,19 +396,12 @@ def _options(
         elif allowed := choices(option.kind):
             arguments["choices"] = allowed
         else:
-            arguments["type"] = typed(partial(read, option.kind))
-            arguments["metavar"] = METAVARS.get(option.kind, "N")
+            is_file = option.kind in ("Hardware", "Plan")
+            arguments["type"] = Path if is_file else typed(partial(read, option.kind))
+            arguments["metavar"] = "FILE" if is_file else METAVARS.get(option.kind, "N")
         if "Sequence" in option.kind:
-            arguments["action"] = "append"
+            arguments |= {"action": "append", "type": str}
         parser.add_argument(f"--{option.flag}", **arguments | changes)
-
-
-def _script(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "script", "see below", metavar="SCRIPT.py:build")
-
-
-def _hardware(parser: argparse.ArgumentParser, more: str = "", *, required: bool = True) -> None:
-    _add(parser, "--hardware", f"file that `penstock probe` wrote{more}", Path, required=required)
 
 
 def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
@@ -482,4 +473,5 @@ METAVARS: dict[Any, str] = {
     "str": "NAME",
     "str | Sequence[str]": "NAME",
     "str | os.PathLike[str]": "FILE",
+    "str | torch.device": "NAME",
 }

@@ -57,21 +57,16 @@ class Splitter:
     def __init__(self, batches: BatchOptions, plan: Plan | None = None) -> None:
         notes = plan.trace.notes if plan is not None and plan.trace is not None else {}
         wanted, order = batches.micro_batch, batches.micro_batch_order
-        if planned := int(notes.get(NOTE, 0)):
-            planned_order = notes.get(ORDER_NOTE, PART)
-            if wanted not in (None, planned):
-                raise InvalidArgument(
-                    f"the plan is for micro-batches of {planned} samples, and micro_batch is {wanted!r}: "
-                    "leave one of them out"
-                )
-            if order not in (None, planned_order):
-                raise InvalidArgument(
-                    f"the plan is for the order of micro-batches {planned_order!r}, and micro_batch_order is "
-                    f"{order!r}: leave one of them out"
-                )
-            wanted, self.order = planned, planned_order
-        else:
-            self.order = order or PART
+        if NOTE in notes:
+            planned: dict[str, Any] = {NOTE: int(notes[NOTE]), ORDER_NOTE: notes.get(ORDER_NOTE, PART)}
+            for name, asked in ((NOTE, wanted), (ORDER_NOTE, order)):
+                if asked not in (None, planned[name]):
+                    raise InvalidArgument(
+                        f"the plan is for a {name} of {planned[name]!r}, and {name} is {asked!r}: "
+                        "leave one of them out"
+                    )
+            wanted, order = planned[NOTE], planned[ORDER_NOTE]
+        self.order = order or PART
         if self.order != PART and wanted is None:
             raise InvalidArgument(
                 f"a micro_batch_order of {order!r} is of batches in parts: give micro_batch, too"
