@@ -436,8 +436,9 @@ class FineTuneOptions(_Options):
 
 
 def run_options() -> dict[str, Option]:
-    """All options of a run, by name: the arguments of `offload`, and the fields of its groups."""
-    found = {name: option for name, option in options_of(offload).items() if name not in GROUPS}
+    """All options of a run, by name: what can be typed for `offload`, and the fields of its groups."""
+    others = ("model", "optimizer", *GROUPS)
+    found = {name: option for name, option in options_of(offload).items() if name not in others}
     for group in GROUPS.values():
         found |= options_of(group)
     return found

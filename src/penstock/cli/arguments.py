@@ -165,8 +165,7 @@ def parser() -> argparse.ArgumentParser:
     _spill_dir(run, "use", remote=True)
     _add(run, "--steps", "over all batches again where there are fewer; default: one for each batch", count)
     _options(run, RUN, "device", default="cpu")
-    special = ("model", "optimizer", "device_budget", "spill_dir", "device")
-    _options(run, RUN, *(name for name in RUN if name not in special))
+    _options(run, RUN, *(name for name in RUN if name not in ("device_budget", "spill_dir", "device")))
     _written(run, "penstock-run", "FOLDER")
 
     _finetune(names)
@@ -398,7 +397,7 @@ def _options(
         else:
             is_file = option.kind in ("Hardware", "Plan")
             arguments["type"] = Path if is_file else typed(partial(read, option.kind))
-            arguments["metavar"] = "FILE" if is_file else METAVARS.get(option.kind, "N")
+            arguments["metavar"] = METAVARS.get(option.kind, "NAME")
         if "Sequence" in option.kind:
             arguments |= {"action": "append", "type": str}
         parser.add_argument(f"--{option.flag}", **arguments | changes)
@@ -459,19 +458,7 @@ def path_or_url(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-METAVARS: dict[Any, str] = {
-    Path: "FILE",
-    size: "SIZE",
-    sizes: "SIZE,...",
-    rate: "RATE",
-    count: "N",
-    counts: "N,...",
-    samples_count: "N",
-    seconds: "SECONDS",
-    "Size": "SIZE",
-    "Endurance": "SIZE",
-    "str": "NAME",
-    "str | Sequence[str]": "NAME",
-    "str | os.PathLike[str]": "FILE",
-    "str | torch.device": "NAME",
-}
+METAVARS: dict[Any, str] = {sizes: "SIZE,...", counts: "N,...", rate: "RATE", seconds: "SECONDS"}
+METAVARS |= dict.fromkeys((Path, "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
+METAVARS |= dict.fromkeys((size, "Size", "Endurance"), "SIZE")
+METAVARS |= dict.fromkeys((count, samples_count, "Count", "Number", "Fraction", "MicroBatch"), "N")
