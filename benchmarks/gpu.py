@@ -125,7 +125,7 @@ def penstock_offload(size: str, budget: int, policy: str, tiers: str) -> Iterato
         device_budget=budget,
         spill_dir=tempfile.gettempdir(),
         host_budget=HOST_BUDGETS[tiers],
-        policy=policy,
+        planning=penstock.PlanOptions(policy=policy),
     ) as run:
         with torch.device(DEVICE):
             model, words = model_of(size)

@@ -101,8 +101,7 @@ def train(name: str, config: gpt.Config, spill_dir: str, steps: int, bytes_per_s
             device_budget=budget_bytes,
             spill_dir=spill_dir,
             hardware=hardware,
-            io_paths="posix direct",
-            **OPTIONS[name],
+            **penstock.options.grouped({"paths": "posix direct"} | OPTIONS[name]),
         ) as run:
             model, optimizer, batches, loss = gpt.build(config)
             for _ in range(UNMEASURED_STEPS + steps):

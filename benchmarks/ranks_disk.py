@@ -34,8 +34,9 @@ from io_bench.machine import heading
 from io_bench.measure import rotated, settle
 from processes import Processes, together_s
 
+from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import EVICT, PREFETCH
 from penstock.units import format_rate, parse_bytes
 
@@ -50,7 +51,7 @@ RAW_PIECE_BYTES, RAW_DEPTH = 4 * MIB, 32
 class Rank:
     """One process: a spill space, a raw ring on a file of its own, and their memory."""
 
-    def __init__(self, index: int, directory: Path, total_bytes: int, options: SpillOptions) -> None:
+    def __init__(self, index: int, directory: Path, total_bytes: int, options: IoOptions) -> None:
         self._share = next(count for count in PROCESSES if count > index)  # it never moves more than that
         most_bytes = total_bytes // self._share
         self._space = SpillSpace(directory, options)
@@ -172,9 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="ranks-disk.") as folder:
         totals = {size: max(most, (options.mib * MIB) // size // most * most) for size in sizes}
         most_bytes = max(size * count for size, count in totals.items())
-        spill = SpillOptions(
-            paths=[options.io_path] if options.io_path else None, tables_path=Path(folder) / "costs.json"
-        )
+        spill = IoOptions(paths=options.io_path, costs=Path(folder) / "costs.json")
         learn(Path(folder), sizes, spill)
         with Processes(most, Rank, Path(folder), most_bytes, spill) as ranks:
             for size, count in totals.items():
@@ -188,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def learn(folder: Path, sizes: Sequence[int], options: SpillOptions) -> None:
+def learn(folder: Path, sizes: Sequence[int], options: IoOptions) -> None:
     """Try every I/O path with tensors of these sizes, and save what each costs."""
     with SpillSpace(folder, options) as space:
         buffer = AlignedBuffer(max(sizes))

@@ -95,10 +95,8 @@ def train(
         spill_dir=spill_dir,
         hardware=hardware,
         plan=plan if name == KEPT else None,
-        io_paths="posix direct",
-        smallest_bytes="16KiB",
-        compress=False,
-        recompute=False,
+        io=penstock.IoOptions(paths="posix direct"),
+        planning=penstock.PlanOptions(smallest_bytes="16KiB", compress=False, recompute=False),
     ) as run:
         model, optimizer, batches, loss = gpt.build(replace(gpt.QUICK, seed=0))
         for step in range(FAST_STEPS + steps):

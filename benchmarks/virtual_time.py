@@ -268,9 +268,7 @@ def opened(budget_bytes: int, spill_dir: str, machine: penstock.Hardware, **opti
         host_budget=HOST_BYTES,
         spill_dir=spill_dir,
         hardware=machine,
-        compress=False,
-        recompute=False,
-        **options,
+        **penstock.options.grouped({"compress": False, "recompute": False} | options),
     )
 
 

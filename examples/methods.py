@@ -210,7 +210,7 @@ def _penstock(job: Job) -> Iterator[Method]:
     with penstock.offload(
         device_budget=job.device_budget_bytes,
         spill_dir=job.spill_dir or None,
-        policy=job.policy,
+        planning=penstock.PlanOptions(policy=job.policy),
         hardware=hardware,
     ) as run:
         method = Method()

@@ -27,6 +27,8 @@ class Docstrings(griffe.Extension):
                 section = "Args" if obj.is_function else "Attributes" if obj.is_class else None
                 links = {name: place for name, place in public.items() if place != obj.path}
                 obj.docstring.value = to_markdown(obj.docstring.value, section, links)
+            if isinstance(obj, griffe.Attribute):
+                obj.annotation = spelled_out(obj.annotation, pkg)
             if isinstance(obj, griffe.Function):
                 for parameter in obj.parameters:
                     annotation = spelled_out(parameter.annotation, pkg)

@@ -15,10 +15,11 @@ import msgspec
 
 from io_bench.measure import Tensors, rotated, settle, tensors_in_sample, timed
 from io_bench.rows import Spilled
+from penstock.options import IoOptions
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.rounds import aligned
 from penstock.storage.autotune.tables import Tables
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,7 +264,7 @@ def contenders(directory: Path, tensors: Tensors, choices: Choices) -> Iterator[
     if len(set(tensors.sizes_bytes)) > 1:
         room_bytes *= 2  # different sizes leave gaps
     with SpillSpace(
-        directory, SpillOptions(capacity_bytes=2 * room_bytes, page_cache_bytes=room_bytes)
+        directory, IoOptions(page_cache_budget=room_bytes), capacity_bytes=2 * room_bytes
     ) as space:
         ways = {path.name: path.medium for path in space.paths.values()}
     with ExitStack() as stack:
@@ -273,11 +274,8 @@ def contenders(directory: Path, tensors: Tensors, choices: Choices) -> Iterator[
             space = stack.enter_context(
                 SpillSpace(
                     directory,
-                    SpillOptions(
-                        capacity_bytes=room_bytes + cache_bytes,
-                        page_cache_bytes=cache_bytes,
-                        paths=None if name in CHOICES else [name],
-                    ),
+                    IoOptions(page_cache_budget=cache_bytes, paths=None if name in CHOICES else [name]),
+                    capacity_bytes=room_bytes + cache_bytes,
                 )
             )
             if name in CHOICES:

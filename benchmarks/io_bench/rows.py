@@ -18,8 +18,9 @@ from torch import Tensor
 
 from io_bench.formats import FORMATS, Format
 from io_bench.measure import Sample, Tensors, remove
+from penstock.options import IoOptions
 from penstock.storage.aligned import view_at
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import PREFETCH
 
 KINDS = ("write", "write+fsync", "cold read", "warm read")
@@ -225,7 +226,8 @@ class Spill(Row):
         cache_bytes = slots_bytes if self.page_cache else 0
         self.space = SpillSpace(
             place.directory,
-            SpillOptions(capacity_bytes=slots_bytes + cache_bytes, page_cache_bytes=cache_bytes),
+            IoOptions(page_cache_budget=cache_bytes),
+            capacity_bytes=slots_bytes + cache_bytes,
         )
         self._spilled = Spilled(self.space, self.tensors)
         try:

@@ -30,6 +30,7 @@ import penstock  # noqa: E402
 from papers_bench import programs  # noqa: E402
 from papers_bench.programs import Config  # noqa: E402
 from penstock.errors import BudgetTooSmall, PenstockError  # noqa: E402
+from penstock.options import grouped  # noqa: E402
 from penstock.runtime import resident  # noqa: E402
 from penstock.storage.spill import SpillSpace  # noqa: E402
 
@@ -139,7 +140,7 @@ def _offloaded(asked: Mapping[str, Any]) -> Iterator[penstock.Offload | None]:
         yield None
         return
     hardware = penstock.Hardware.load(asked["hardware_file"]) if asked["hardware_file"] else None
-    with penstock.offload(**asked["offload"], hardware=hardware) as run:
+    with penstock.offload(**grouped(asked["offload"]), hardware=hardware) as run:
         yield run
 
 

@@ -539,7 +539,7 @@ def isolation(session: Session) -> Found:
         "penstock, page cache": {
             "device_budget": budget,
             "recompute": False,
-            "io_paths": "posix buffered",
+            "paths": "posix buffered",
             "page_cache_budget": 2 << 30,
         },
     }

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock import codecs as codecs
     from penstock import core as core
     from penstock import distributed as distributed
+    from penstock import options as options
     from penstock import planners as planners
     from penstock import samples as samples
     from penstock import simulator as simulator
@@ -47,17 +48,31 @@ if TYPE_CHECKING:
     from penstock.core.plan import Evict, Plan, Recompute
     from penstock.core.timeline import Timeline
     from penstock.core.trace import Trace
+    from penstock.options import BatchOptions, IoOptions, PlanOptions, offload
     from penstock.planners import plan
     from penstock.runtime.report import Report
-    from penstock.runtime.run import Offload, close, offload
+    from penstock.runtime.run import Offload, close
     from penstock.simulator import simulate
 else:
-    _PACKAGES = ("checkpoint", "codecs", "core", "distributed", "planners", "samples", "simulator", "units")
+    _PACKAGES = (
+        "checkpoint",
+        "codecs",
+        "core",
+        "distributed",
+        "options",
+        "planners",
+        "samples",
+        "simulator",
+        "units",
+    )
     _MODULES = {
+        "BatchOptions": "penstock.options",
         "Evict": "penstock.core.plan",
         "Hardware": "penstock.core.hardware",
+        "IoOptions": "penstock.options",
         "Offload": "penstock.runtime.run",
         "Plan": "penstock.core.plan",
+        "PlanOptions": "penstock.options",
         "Recompute": "penstock.core.plan",
         "Report": "penstock.runtime.report",
         "SaveHandle": "penstock.checkpoint",
@@ -67,7 +82,7 @@ else:
         "close": "penstock.runtime.run",
         "fake_mode": "penstock.capture.tracer",
         "load": "penstock.checkpoint",
-        "offload": "penstock.runtime.run",
+        "offload": "penstock.options",
         "plan": "penstock.planners",
         "probe": "penstock.capture.probe",
         "save": "penstock.checkpoint",
@@ -89,6 +104,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchOptions",
     "BudgetTooSmall",
     "CheckpointError",
     "DeviceUnavailable",
@@ -100,9 +116,11 @@ __all__ = [
     "InvalidFile",
     "InvalidPlan",
     "InvalidSize",
+    "IoOptions",
     "Offload",
     "PenstockError",
     "Plan",
+    "PlanOptions",
     "RankFailed",
     "Recompute",
     "Report",

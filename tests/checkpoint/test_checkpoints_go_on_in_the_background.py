@@ -23,6 +23,7 @@ from penstock.storage.transports.contract import OnComplete, Request, Transport
 from penstock.storage.transports.native import PosixTransport
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
+from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
 
@@ -229,13 +230,9 @@ def test_the_interpreter_ends_after_the_save(tmp_path: Path) -> None:
 def test_offloaded_training_can_be_saved(wait: bool, tmp_path: Path, hardware: penstock.Hardware) -> None:
     def train(save: Callable[[int, dict[str, object]], None] | None) -> list[bytes]:
         model, optimizer = small_gpt()
-        options = {
-            "device_budget": "600KiB",
-            "spill_dir": tmp_path,
-            "hardware": hardware,
-            "smallest_bytes": 4096,
-        }
-        with penstock.offload(model, optimizer, **options) as run:
+        with penstock.offload(
+            model, optimizer, device_budget="600KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
+        ) as run:
             for step in range(4):
                 with run.step():
                     iterate(model, optimizer, step)

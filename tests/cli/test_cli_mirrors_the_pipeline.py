@@ -247,7 +247,7 @@ def test_parts_pass_layer_by_layer_where_that_is_asked_for(
     assert planned["report"]["trace_mismatches"] <= 1
     assert plain["losses"] == layers["losses"] == planned["losses"]
     assert cli.main([*running, "--micro-batch-order", "part"]) == 1
-    assert "the plan is for the order of micro-batches 'layer'" in capsys.readouterr().err
+    assert "the plan is for a micro_batch_order of 'layer'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_a_micro_batch_is_a_number_of_samples(size: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as refusal:
         cli.main([*RUN, "1GiB", f"--micro-batch={size}"])
     assert refusal.value.code == 1
-    assert f"'{size}' is not a number of samples: give 1 or more, or auto" in capsys.readouterr().err
+    assert f"'{size}' is not a number of samples: give 1 or more, or \"auto\"" in capsys.readouterr().err
 
 
 def test_an_order_of_micro_batches_needs_their_size(capsys: pytest.CaptureFixture[str]) -> None:

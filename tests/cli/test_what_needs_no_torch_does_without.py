@@ -12,13 +12,7 @@ import torch
 
 import penstock
 from penstock import samples
-from penstock.capture.datasheets import DATA_SHEETS
-from penstock.cli import choices, main
-from penstock.core.columns import LOSSY
-from penstock.planners import POLICIES
-from penstock.samples.format.layout import CHUNK_BYTES
-from penstock.samples.maintenance.inspection import CACHES
-from penstock.samples.sources import FORMATS
+from penstock.cli import main
 from tests.support.runs import HARDWARE
 
 WITHOUT_TORCH = """
@@ -100,13 +94,6 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 
 def test_asking_for_help_imports_nothing_heavy() -> None:
     alone(HELP)
-
-
-def test_help_names_what_there_is() -> None:
-    assert tuple(POLICIES) == choices.POLICIES
-    assert tuple(DATA_SHEETS) == choices.DATA_SHEETS
-    assert tuple(FORMATS) == choices.FORMATS
-    assert (choices.LOSSY, choices.CACHES, choices.CHUNK_BYTES) == (LOSSY, CACHES, CHUNK_BYTES)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 import penstock
 from tests.support.accelerator import wanted
-from tests.support.runs import ACCELERATED
+from tests.support.runs import ACCELERATED, offload
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
@@ -20,7 +20,7 @@ COUNT = 12
 
 def _offload(spill_dir: Path, budget_bytes: int, **options: Any) -> penstock.Offload:
     how = {"host_budget": "96MiB", "hardware": ACCELERATED, **options}
-    return penstock.offload(device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **how)
+    return offload(device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **how)
 
 
 def two_streams(spill_dir: Path, **options: Any) -> bool:

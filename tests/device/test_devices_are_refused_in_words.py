@@ -12,12 +12,13 @@ import torch
 import penstock
 from penstock.errors import DeviceUnavailable, InvalidArgument
 from tests.support.accelerator import wanted
+from tests.support.runs import offload
 
 DEVICE = wanted("emu")
 
 
 def offloaded(**options: Any) -> Callable[[Path], object]:
-    return lambda spill_dir: penstock.offload(spill_dir=spill_dir, **{"device_budget": "32MiB"} | options)
+    return lambda spill_dir: offload(spill_dir=spill_dir, **{"device_budget": "32MiB"} | options)
 
 
 CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

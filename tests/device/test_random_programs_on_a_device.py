@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
 from penstock.errors import BudgetTooSmall
 from tests.device.test_training_on_a_device_keeps_every_bit import TIERS, scheduled_at_random
 from tests.support.accelerator import orders, wanted
 from tests.support.programs import Program, Values, begin, make_program, run_step
-from tests.support.runs import ACCELERATED, Bits, bits, differences, in_memory
+from tests.support.runs import ACCELERATED, Bits, bits, differences, in_memory, offload
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
@@ -62,12 +61,10 @@ def check(configure: Configure, seed: int, spill_dir: Path) -> int:
         try:
             with (
                 scheduled_at_random(seed),
-                penstock.offload(
-                    device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **options
-                ) as offload,
+                offload(device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **options) as opened,
             ):
-                found = run(program, there or begin(program, DEVICE), offload.step)
-                report = offload.report()
+                found = run(program, there or begin(program, DEVICE), opened.step)
+                report = opened.report()
                 peak_bytes = torch.accelerator.max_memory_reserved()
         except BudgetTooSmall as error:
             assert budget_bytes < error.minimum_bytes <= 32 * MIB, text

@@ -64,8 +64,7 @@ def steps(spill_dir: Path, order: str, host_budget: str, policy: str) -> tuple[l
         spill_dir=spill_dir,
         hardware=ACCELERATED,
         host_budget=host_budget,
-        smallest_bytes=EVERYTHING,
-        policy=policy,
+        planning=penstock.PlanOptions(smallest_bytes=EVERYTHING, policy=policy),
     ) as run:
         model = _Gpt(width=128, blocks=2).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -32,6 +32,7 @@ from tests.support.accelerator import orders, wanted
 from tests.support.families import FAMILIES, Family, _Gpt
 from tests.support.runs import (
     ACCELERATED,
+    PAGED,
     Bits,
     Program,
     Step,
@@ -311,7 +312,7 @@ def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_
         spill_dir=tmp_path,
         hardware=ACCELERATED,
         host_budget=TIERS["host"],
-        smallest_bytes=4096,
+        planning=PAGED,
     ) as run:
         peaks = []
         for _ in range(5):

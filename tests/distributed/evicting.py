@@ -36,8 +36,7 @@ def main() -> None:
         device_budget="12MiB",
         spill_dir=sys.argv[1],
         hardware=HARDWARE,
-        smallest_bytes="256KiB",
-        recompute=sys.argv[2] == "recompute",
+        planning=penstock.PlanOptions(smallest_bytes="256KiB", recompute=sys.argv[2] == "recompute"),
     ) as run:
         tensors = [torch.full((LARGE if i % 2 else SMALL,), float(i)) for i in range(16)]
         thread = threading.Thread(target=press, daemon=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
-from tests.support.runs import HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 
 
 def main(spill_dir: str, *ways: str) -> None:
@@ -31,7 +31,7 @@ def main(spill_dir: str, *ways: str) -> None:
         disk_budget="16KiB" if fails and how == "disk" else None,
         spill_dir=spill_dir,
         hardware=HARDWARE,
-        smallest_bytes=4096,
+        planning=PAGED,
     )
     for step in range(50):
         if fails and how == "between steps" and step == 3:

@@ -57,15 +57,12 @@ def learn(mode: str, spill_dir: str) -> dict[str, Any]:
         model,
         optimizer,
         device_budget="500KiB",
-        smallest_bytes=4096,
+        planning=penstock.PlanOptions(
+            smallest_bytes=4096, compress=False, recompute=False, policy="evict_all"
+        ),
         spill_dir=spill_dir,
         hardware=HARDWARE,
-        compress=False,
-        recompute=False,
-        policy="evict_all",
-        io_paths=paths,
-        io_explorers="each" if mode == "by-hand" else mode,  # type: ignore[arg-type]
-        reexplore=0,
+        io=penstock.IoOptions(paths=paths, explorers="each" if mode == "by-hand" else mode, reexplore=0),
     )
     if mode == "by-hand":
         run.share_io_costs()

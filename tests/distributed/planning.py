@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 from penstock.storage.transports import TRANSPORTS
 from tests.support.ranks import leave
-from tests.support.runs import HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 from tests.support.slow_disk import Rate, SlowDisk
 
 FAST = 300e6  # bytes per second
@@ -39,8 +39,8 @@ def main(spill_dir: str) -> None:
         device_budget="6MiB",
         spill_dir=spill_dir,
         hardware=replace(HARDWARE, disk_read_bytes_per_s=given, disk_write_bytes_per_s=given),
-        io_paths="posix direct",
-        smallest_bytes=4096,
+        io=penstock.IoOptions(paths="posix direct"),
+        planning=PAGED,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plans, rates = [], []

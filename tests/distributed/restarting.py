@@ -23,7 +23,7 @@ import penstock
 from penstock import samples
 from penstock.checkpoint.dcp import Reader, Writer
 from tests.support.ranks import leave
-from tests.support.runs import HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 
 WIDTH, SAMPLES, BATCH, STEPS = 128, 66, 4, 13  # eight batches an epoch
 SAVED_EVERY, KILLED_AT = 3, 5
@@ -60,7 +60,7 @@ def train(folder: Path, notes: Path, checkpoint: Path | None, dies: bool) -> str
             device_budget="640KiB",
             spill_dir=folder / "spill",
             hardware=HARDWARE,
-            smallest_bytes=4096,
+            planning=PAGED,
         )
     step = 0
     if checkpoint is not None and Reader.validate_checkpoint_id(checkpoint):

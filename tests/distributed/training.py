@@ -76,9 +76,8 @@ def train(arguments: argparse.Namespace, budget: int | str | None) -> tuple[str,
             device_budget=budget,
             spill_dir=arguments.spill,
             hardware=HARDWARE if device == "cpu" else ACCELERATED,
-            smallest_bytes=SMALLEST_BYTES,
             **({} if device == "cpu" else {"device": device, "host_budget": arguments.host}),
-            policy=arguments.policy,
+            planning=penstock.PlanOptions(smallest_bytes=SMALLEST_BYTES, policy=arguments.policy),
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = hashlib.sha256()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import penstock
 from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
@@ -46,6 +46,7 @@ from tests.storage.test_transport_contract import (  # noqa: F401
 from tests.support.accelerator import wanted
 from tests.support.families import FAMILIES, _Gpt
 from tests.support.kvikio_stand_in import StandIn
+from tests.support.runs import offload
 from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference, open_file
 
 DEVICE = wanted("cuda")
@@ -149,7 +150,7 @@ def test_a_file_that_is_open_for_reading_only_cannot_be_written(tmp_path: Path) 
 @pytest.mark.usefixtures("usable")
 def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
     size = 3 * MIB + 1001
-    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
+    with SpillSpace(tmp_path, gpu=True) as space:
         assert space.gpu_direct == GPU_DIRECT
         transfers: list[Transfer] = []
         over = threading.Semaphore(0)
@@ -182,7 +183,7 @@ def test_both_paths_read_what_either_wrote(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("usable")
 def test_the_trial_leaves_random_numbers_as_they_were(tmp_path: Path) -> None:
     before = torch.get_device_module(DEVICE).get_rng_state()
-    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
+    with SpillSpace(tmp_path, gpu=True) as space:
         paths = Paths(space, torch.device(DEVICE))
         assert paths.choice is not None and {*paths.choice.paths} == {BOUNCE, GPU_DIRECT}
     assert torch.equal(torch.get_device_module(DEVICE).get_rng_state(), before)
@@ -197,7 +198,7 @@ def options(ways: str | None, tmp_path: Path, machine: penstock.Hardware) -> dic
         "hardware": machine,
         "host_budget": "64MiB",
         "policy": "evict_all",
-        "io_paths": ways,
+        "paths": ways,
     }
 
 
@@ -218,7 +219,7 @@ def train_gpt(**how: Any) -> tuple[list[str], penstock.Report | None]:
     model = _Gpt(width=256, blocks=3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    with penstock.offload(model, optimizer, **how) if how else nullcontext() as run:
+    with offload(model, optimizer, **how) if how else nullcontext() as run:
         for step in range(12):
             seeded = torch.Generator().manual_seed(step)
             words = torch.randint(0, 64, (BATCH, 256), generator=seeded).to(DEVICE)

@@ -23,6 +23,7 @@ from penstock.runtime.devices.accelerator import AWAY_TEXT
 from penstock.runtime.storage_methods import held_bytes
 from tests.support.accelerator import NOT_REHEARSED, wanted
 from tests.support.families import FAMILIES, _Gpt
+from tests.support.runs import offload
 
 pytestmark = pytest.mark.usefixtures("reproducible")
 
@@ -43,7 +44,7 @@ def train(name: str, **options: object) -> tuple[list[bytes], penstock.Report | 
     torch.manual_seed(7)
     model = family.make().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = penstock.offload(model, optimizer, **options) if options else None  # type: ignore[arg-type]
+    run = offload(model, optimizer, **options) if options else None  # type: ignore[arg-type]
     found = []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -123,7 +124,7 @@ def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine:
         expand_bytes_per_s=1e11,
     )
     options = {**tier_options(tier, tmp_path, slow), "device": DEVICE}
-    with penstock.offload(device_budget="4GiB", **options) as run:
+    with offload(device_budget="4GiB", **options) as run:
         steps(run)
         trace = run.trace
     assert trace is not None
@@ -133,7 +134,7 @@ def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine:
     hardware = replace(run.hardware, device_bytes=budget_bytes)
     plan = penstock.plan(trace, hardware, compress=lossy is None, lossy=lossy, time_limit_s=2)
     assert any(evict.codec != "raw" for evict in plan.evictions)
-    with penstock.offload(device_budget=budget_bytes, plan=plan, lossy=lossy, **options) as run:
+    with offload(device_budget=budget_bytes, plan=plan, lossy=lossy, **options) as run:
         found = steps(run)
         report = run.report()
     assert report.peak_bytes <= budget_bytes
@@ -144,7 +145,7 @@ def test_compressed_plans(tier: str, lossy: str | None, tmp_path: Path, machine:
 def gpt(inside: bool, steps: Callable[[torch.nn.Module, Any], list[Any]], **options: Any) -> tuple[Any, Any]:
     """A GPT of some 100 MiB with its optimizer's state, built inside the budget."""
     torch.manual_seed(0)
-    with penstock.offload(device=DEVICE, **options) if inside else nullcontext() as run:
+    with offload(device=DEVICE, **options) if inside else nullcontext() as run:
         with torch.device(DEVICE):
             model = _Gpt(width=WIDTH, blocks=6)
         losses = steps(model, run)
@@ -226,7 +227,7 @@ def test_a_budget_that_holds_everything_moves_nothing(tmp_path: Path, machine: p
 @on_cuda(reason=NOT_REHEARSED + "guards of accesses, which builds of torch for CUDA have")
 def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("host", tmp_path, machine)
-    with penstock.offload(device=DEVICE, device_budget=32 * MIB, **options) as run:
+    with offload(device=DEVICE, device_budget=32 * MIB, **options) as run:
         tensors = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]  # 4 MiB each
         away = [tensor for tensor in tensors if held_bytes(tensor.untyped_storage()) == 0]
         assert away
@@ -240,7 +241,7 @@ def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardwar
 
 def test_what_is_away_is_saved_and_copied(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("host", tmp_path, machine)
-    with penstock.offload(device=DEVICE, device_budget=32 * MIB, **options):
+    with offload(device=DEVICE, device_budget=32 * MIB, **options):
         tensors = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]  # 4 MiB each
         torch.save(tensors, tmp_path / "new.pt")
         torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -258,7 +259,7 @@ def test_graphs_are_refused(tmp_path: Path, machine: penstock.Hardware) -> None:
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(MIB, device=DEVICE)
     with torch.cuda.graph(graph):
         x.add_(1)
-    with penstock.offload(device=DEVICE, device_budget="1GiB", **tier_options("host", tmp_path, machine)):
+    with offload(device=DEVICE, device_budget="1GiB", **tier_options("host", tmp_path, machine)):
         with pytest.raises(penstock.InvalidArgument, match="replay"):
             graph.replay()
         with pytest.raises(penstock.InvalidArgument, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -272,7 +273,7 @@ def test_graphs_are_refused(tmp_path: Path, machine: penstock.Hardware) -> None:
 
 def test_what_comes_back_after_the_run_is_whole(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("disk", tmp_path, machine)
-    with penstock.offload(device=DEVICE, device_budget=32 * MIB, **options):
+    with offload(device=DEVICE, device_budget=32 * MIB, **options):
         tensors = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]
     assert [float(tensor.mean()) for tensor in tensors] == list(map(float, range(16)))
 
@@ -280,7 +281,7 @@ def test_what_comes_back_after_the_run_is_whole(tmp_path: Path, machine: penstoc
 def test_kernels_on_other_streams_are_waited_for(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("host", tmp_path, machine)
     side = torch.Stream(device=DEVICE)
-    with penstock.offload(device=DEVICE, device_budget=48 * MIB, **options):
+    with offload(device=DEVICE, device_budget=48 * MIB, **options):
         tensors = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]
         for turn in range(8):
             side.wait_stream(torch.accelerator.current_stream())
@@ -295,7 +296,7 @@ def test_kernels_on_other_streams_are_waited_for(tmp_path: Path, machine: pensto
 
 def test_a_kernel_that_cannot_fit_is_refused(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("host", tmp_path, machine)
-    with penstock.offload(device=DEVICE, device_budget=32 * MIB, **options):
+    with offload(device=DEVICE, device_budget=32 * MIB, **options):
         kept = torch.ones(MIB, device=DEVICE)
         with pytest.raises(penstock.BudgetTooSmall, match="device budget"):
             torch.zeros(16 * MIB, device=DEVICE)

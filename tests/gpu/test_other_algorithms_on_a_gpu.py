@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import penstock
 from tests.support.accelerator import NOT_REHEARSED, wanted
+from tests.support.runs import offload
 
 DEVICE = wanted("cuda")
 
@@ -70,7 +71,11 @@ def test_parts_give_the_bits_of_plain_pytorch(
     with (
         torch.backends.cudnn.flags(deterministic=True),
         penstock.offload(
-            device=DEVICE, device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, micro_batch=size
+            device=DEVICE,
+            device_budget=BUDGET,
+            spill_dir=tmp_path,
+            hardware=machine,
+            batches=penstock.BatchOptions(micro_batch=size),
         ) as run,
     ):
         found = train(run.micro_batches, run.step)
@@ -90,7 +95,7 @@ def test_variants_give_the_bits_of_their_settings(
     options: dict[str, Any] = {
         "device": DEVICE, "device_budget": BUDGET, "spill_dir": tmp_path, "hardware": machine,
     }  # fmt: skip
-    with penstock.offload(**options, variants=True) as run:
+    with offload(variants=True, **options) as run:
         train(run.micro_batches, run.step)
         trace = run.trace
     assert trace is not None
@@ -98,7 +103,7 @@ def test_variants_give_the_bits_of_their_settings(
     chosen = tuple(found.index(name) if name in found else -1 for found in names)
     assert sum(variant >= 0 for variant in chosen) == 4
     plan = penstock.plan(replace(trace, kernel_variants=()), machine, "keep", device_budget_bytes=BUDGET)
-    with penstock.offload(**options, plan=replace(plan, variants=chosen, trace=trace)) as run:
+    with offload(**options, plan=replace(plan, variants=chosen, trace=trace)) as run:
         found = train(run.micro_batches, run.step)
         assert run.report().variants == {name: 4}
     with torch.backends.cudnn.flags(**flags):

@@ -17,6 +17,7 @@ from torch import nn
 import penstock
 from tests.support.accelerator import wanted
 from tests.support.forced import recompute_everything
+from tests.support.runs import PAGED
 
 pytestmark = pytest.mark.usefixtures("reproducible")
 
@@ -55,19 +56,14 @@ def train(step: Callable[[], AbstractContextManager[None]], steps: int = 6) -> l
 def test_everything_that_may_be_recomputed_is(tmp_path: Path, machine: penstock.Hardware) -> None:
     expected = train(nullcontext)
     with penstock.offload(
-        device=DEVICE, device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, smallest_bytes=4096
+        device=DEVICE, device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, planning=PAGED
     ) as run:
         assert train(run.step) == expected
         assert run.trace is not None
         plan = recompute_everything(run.trace, BUDGET)
     assert plan.recomputations
     with penstock.offload(
-        device=DEVICE,
-        device_budget=BUDGET,
-        spill_dir=tmp_path,
-        hardware=machine,
-        smallest_bytes=4096,
-        plan=plan,
+        device=DEVICE, device_budget=BUDGET, spill_dir=tmp_path, hardware=machine, planning=PAGED, plan=plan
     ) as run:
         assert train(run.step) == expected
         report = run.report()

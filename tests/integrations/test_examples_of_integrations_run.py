@@ -29,7 +29,9 @@ def test_it_trains_in_its_budget(name: str, tmp_path: Path, monkeypatch: pytest.
         pytest.importorskip(library)
     monkeypatch.syspath_prepend(EXAMPLES)
     example: Any = importlib.import_module(name)
-    made = example.main(steps=STEPS, spill_dir=tmp_path, hardware=HARDWARE, policy="g10")
+    made = example.main(
+        steps=STEPS, spill_dir=tmp_path, hardware=HARDWARE, planning=penstock.PlanOptions(policy="g10")
+    )
 
     run = made if isinstance(made, penstock.Offload) else made.run
     assert run.closed

@@ -17,6 +17,7 @@ import torch
 
 import penstock
 from penstock import cli
+from penstock.options import FineTuneOptions
 from tests.support import finetuning
 from tests.support.runs import HARDWARE, bits
 
@@ -101,22 +102,27 @@ def test_what_stops_goes_on(
     a process was killed before it began."""
     given = {**SETTINGS, "dtype": dtype}
     expected, _ = finetuning.train(files / model, files / "text", **given)
-    settings = finetune.Settings(model=files / model, text=files / "text", tokenizer="bytes", **given)
+    settings = FineTuneOptions(model=files / model, text=files / "text", tokenizer="bytes", **given)
     (tmp_path / "out").mkdir()
     for name in ("tokens.bin", "tokens.partial", ".finetune.json.123.0"):
         (tmp_path / "out" / name).write_text("cut")
     tuning = finetune.FineTuning(settings, tmp_path / "out")
-    with penstock.offload(device_budget="9MiB", spill_dir=tmp_path, hardware=HARDWARE, policy="g10") as run:
+    with penstock.offload(
+        device_budget="9MiB",
+        spill_dir=tmp_path,
+        hardware=HARDWARE,
+        planning=penstock.PlanOptions(policy="g10"),
+    ) as run:
         outcome = tuning.train(run, save_steps=100, on_step=lambda steps, loss: steps == 3)
     assert outcome.losses == expected[:3] and not outcome.finished
     with pytest.raises(penstock.InvalidArgument, match=r"other settings \(seed\)"):
-        finetune.FineTuning(finetune.Settings(**{**vars_of(settings), "seed": 1}), tmp_path / "out")
+        finetune.FineTuning(FineTuneOptions(**{**vars_of(settings), "seed": 1}), tmp_path / "out")
     answer = ran(command(files, tmp_path / "out", "7MiB", "--resume", model=model, dtype=dtype), capsys)
     assert answer["begun"] == 3 and answer["losses"] == expected
     assert not list((tmp_path / "out").glob(".*"))
 
 
-def vars_of(settings: finetune.Settings) -> dict[str, Any]:
+def vars_of(settings: FineTuneOptions) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
@@ -189,14 +195,14 @@ def test_a_mistake_is_one_line(
 )
 def test_other_models_are_refused(config: Any, expected: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    settings = finetune.Settings(model=tmp_path, text=files / "text", tokenizer="bytes")
+    settings = FineTuneOptions(model=tmp_path, text=files / "text", tokenizer="bytes")
     with pytest.raises(penstock.PenstockError, match=expected):
         finetune.FineTuning(settings, tmp_path / "out")
 
 
 def test_other_texts_are_refused(files: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
-    settings = finetune.Settings(model=files / "model", text=tmp_path / "empty", tokenizer="bytes")
+    settings = FineTuneOptions(model=files / "model", text=tmp_path / "empty", tokenizer="bytes")
     with pytest.raises(penstock.InvalidArgument, match="is empty"):
         finetune.FineTuning(settings, tmp_path / "out")
 

@@ -16,6 +16,8 @@ from tests.support.trainers import language_model, samples
 
 NAMES = {"penstock/peak_bytes", "penstock/stall_s", "penstock/predicted_step_s", "penstock/steps"}
 
+G10 = penstock.PlanOptions(policy="g10")
+
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard finds in a folder: (step, value) by name."""
@@ -25,7 +27,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def run_of(folder: Path) -> penstock.Offload:
-    return penstock.offload(device_budget="64MiB", spill_dir=folder, hardware=HARDWARE, policy="g10")
+    return penstock.offload(device_budget="64MiB", spill_dir=folder, hardware=HARDWARE, planning=G10)
 
 
 def stepped(run: penstock.Offload) -> None:
@@ -93,7 +95,7 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=4, logging_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
     )
-    callback = Penstock(device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE, policy="g10")
+    callback = Penstock(device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE, planning=G10)
     trainer = transformers.Trainer(
         language_model(), arguments, train_dataset=samples(8), callbacks=[logger, callback]
     )
@@ -132,7 +134,7 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Penstock(device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE, policy="g10")],
+        callbacks=[Penstock(device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE, planning=G10)],
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(list(torch.randn(8, 64)), batch_size=2))
     with open(Path(logger.log_dir) / "metrics.csv") as file:

@@ -43,8 +43,10 @@ def test_same_bits_as_what_was_saved(name: str, tmp_path: Path) -> None:
     words = torch.arange(16)[None]
     with torch.no_grad():
         expected = bits([*model.parameters(), *model.buffers(), model(input_ids=words).logits])
-    options: dict[str, Any] = {"hardware": HARDWARE, "smallest_bytes": 4096, "policy": "g10"}
-    with penstock.offload(device_budget=budget, spill_dir=tmp_path, **options) as run:
+    planning = penstock.PlanOptions(smallest_bytes=4096, policy="g10")
+    with penstock.offload(
+        device_budget=budget, spill_dir=tmp_path, hardware=HARDWARE, planning=planning
+    ) as run:
         loaded = load(tmp_path, run=run)
         with run.step(), torch.no_grad():
             logits = loaded(input_ids=words).logits

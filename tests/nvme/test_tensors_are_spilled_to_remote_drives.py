@@ -23,7 +23,7 @@ from penstock.storage import region, spill_namespace
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.nvme.marker import own_marker
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from tests.support.checked import checked_run
 from tests.support.nvme_target.process import Target
 from tests.support.remote_stores import MIB, image_of, serving, url_of
@@ -244,7 +244,7 @@ def test_accesses_that_nobody_planned_are_served_in_forked_children_too(target: 
 def test_a_target_that_stays_away_is_named(tmp_path: Path) -> None:
     with (
         serving(tmp_path, size_bytes=64 * MIB, honest=False) as target,
-        SpillSpace(url_of(target), SpillOptions(timeout_s=8.0)) as space,
+        SpillSpace(url_of(target), timeout_s=8.0) as space,
     ):
         there_and_back(space, MIB, 1)
         target.kill()
@@ -367,11 +367,11 @@ def refused_stripes(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def refused_page_cache(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    SpillSpace(url, SpillOptions(page_cache_bytes=MIB))
+    SpillSpace(url, penstock.IoOptions(page_cache_budget=MIB))
 
 
 def refused_path(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    SpillSpace(url, SpillOptions(paths=["io_uring direct"]))
+    SpillSpace(url, penstock.IoOptions(paths=["io_uring direct"]))
 
 
 def refused_part(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_targets_that_do_not_serve_are_refused(
 def test_every_byte_comes_back(tmp_path: Path, block_bytes: int) -> None:
     with (
         serving(tmp_path, size_bytes=32 * MIB, block_bytes=block_bytes) as target,
-        SpillSpace(url_of(target, options="&hdgst=1&ddgst=1"), SpillOptions(verify=True)) as space,
+        SpillSpace(url_of(target, options="&hdgst=1&ddgst=1"), penstock.IoOptions(verify=True)) as space,
     ):
         for seed, size_bytes in enumerate([1, 4095, 4097, MIB, 5 * MIB + 123]):
             there_and_back(space, size_bytes, seed)

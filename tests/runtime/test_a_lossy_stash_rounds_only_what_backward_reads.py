@@ -23,6 +23,7 @@ from tests.support.runs import (
     budgets,
     family_training,
     in_memory,
+    offload,
     offloaded,
 )
 
@@ -104,7 +105,7 @@ def test_plans_are_lossy_only_where_the_user_says_so(tmp_path: Path) -> None:
     torch.manual_seed(7)
     options: Any = {"device_budget": budget_bytes, "spill_dir": tmp_path, "smallest_bytes": EVERYTHING}
     options |= {"recompute": False}
-    with penstock.offload(hardware=SLOW, lossy="fp16", **options) as run:
+    with offload(hardware=SLOW, lossy="fp16", **options) as run:
         program(run.step)
         plan, trace = run.plan, run.trace
     assert plan is not None and trace is not None and plan.lossy == "fp16"
@@ -113,11 +114,11 @@ def test_plans_are_lossy_only_where_the_user_says_so(tmp_path: Path) -> None:
     again = penstock.Plan.load(tmp_path / "plan.json")
     assert again == plan and "lossy (fp16)" in repr(again)
     with pytest.raises(InvalidArgument, match="rounds what is saved for backward"):
-        penstock.offload(hardware=SLOW, plan=again, **options)
+        offload(hardware=SLOW, plan=again, **options)
     with pytest.raises(InvalidArgument, match="choose fp16 or bf16"):
-        penstock.offload(hardware=SLOW, lossy="fp8", **options)
+        offload(hardware=SLOW, lossy="fp8", **options)
     torch.manual_seed(7)
-    with penstock.offload(hardware=SLOW, plan=again, lossy="fp16", **options) as run:
+    with offload(hardware=SLOW, plan=again, lossy="fp16", **options) as run:
         program(run.step)
         assert run.plan == again
     with pytest.raises(InvalidArgument, match="how fast"):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.accelerator import Memory
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
 
 BUDGET_BYTES = 64 << 10
@@ -46,13 +43,6 @@ class Caching(CheckedDriver):
     def limit(self, reserved_bytes: int | None) -> None:
         super().limit(reserved_bytes)
         self.limits.append(reserved_bytes)
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
-        yield space
 
 
 def test_a_full_cache_does_not_raise_it(spill: SpillSpace) -> None:

@@ -14,6 +14,7 @@ import penstock
 from penstock.storage.transports import TRANSPORTS, Request
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
+from tests.support.runs import PAGED
 
 STEPS = 6
 BUDGET_BYTES = 300 << 10
@@ -49,7 +50,7 @@ def test_a_slow_disk_costs_time_only(
     disk(wait)
     model, optimizer = small_gpt()
     with penstock.offload(
-        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         for step in range(STEPS):
             with run.step():
@@ -79,7 +80,7 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
     errors = step = 0
     left = 3
     with penstock.offload(
-        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         # Until it failed, and two steps more: how many transfers a step makes varies with the disk's speed.
         while (left := left - (count >= failing)) > 0:

@@ -34,7 +34,8 @@ def step(between=lambda: None):
 """
 OPEN = """
 penstock.close()
-run = penstock.offload(device_budget=BUDGET, spill_dir=folder, hardware=hardware, policy="g10")
+g10 = penstock.PlanOptions(policy="g10")
+run = penstock.offload(device_budget=BUDGET, spill_dir=folder, hardware=hardware, planning=g10)
 model, optimizer = build()
 losses = []
 """

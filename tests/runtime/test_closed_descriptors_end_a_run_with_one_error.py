@@ -13,8 +13,8 @@ from penstock.storage.transports.native import UringTransport
 
 SCRIPT = """
 import os, sys, torch, penstock
-with penstock.offload(device_budget="4MiB", spill_dir=sys.argv[1], smallest_bytes="64KiB",
-                      io_paths=sys.argv[2]) as run:
+with penstock.offload(device_budget="4MiB", spill_dir=sys.argv[1],
+                      io=penstock.IoOptions(paths=sys.argv[2])) as run:
     tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
     for number in range(6):
         with run.step():

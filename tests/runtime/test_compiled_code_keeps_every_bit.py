@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock
 from tests.support.runs import (
-    EVERYTHING,
     HARDWARE,
+    PAGED,
     Bits,
     Program,
     Step,
@@ -99,9 +99,7 @@ def test_compiled_inside(whole: bool, tmp_path: Path) -> None:
 
 def test_regions_are_kernels(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    with penstock.offload(
-        device_budget="1GiB", spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
-    ) as run:
+    with penstock.offload(device_budget="1GiB", spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED) as run:
         train(build(False), run.step, 0, 3)
         assert run.trace is not None
         names = run.trace.kernel_name
@@ -125,7 +123,7 @@ def test_compiled_before(tmp_path: Path) -> None:
     model = build(True)
     train(model, lambda kind=None: contextlib.nullcontext(), 0, 2)
     with penstock.offload(
-        model, device_budget="800KiB", spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+        model, device_budget="800KiB", spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
     ) as run:
         found = train(model, run.step, 2, 6)
         assert run.report().peak_bytes <= 800 << 10

@@ -11,8 +11,9 @@ import torch
 from torch._inductor import config as inductor
 
 from penstock.capture import regions
+from penstock.options import IoOptions
 from penstock.runtime.storages import AWAY, ManagedStorage
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedRun, checked_run
 
 pytestmark = [
@@ -30,7 +31,7 @@ WIDTH = 32
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[CheckedRun]:
     torch._dynamo.reset()
-    options = SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)
+    options = IoOptions(paths=["posix buffered"], page_cache_budget=1 << 20)
     with (
         inductor.patch("wrap_inductor_compiled_regions", True),
         SpillSpace(tmp_path, options) as spill,

@@ -19,6 +19,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from tests.support.runs import (
     EVERYTHING,
     HARDWARE,
+    PAGED,
     Bits,
     Step,
     bits,
@@ -26,6 +27,7 @@ from tests.support.runs import (
     differences,
     family_training,
     in_memory,
+    offload,
     offloaded,
     state_bits,
 )
@@ -83,8 +85,7 @@ def test_plans_compress_what_is_worth_it(tmp_path: Path) -> None:
             device_budget=budget_bytes,
             spill_dir=tmp_path,
             hardware=SLOW,
-            smallest_bytes=EVERYTHING,
-            compress=compress,
+            planning=penstock.PlanOptions(smallest_bytes=EVERYTHING, compress=compress),
         ) as run:
             assert differences(expected, sparse_training(run.step)) == []
             report = run.report()
@@ -134,7 +135,7 @@ def _leave_compressed(run: penstock.Offload, tensors: list[torch.Tensor]) -> Non
 
 def test_an_access_that_nobody_planned_sees_the_bytes(tmp_path: Path) -> None:
     with penstock.offload(
-        device_budget=32 * PIECE, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+        device_budget=32 * PIECE, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
     ) as run:
         tensors = [torch.relu(_batch(number) - number / 4) for number in range(8)]
         views = [tensor.numpy() for tensor in tensors]
@@ -165,7 +166,7 @@ def test_what_is_asked_back_at_once_stays(codec: str, tmp_path: Path) -> None:
     expected = in_memory(sparse_training)
     torch.manual_seed(7)
     options: Any = {"spill_dir": tmp_path, "hardware": SLOW, "smallest_bytes": EVERYTHING}
-    with penstock.offload(device_budget=1 << 30, **options) as run:
+    with offload(device_budget=1 << 30, **options) as run:
         assert differences(expected, sparse_training(run.step)) == []
         trace, in_memory_peak_bytes = run.trace, run.report().peak_bytes
     assert trace is not None
@@ -178,7 +179,7 @@ def test_what_is_asked_back_at_once_stays(codec: str, tmp_path: Path) -> None:
     assert len(evictions) >= LAYERS // 2
     plan = penstock.Plan(policy="given", device_budget_bytes=1 << 30, evictions=tuple(evictions), trace=trace)
     torch.manual_seed(7)
-    with penstock.offload(device_budget=1 << 30, plan=plan, **options) as run:
+    with offload(device_budget=1 << 30, plan=plan, **options) as run:
         assert differences(expected, sparse_training(run.step)) == []
         report = run.report()
     assert report.loaded_bytes == 0

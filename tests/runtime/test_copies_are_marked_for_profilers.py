@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock.runtime.devices.cpu import CpuDevice
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, checked_run
 
 
@@ -37,7 +37,7 @@ class Watching(CheckedDriver):
 
 def test_each_copy_of_an_accelerator_is(tmp_path: Path) -> None:
     """What goes to the disk is also copied to host memory, as what stays there is, and the other way."""
-    with SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as spill:
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=["posix direct"])) as spill:
         with checked_run(spill, 64 << 10, make_driver=Watching) as run:
             for tier in ("host", "disk"):
                 tensor = torch.arange(512.0).mul_(2)

@@ -84,4 +84,6 @@ def test_a_policy_that_cannot_reach_the_budget_is_named_with_what_it_needs(
 
 def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(penstock.InvalidArgument, match="there is no policy 'belady': choose keep"):
-        penstock.offload(device_budget="1GiB", spill_dir=tmp_path, policy="belady")
+        penstock.offload(
+            device_budget="1GiB", spill_dir=tmp_path, planning=penstock.PlanOptions(policy="belady")
+        )

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from penstock.errors import BudgetTooSmall, SpillError, SpillSpaceFull
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.options import IoOptions
+from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedRun, checked_run
@@ -51,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def spill(disk: Disk, tmp_path: Path) -> Iterator[SpillSpace]:
-    with SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=["posix direct"])) as space:
         yield space
         if disk.hang is not None:
             disk.hang.set()
@@ -111,7 +112,7 @@ def test_a_failed_transfer_loses_nothing(error: int, spill: SpillSpace, disk: Di
 
 def test_a_full_spill_space_is_an_error_and_the_next_step_works(tmp_path: Path) -> None:
     with (
-        SpillSpace(tmp_path, SpillOptions(capacity_bytes=3 * 12288)) as spill,
+        SpillSpace(tmp_path, capacity_bytes=3 * 12288) as spill,
         checked_run(spill, BUDGET, host_bytes=0) as run,
     ):
         tensors = [torch.full((ELEMENTS,), float(index)) for index in range(6)]

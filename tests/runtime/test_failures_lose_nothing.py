@@ -27,7 +27,7 @@ from penstock.storage.transports.native import PosixTransport
 from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
-from tests.support.runs import bits
+from tests.support.runs import PAGED, bits
 
 
 def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
@@ -35,9 +35,7 @@ def test_a_budget_below_the_largest_kernel_is_refused_with_what_it_needs(
 ) -> None:
     model, optimizer = small_gpt()
     with (
-        penstock.offload(
-            device_budget="40KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
-        ) as run,
+        penstock.offload(device_budget="40KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED) as run,
         pytest.raises(penstock.BudgetTooSmall) as refusal,
         run.step(),
     ):
@@ -75,7 +73,7 @@ def test_tensors_from_before_do_not_lend_their_place_to_the_budget(
     with penstock.offload(device_budget="64MiB", spill_dir=tmp_path, hardware=hardware):
         before = torch.ones(1 << 20)
     with penstock.offload(
-        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         del before
         with run.step(), pytest.raises(penstock.BudgetTooSmall) as refusal:
@@ -87,7 +85,7 @@ def test_a_budget_below_what_a_kernel_reads_is_refused_with_what_it_needs(
     tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
     with penstock.offload(
-        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        device_budget="200KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         with run.step():
             first, second = torch.ones(512, 64), torch.ones(512, 64)
@@ -125,11 +123,7 @@ def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     before = weights(model)
     with (
         penstock.offload(
-            device_budget="300KiB",
-            spill_dir=tmp_path,
-            disk_budget="64KiB",
-            hardware=hardware,
-            smallest_bytes=4096,
+            device_budget="300KiB", spill_dir=tmp_path, disk_budget="64KiB", hardware=hardware, planning=PAGED
         ) as run,
         pytest.raises(penstock.SpillSpaceFull, match="disk_budget"),
         run.step(),
@@ -139,7 +133,7 @@ def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     optimizer.zero_grad()
     with (
         penstock.offload(
-            device_budget="500KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+            device_budget="500KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
         ) as run,
         run.step(),
     ):
@@ -167,7 +161,7 @@ def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Har
     model, _ = small_gpt()
     with (
         penstock.offload(
-            device_budget="300KiB", spill_dir=small_disk, hardware=hardware, smallest_bytes=4096
+            device_budget="300KiB", spill_dir=small_disk, hardware=hardware, planning=PAGED
         ) as run,
         pytest.raises(penstock.SpillSpaceFull, match=str(small_disk)),
         run.step(),
@@ -226,7 +220,7 @@ def test_training_goes_on_after_an_exception_with_the_same_bits(
         run = None
         if offloaded:
             run = penstock.offload(
-                device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+                device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
             )
         for step in range(7):
             if step == failing:
@@ -265,7 +259,7 @@ def test_ctrl_c_anywhere_leaves_a_model_that_can_go_on(tmp_path: Path, hardware:
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     interrupted = 0
     with penstock.offload(
-        device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         for number in range(120):
             began_s = time.perf_counter()
@@ -317,7 +311,7 @@ def test_runs_one_after_the_other_on_the_same_model(tmp_path: Path, hardware: pe
     expected, same = small_gpt()
     for step, budget in enumerate(["240KiB", "300KiB", "1GiB", "240KiB"]):
         with penstock.offload(
-            model, optimizer, device_budget=budget, spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+            model, optimizer, device_budget=budget, spill_dir=tmp_path, hardware=hardware, planning=PAGED
         ) as run:
             for part in range(3):
                 with run.step():
@@ -419,7 +413,10 @@ def test_a_prefetch_that_failed_is_logged_once_with_no_lock_held(
     logging.getLogger("penstock").addHandler(handler)
     try:
         with penstock.offload(
-            device_budget=64 << 20, spill_dir=tmp_path, hardware=hardware, io_paths="posix direct"
+            device_budget=64 << 20,
+            spill_dir=tmp_path,
+            hardware=hardware,
+            io=penstock.IoOptions(paths="posix direct"),
         ) as run:
             for number in range(1, 3):
                 with run.step():

@@ -5,8 +5,7 @@ Without a GPU: torch's functions are called as they would be there, with stand-i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,8 @@ from torch._inductor.output_code import cudagraph_post_compile
 from torch._inductor.utils import BoxedBool
 
 from penstock.errors import InvalidArgument
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
-        yield space
 
 
 def enter(kind: Any) -> None:

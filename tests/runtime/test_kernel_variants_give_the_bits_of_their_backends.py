@@ -20,7 +20,8 @@ from penstock.planners import plan as make_plan
 from penstock.report import Record
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.schedule import Schedule, schedule
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
+from tests.support import runs
 from tests.support.checked import checked_run
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, state_bits
 
@@ -117,7 +118,7 @@ CASES = {
 
 def recorded(program: Program, spill_dir: Path, budget: str = "1GiB", **options: Any) -> tuple[Bits, Any]:
     torch.manual_seed(7)
-    with penstock.offload(
+    with runs.offload(
         device_budget=budget, spill_dir=spill_dir, hardware=HARDWARE, smallest_bytes=4096, **options
     ) as run:
         return program(run.step), (run.trace, run.plan, run.report())
@@ -235,7 +236,9 @@ def test_an_accelerator_measures_and_runs_them(tmp_path: Path) -> None:
     with without_onednn():
         by_hand = convolve()
     with (
-        SpillSpace(tmp_path, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as spill,
+        SpillSpace(
+            tmp_path, penstock.IoOptions(paths=["posix buffered"], page_cache_budget=64 << 20)
+        ) as spill,
         checked_run(spill, 1 << 20, variants=True) as run,
     ):
         known: list[Schedule] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,10 @@ import torch
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
 from penstock.runtime.dispatch import Recording
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
 
 KERNELS = 8
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
-        yield space
 
 
 class Counting(CheckedStream):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.support.runs import HARDWARE, Bits, bits, differences, state_bits
+from tests.support.runs import HARDWARE, Bits, bits, differences, offload, state_bits
 
 SAMPLES, SIZE, WIDTH = 6, 2, 96
 Accumulate = Callable[..., torch.Tensor]
@@ -131,7 +131,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., penstock.Offload]]:
 
         def open_run(budget: int | str = "1GiB", **options: Any) -> penstock.Offload:
             options = {"micro_batch": SIZE, "micro_batch_order": "layer", "hardware": HARDWARE} | options
-            return stack.enter_context(penstock.offload(device_budget=budget, spill_dir=tmp_path, **options))
+            return stack.enter_context(offload(device_budget=budget, spill_dir=tmp_path, **options))
 
         yield open_run
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-part")]

@@ -11,7 +11,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +18,12 @@ import torch
 
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedRun, checked_run
 
 NUMBERS = 1024
 STATE = 12  # tensors, of twice the budget together
 BUDGET_BYTES = STATE * NUMBERS * 4 // 2
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
-        yield space
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock
-from tests.support.runs import HARDWARE, Bits, Step, bits, differences, in_memory, state_bits
+from tests.support.runs import HARDWARE, Bits, Step, bits, differences, in_memory, offload, state_bits
 
 SAMPLES = 24
 
@@ -53,7 +53,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., penstock.Offload]]:
     with contextlib.ExitStack() as stack:
 
         def open_run(budget: int | str = "1GiB", **options: Any) -> penstock.Offload:
-            run = penstock.offload(device_budget=budget, spill_dir=tmp_path, hardware=HARDWARE, **options)
+            run = offload(device_budget=budget, spill_dir=tmp_path, hardware=HARDWARE, **options)
             return stack.enter_context(run)
 
         yield open_run
@@ -296,7 +296,7 @@ def test_a_batch_that_stays_whole_is_exact(
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "all"])
 def test_a_micro_batch_is_a_number_or_auto(wrong: Any, opened: Callable[..., penstock.Offload]) -> None:
-    with pytest.raises(penstock.InvalidArgument, match='give 1 or more samples, or "auto"'):
+    with pytest.raises(penstock.InvalidArgument, match='give 1 or more, or "auto"'):
         opened(micro_batch=wrong)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from tests.support.runs import EVERYTHING, HARDWARE, bits, differences
+from tests.support.runs import HARDWARE, PAGED, bits, differences
 
 WIDTH, LAYERS = 256, 24
 MODEL_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
@@ -41,7 +41,7 @@ def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
     expected = bits(model.parameters())
 
     with penstock.offload(
-        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
     ) as run:
         model, optimizer = build()
         for number in range(5):
@@ -71,7 +71,7 @@ def test_an_optimizer_without_state_is_loaded_inside(writer: Any, tmp_path: Path
     expected = bits(model.parameters())
 
     with penstock.offload(
-        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=EVERYTHING
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
     ) as run:
         model, optimizer = build()
         penstock.load(tmp_path / "saved", into={"model": model, "optimizer": optimizer})

@@ -21,7 +21,7 @@ from penstock.storage.transports import TRANSPORTS
 from penstock.storage.transports.contract import OnComplete, Request
 from penstock.storage.transports.native import PosixTransport
 from tests.support.faulty_transport import FaultyTransport
-from tests.support.runs import EVERYTHING, HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 
 ELEMENTS = 1 << 18
 SIZE = ELEMENTS * 4
@@ -63,8 +63,8 @@ def _offload(spill_dir: Path, budget_bytes: int = 16 * SIZE, io: str = "posix di
         device_budget=budget_bytes,
         spill_dir=spill_dir,
         hardware=HARDWARE,
-        smallest_bytes=EVERYTHING,
-        io_paths=io,
+        planning=PAGED,
+        io=penstock.IoOptions(paths=io),
     )
 
 

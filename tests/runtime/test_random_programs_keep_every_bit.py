@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,19 +25,12 @@ from penstock.runtime.schedule import (
     Schedule,
     unplanned,
 )
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
 from tests.support.programs import begin, make_program, run_step
 
 PROGRAMS = int(os.environ.get("PENSTOCK_PROGRAMS", "60"))
 PARTS = 10
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=64 << 20)) as space:
-        yield space
 
 
 def bits(tensors: list[torch.Tensor]) -> list[bytes]:

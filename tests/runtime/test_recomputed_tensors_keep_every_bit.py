@@ -25,6 +25,7 @@ from tests.support.forced import recompute_everything
 from tests.support.runs import (
     EVERYTHING,
     HARDWARE,
+    PAGED,
     Bits,
     Program,
     Step,
@@ -33,6 +34,7 @@ from tests.support.runs import (
     differences,
     family_training,
     in_memory,
+    offload,
     offloaded,
     state_bits,
 )
@@ -46,7 +48,7 @@ def forced(program: Program, spill_dir: Path) -> tuple[Bits, penstock.Report, pe
     """Run the program with a plan that recomputes everything."""
     torch.manual_seed(7)
     with penstock.offload(
-        device_budget=GENEROUS, spill_dir=spill_dir, hardware=HARDWARE, smallest_bytes=EVERYTHING
+        device_budget=GENEROUS, spill_dir=spill_dir, hardware=HARDWARE, planning=PAGED
     ) as run:
         program(run.step)
         trace = run.trace
@@ -80,8 +82,7 @@ def test_plans_recompute_where_the_disk_is_slow(name: str, tmp_path: Path) -> No
             device_budget=budget_bytes,
             spill_dir=tmp_path,
             hardware=SLOW,
-            smallest_bytes=EVERYTHING,
-            recompute=recomputes,
+            planning=penstock.PlanOptions(smallest_bytes=EVERYTHING, recompute=recomputes),
         ) as run:
             assert differences(expected, program(run.step)) == []
             report = run.report()
@@ -140,14 +141,14 @@ def chain_plan(spill_dir: Path) -> Iterator[penstock.Offload]:
         "hardware": HARDWARE,
         "smallest_bytes": EVERYTHING,
     }
-    with penstock.offload(**options) as run:
+    with offload(**options) as run:
         chain_training(run.step)
         assert run.trace is not None
         trace = run.trace
     plan = recompute_everything(trace, GENEROUS)
     assert len(plan.recomputations) >= 2
     torch.manual_seed(7)
-    with penstock.offload(**options, plan=plan) as run:
+    with offload(**options, plan=plan) as run:
         yield run
 
 

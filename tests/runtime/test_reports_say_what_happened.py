@@ -14,13 +14,14 @@ import penstock
 from penstock import samples
 from penstock.runtime import arena
 from tests.support.families import FAMILIES, iterate, small_gpt
+from tests.support.runs import PAGED, offload
 
 
 def test_what_the_arena_moves_by_itself_counts(tmp_path: Path, hardware: penstock.Hardware) -> None:
     """In a first step nobody knows what a kernel will take: the allocator makes room too."""
     model, optimizer = small_gpt()
     with penstock.offload(
-        model, optimizer, device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, smallest_bytes=4096
+        model, optimizer, device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
     ) as run:
         before = arena.stats()
         with run.step():
@@ -91,8 +92,8 @@ def test_values_are_one_line(tmp_path: Path, hardware: penstock.Hardware) -> Non
         device_budget="400KiB",
         spill_dir=tmp_path,
         hardware=hardware,
-        smallest_bytes=4096,
-        endurance="600TBW",
+        planning=PAGED,
+        io=penstock.IoOptions(endurance="600TBW"),
     ) as run:
         for step in range(5):
             with run.step():
@@ -127,7 +128,7 @@ def test_a_report_is_of_one_kind_of_step(tmp_path: Path, hardware: penstock.Hard
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     closing = []
     options: dict[str, Any] = {"smallest_bytes": 4096, "policy": "g10", "hardware": hardware}
-    with penstock.offload(model, optimizer, device_budget="450KiB", spill_dir=tmp_path, **options) as run:
+    with offload(model, optimizer, device_budget="450KiB", spill_dir=tmp_path, **options) as run:
         run.at_close(lambda: closing.append(run.closed))
         for step in range(5):
             with run.step():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
-from tests.support.runs import HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 
 WIDTH, LAYERS = 128, 8
 BYTES = WIDTH * WIDTH * 4
@@ -28,9 +28,7 @@ def train(
         buffer.untyped_storage().resize_(0)
     run = None
     if budget is not None:
-        run = penstock.offload(
-            device_budget=budget, spill_dir=spill_dir, hardware=HARDWARE, smallest_bytes=4096
-        )
+        run = penstock.offload(device_budget=budget, spill_dir=spill_dir, hardware=HARDWARE, planning=PAGED)
 
     def step(number: int) -> None:
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
@@ -78,7 +76,7 @@ def test_on_an_accelerator_too(tmp_path: Path, seed: int) -> None:
     weights = [torch.full((width, width), float(n + 1)) for n in range(LAYERS)]
     expected = [weight.clone() for weight in weights]
     with (
-        SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as spill,
+        SpillSpace(tmp_path, penstock.IoOptions(paths=["posix direct"])) as spill,
         checked_run(spill, LAYERS * size_bytes, seed=seed, refuses=True) as run,
     ):
         moved = [weight.mul(1) for weight in weights]

@@ -25,6 +25,7 @@ from tests.support.runs import (
     budgets,
     family_training,
     in_memory,
+    offload,
     offloaded,
 )
 
@@ -43,7 +44,7 @@ def _files() -> set[str]:
 
 
 def _offload(spill_dir: Path, device_budget: int | str = 4 * MIB, **options: Any) -> penstock.Offload:
-    return penstock.offload(device_budget=device_budget, spill_dir=spill_dir, hardware=HARDWARE, **options)
+    return offload(device_budget=device_budget, spill_dir=spill_dir, hardware=HARDWARE, **options)
 
 
 @pytest.fixture(autouse=True)

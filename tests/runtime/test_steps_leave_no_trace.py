@@ -22,6 +22,7 @@ import torch
 import penstock
 from penstock import _native
 from tests.support.families import FAMILIES, iterate
+from tests.support.runs import PAGED
 
 STEPS = int(os.environ.get("PENSTOCK_STEPS", "160"))
 # Looked at after these. The heap of the C library has taken by the first of them what it takes.
@@ -70,7 +71,7 @@ def steps(spill_dir: Path, hardware: penstock.Hardware) -> tuple[list[Held], int
     """What was held at each look; the bytes that went to disk."""
     looks = []
     with penstock.offload(
-        device_budget="400KiB", spill_dir=spill_dir, hardware=hardware, smallest_bytes=4096
+        device_budget="400KiB", spill_dir=spill_dir, hardware=hardware, planning=PAGED
     ) as run:
         model = FAMILIES["gpt"].make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

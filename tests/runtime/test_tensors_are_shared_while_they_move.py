@@ -22,14 +22,14 @@ from penstock.runtime import arena
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT
 from tests.runtime.test_recomputed_tensors_keep_every_bit import chain_plan, chain_training
-from tests.support.runs import EVERYTHING, HARDWARE, differences, in_memory
+from tests.support.runs import EVERYTHING, HARDWARE, differences, in_memory, offload
 
 ELEMENTS = 1 << 18
 SIZE = ELEMENTS * 4
 
 
 def _offload(spill_dir: Path, tensors: float = 6, **options: object) -> penstock.Offload:
-    return penstock.offload(
+    return offload(
         device_budget=int(tensors * SIZE),
         spill_dir=spill_dir,
         hardware=HARDWARE,

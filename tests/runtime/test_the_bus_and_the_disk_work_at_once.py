@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from penstock.errors import SpillError
+from penstock.options import IoOptions
 from penstock.runtime.copy_engine import DEMAND
 from penstock.runtime.storages import AWAY, RESIDENT, ManagedStorage
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import TRANSPORTS
 from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedDriver, CheckedEvent, CheckedRun, checked_run
@@ -35,7 +36,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def spill(gate: Gate, tmp_path: Path) -> Iterator[SpillSpace]:
-    with SpillSpace(tmp_path, SpillOptions(paths=["posix direct"])) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=["posix direct"])) as space:
         try:
             yield space
         finally:

@@ -361,7 +361,12 @@ def test_the_peak_is_what_the_allocator_gave_out(name: str) -> None:
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_tensor_ends_with_the_kernel_before_it_dies_whoever_uses_it(tmp_path: Path, is_last: bool) -> None:
     """A collective that is in flight, or another thread, may use it yet."""
-    with penstock.offload(device_budget=GIB, spill_dir=tmp_path, hardware=HARDWARE, smallest_bytes=0) as run:
+    with penstock.offload(
+        device_budget=GIB,
+        spill_dir=tmp_path,
+        hardware=HARDWARE,
+        planning=penstock.PlanOptions(smallest_bytes=0),
+    ) as run:
         with run.step():
             x = torch.ones(1024)
             dying = x + 1

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import penstock
-from tests.support.runs import EVERYTHING, HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 
 LAYERS, WIDTH = 8, 512
 WEIGHT_BYTES = WIDTH * WIDTH * 4
@@ -29,7 +29,7 @@ class Training:
     def __init__(self, spill_dir: Path) -> None:
         torch.manual_seed(5)
         self.run = penstock.offload(
-            device_budget=6 * WEIGHT_BYTES, spill_dir=spill_dir, hardware=HARDWARE, smallest_bytes=EVERYTHING
+            device_budget=6 * WEIGHT_BYTES, spill_dir=spill_dir, hardware=HARDWARE, planning=PAGED
         )
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ import penstock
 from penstock.runtime.copy_engine import Moved
 from penstock.runtime.drift import UNSETTLED_STEPS, WINDOW, Drift
 from penstock.storage.transports import TRANSPORTS
-from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offloaded
+from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
 
 FAST = 300e6  # bytes per second
@@ -87,9 +87,8 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
             device_budget=budget_bytes,
             spill_dir=tmp_path,
             hardware=GIVEN,
-            smallest_bytes=4096,
-            io_paths="posix direct",
-            recompute=False,
+            planning=penstock.PlanOptions(smallest_bytes=4096, recompute=False),
+            io=penstock.IoOptions(paths="posix direct"),
         ) as run,
     ):
         found = training(goes_on)(run.step)
@@ -133,9 +132,8 @@ def test_kernels_that_become_slower_are_recorded_and_planned_for_again(
         device_budget=budget_bytes,
         spill_dir=tmp_path,
         hardware=HARDWARE,
-        smallest_bytes=4096,
-        io_paths="posix direct",
-        recompute=False,
+        planning=penstock.PlanOptions(smallest_bytes=4096, recompute=False),
+        io=penstock.IoOptions(paths="posix direct"),
     ) as run:
         found = training(goes_on, lambda number: PAUSE_S * (1 + number // 15))(run.step)
         report = run.report()
@@ -153,7 +151,7 @@ def test_a_machine_that_is_never_the_same_is_not_planned_for_all_the_time(
         return number < 50
 
     found, report = offloaded(
-        training(goes_on), budget_bytes, tmp_path, hardware=GIVEN, io_paths="posix direct", recompute=False
+        training(goes_on), budget_bytes, tmp_path, hardware=GIVEN, paths="posix direct", recompute=False
     )
     assert differences(in_memory(training(lambda number: number < 50)), found) == []
     assert report.replans <= 2, "after 8 steps and 16 more; the next one after 32 more"
@@ -169,24 +167,19 @@ def test_planning_ends_with_the_run(disk: Rate, budget_bytes: int, tmp_path: Pat
 
     with pytest.raises(KeyError, match="own"):
         offloaded(
-            training(goes_on),
-            budget_bytes,
-            tmp_path,
-            hardware=GIVEN,
-            io_paths="posix direct",
-            recompute=False,
+            training(goes_on), budget_bytes, tmp_path, hardware=GIVEN, paths="posix direct", recompute=False
         )
     assert not planners()
 
 
 def test_a_plan_that_was_given_stays(disk: Rate, budget_bytes: int, tmp_path: Path) -> None:
-    options = {"hardware": GIVEN, "smallest_bytes": 4096, "io_paths": "posix direct", "recompute": False}
-    with penstock.offload(device_budget=budget_bytes, spill_dir=tmp_path, **options) as run:
+    options = {"hardware": GIVEN, "smallest_bytes": 4096, "paths": "posix direct", "recompute": False}
+    with offload(device_budget=budget_bytes, spill_dir=tmp_path, **options) as run:
         training(lambda number: number < 6)(run.step)
         plan = run.plan
     assert plan is not None
     disk.bytes_per_s = FAST / 3
-    with penstock.offload(device_budget=budget_bytes, spill_dir=tmp_path, plan=plan, **options) as run:
+    with offload(device_budget=budget_bytes, spill_dir=tmp_path, plan=plan, **options) as run:
         training(lambda number: number < 25)(run.step)
         assert run.plan is plan and run.report().replans == 0 and not planners()
 
@@ -204,9 +197,7 @@ def planned(
         device_budget=budget_bytes,
         spill_dir=spill_dir,
         hardware=GIVEN,
-        smallest_bytes=4096,
-        compress=False,
-        recompute=False,
+        planning=penstock.PlanOptions(smallest_bytes=4096, compress=False, recompute=False),
     ) as run:
         training(lambda number: number < 6)(run.step)
         assert run.trace is not None and run.plan is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,18 +16,11 @@ import pytest
 import torch
 
 from penstock.runtime.storages import AWAY
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedRun, checked_run
 
 NUMBERS = 256
 ZEROS = bytes(4 * NUMBERS)
-
-
-@pytest.fixture(scope="module")
-def spill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillSpace]:
-    directory: Path = tmp_path_factory.mktemp("spill")
-    with SpillSpace(directory, SpillOptions(paths=["posix buffered"], page_cache_bytes=1 << 20)) as space:
-        yield space
 
 
 def clear(tensor: torch.Tensor) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SpillError
+from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.sharing import add_tables, read_tables
 from penstock.storage.autotune.tables import Entry, Tables
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import EVICT, TRANSPORTS, Request
 from tests.support.memory_transport import MemoryTransport
 
@@ -40,7 +41,7 @@ def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
         return 0
 
     monkeypatch.setitem(TRANSPORTS, "hanging", lambda: MemoryTransport(1, fault=wait))
-    return SpillSpace(tmp_path, SpillOptions(paths=["hanging direct"], timeout_s=0.3))
+    return SpillSpace(tmp_path, IoOptions(paths=["hanging direct"]), timeout_s=0.3)
 
 
 def is_named(error: SpillError | None, directory: Path) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import DEMAND, EVICT, PREFETCH, TRANSPORTS, Request
 from tests.support.memory_transport import MemoryTransport
 
@@ -81,7 +82,7 @@ def mover(request: pytest.FixtureRequest, tmp_path: Path, gate: Gate, monkeypatc
     """Of as many threads as the parameter says."""
     threads = request.param
     monkeypatch.setitem(TRANSPORTS, "memory", lambda: MemoryTransport(threads, fault=gate.pass_through))
-    with SpillSpace(tmp_path, SpillOptions(paths=["memory direct"], reexplore=0)) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=["memory direct"], reexplore=0)) as space:
         yield Mover(space)
         gate.open()
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from penstock.errors import InvalidArgument, PenstockError, SpillError
+from penstock.options import IoOptions
 from penstock.runtime.copy_engine import DEMAND, Done, Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
@@ -29,7 +30,7 @@ from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.io_paths import IoPaths, _log_once
-from penstock.storage.spill import MEASURED_EVERY, SpillOptions, SpillSpace
+from penstock.storage.spill import MEASURED_EVERY, SpillSpace
 from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
 from penstock.storage.transports.gpudirect import GpuDirectTransport
 
@@ -266,7 +267,7 @@ def test_what_the_disk_says_is_passed_on(kvikio: StandIn, tmp_path: Path, error:
 
 
 def test_spill_space_moves_a_gpus_memory_beside_the_choice(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace([tmp_path, tmp_path], SpillOptions(gpu=True)) as space:
+    with SpillSpace([tmp_path, tmp_path], gpu=True) as space:
         assert space.gpu_direct == GPU_DIRECT and not space.gpu_direct_only and GPU_DIRECT not in space.paths
         memory, size = Memory(2 * len(DATA)), 5 * MIB + 1001
         source, target = memory.take(DATA[:size], 77), memory.take(bytes(size), 5)
@@ -294,24 +295,24 @@ def test_spill_space_does_without_where_a_file_is_refused(
     kvikio: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kvikio.refusal = "GPUDirect Storage not supported on current file"
-    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
+    with SpillSpace(tmp_path, gpu=True) as space:
         assert space.gpu_direct is None
         assert kvikio.refusal in space.unavailable["kvikio"]
         with pytest.raises(InvalidArgument, match="directly"):
             space.write(space.allocate(4096), 0, 4096, None, print, on_gpu=True)
     assert caplog.text.count("kvikio is not used") == 1
     with pytest.raises(InvalidArgument, match=r"kvikio gpu-direct cannot be used.*not supported"):
-        SpillSpace(tmp_path, SpillOptions(gpu=True, paths=[GPU_DIRECT]))
+        SpillSpace(tmp_path, IoOptions(paths=[GPU_DIRECT]), gpu=True)
 
 
 def test_spill_space_verifies_nothing_that_it_cannot_see(kvikio: StandIn, tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, SpillOptions(gpu=True, verify=True)) as space:
+    with SpillSpace(tmp_path, IoOptions(verify=True), gpu=True) as space:
         assert space.gpu_direct is None and "verify" in space.unavailable["kvikio"]
 
 
 def test_the_page_cache_holds_nothing_of_it(kvikio: StandIn, tmp_path: Path) -> None:
     paths = ["posix buffered", GPU_DIRECT]
-    with SpillSpace(tmp_path, SpillOptions(gpu=True, page_cache_bytes=64 * MIB, paths=paths)) as space:
+    with SpillSpace(tmp_path, IoOptions(page_cache_budget=64 * MIB, paths=paths), gpu=True) as space:
         extent = space.allocate(MIB)
         assert extent.space == "page cache"
         with pytest.raises(InvalidArgument, match="directly"):
@@ -382,8 +383,10 @@ class Runner:
 
 
 @contextlib.contextmanager
-def runner(directory: Path, bounce_s: float = 0.0, **options: Any) -> Iterator[Runner]:
-    with SpillSpace(directory, SpillOptions(gpu=True, **options)) as space:
+def runner(
+    directory: Path, bounce_s: float = 0.0, accelerator: str = "cpu", **options: Any
+) -> Iterator[Runner]:
+    with SpillSpace(directory, IoOptions(**options), accelerator=accelerator, gpu=True) as space:
         yield Runner(space, bounce_s)
 
 
@@ -443,7 +446,7 @@ def test_what_is_measured_has_its_direction_to_itself(
         methods = ("gpu-direct",)
 
     monkeypatch.setitem(GPU_TRANSPORTS, "kvikio", lambda: Memories(delay_s=0.03))
-    with SpillSpace(tmp_path, SpillOptions(gpu=True, reexplore=0)) as space:
+    with SpillSpace(tmp_path, IoOptions(reexplore=0), gpu=True) as space:
         runner = Overlapping(space)
         block, storage = space.allocate(64 << 10), torch.UntypedStorage(64 << 10)
         for _ in range(3 * MEASURED_EVERY):
@@ -460,7 +463,7 @@ def test_what_was_learned_serves_the_next_run_on_the_same_gpu(
 
     monkeypatch.setitem(GPU_TRANSPORTS, "kvikio", Memories)
     bounced = {}
-    options: dict[str, Any] = {"reexplore": 0, "tables_path": tmp_path / "costs.json"}
+    options: dict[str, Any] = {"reexplore": 0, "costs": tmp_path / "costs.json"}
     for run, gpu in (("first", "GPU a"), ("again", "GPU a"), ("elsewhere", "GPU b")):
         with runner(tmp_path, 0.03, accelerator=gpu, **options) as one:
             one.cycle(64 << 10, 8)
@@ -470,7 +473,7 @@ def test_what_was_learned_serves_the_next_run_on_the_same_gpu(
 
 
 def test_a_pinned_direct_path_moves_all_but_the_smallest(kvikio: StandIn, tmp_path: Path) -> None:
-    with runner(tmp_path, paths=[GPU_DIRECT], page_cache_bytes=64 * MIB) as pinned:
+    with runner(tmp_path, paths=[GPU_DIRECT], page_cache_budget=64 * MIB) as pinned:
         trial_bytes = pinned.space.moved_bytes_by_path[GPU_DIRECT]
         moved = pinned.cycle(MIB, 5)
         assert pinned.bounced == 0
@@ -543,7 +546,7 @@ def test_memory_is_kept_alive_until_it_was_moved(kvikio: StandIn, tmp_path: Path
             gone.set()
 
     gone, going, over = threading.Event(), threading.Event(), threading.Event()
-    with SpillSpace(tmp_path, SpillOptions(gpu=True)) as space:
+    with SpillSpace(tmp_path, gpu=True) as space:
         buffer, held = AlignedBuffer(MIB), Held()
         extent = space.allocate(MIB)
         try:

@@ -17,10 +17,11 @@ from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.sharing import CostTables, add_tables, device_kind, read_tables
 from penstock.storage.autotune.tables import Entry, Tables
 from penstock.storage.io_paths import IoPaths, _log_once
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
+from tests.support.runs import PAGED
 
 MIB = 1 << 20
 
@@ -50,7 +51,7 @@ def slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_and_fast")
 def test_a_new_transport_joins_by_one_line_and_wins_if_it_is_faster(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, SpillOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
         cycle(space, MIB, 30)
         moved = space.moved_bytes_by_path
         assert moved["fast direct"] > 5 * moved["slow direct"] > 0
@@ -62,9 +63,9 @@ def test_a_new_transport_joins_by_one_line_and_wins_if_it_is_faster(tmp_path: Pa
 def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     paths = ["slow direct", "fast direct"]
-    with SpillSpace(tmp_path, SpillOptions(paths=paths, tables_path=path, reexplore=0)) as space:
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=paths, costs=path, reexplore=0)) as space:
         cycle(space, MIB, 20)
-    with SpillSpace(tmp_path, SpillOptions(paths=paths, tables_path=path, reexplore=0)) as space:
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=paths, costs=path, reexplore=0)) as space:
         cycle(space, MIB, 5)
         assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
     assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path], "cpu")}
@@ -117,7 +118,7 @@ def test_another_file_is_refused_and_a_full_disk_is_not(
 ) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(InvalidFile, match=r"plan\.json"):
-        SpillSpace(tmp_path, SpillOptions(tables_path=tmp_path / "plan.json"))
+        SpillSpace(tmp_path, penstock.IoOptions(costs=tmp_path / "plan.json"))
     with caplog.at_level(logging.WARNING, "penstock"):
         add_tables(tmp_path / "absent" / "costs.json", "disk", Tables((entry("x", 3, 1e-9),)))
     assert "was not saved" in caplog.text
@@ -138,7 +139,7 @@ def test_a_transport_that_cannot_work_says_why(
             cycle(space, MIB, 2)
     assert caplog.text.count("io_uring is not used") == 1
     with pytest.raises(InvalidArgument, match=r"io_uring direct cannot be used.*not permitted"):
-        SpillSpace(tmp_path, SpillOptions(paths=["io_uring direct"]))
+        SpillSpace(tmp_path, penstock.IoOptions(paths=["io_uring direct"]))
 
 
 def test_io_paths_opens_only_what_is_wanted() -> None:
@@ -158,12 +159,10 @@ def test_a_run_is_told_its_io_paths_and_tells_what_it_learned(
         model,
         optimizer,
         device_budget="500KiB",
-        smallest_bytes=4096,
+        planning=PAGED,
         spill_dir=[tmp_path, tmp_path],
         hardware=hardware,
-        io_paths="posix direct",
-        verify_spill=True,
-        io_costs=path,
+        io=penstock.IoOptions(paths="posix direct", verify=True, costs=path),
     ) as run:
         for step in range(3):
             with run.step():
@@ -185,7 +184,7 @@ def test_a_transfer_that_is_measured_has_its_direction_to_itself(
     monkeypatch.setitem(TRANSPORTS, "fast", lambda: MemoryTransport(8, delay_s=0.001))
     count, size_bytes = 64, 64 << 10
     buffer = AlignedBuffer(size_bytes)
-    with SpillSpace(tmp_path, SpillOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=["slow direct", "fast direct"], reexplore=0)) as space:
         for _ in range(3):
             over = threading.Semaphore(0)
             extents = [space.allocate(size_bytes) for _ in range(count)]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.stripes import STRIPE_BYTES
 from penstock.storage.transports import TRANSPORTS, Request
 from tests.support.memory_transport import MemoryTransport
@@ -52,7 +53,7 @@ def move(space: SpillSpace, kind: str, extent: Extent, buffer: AlignedBuffer, sh
 @pytest.fixture(scope="module")
 def io_paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """All that this machine has."""
-    with SpillSpace(tmp_path_factory.mktemp("spill"), SpillOptions(page_cache_bytes=MIB)) as space:
+    with SpillSpace(tmp_path_factory.mktemp("spill"), IoOptions(page_cache_budget=MIB)) as space:
         return list(space.paths)
 
 
@@ -68,7 +69,7 @@ def test_bytes_come_back_by_every_io_path(
 def bytes_come_back(tmp_path: Path, size_bytes: int, shift: int, io_path: str) -> None:
     source, target = AlignedBuffer(size_bytes + shift), AlignedBuffer(size_bytes + shift)
     source.view()[:] = random.Random(1).randbytes(size_bytes + shift)
-    with SpillSpace(tmp_path, SpillOptions(paths=[io_path], page_cache_bytes=64 * MIB)) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=[io_path], page_cache_budget=64 * MIB)) as space:
         before, extent, after = space.allocate(1), space.allocate(size_bytes), space.allocate(1)
         marks = AlignedBuffer(1)
         marks.view()[0] = 7
@@ -88,7 +89,7 @@ def bytes_come_back(tmp_path: Path, size_bytes: int, shift: int, io_path: str) -
 
 
 def test_several_threads_and_tensors_at_once(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, SpillOptions(page_cache_bytes=4 * MIB)) as space:
+    with SpillSpace(tmp_path, IoOptions(page_cache_budget=4 * MIB)) as space:
 
         def work(seed: int) -> None:
             try:
@@ -155,7 +156,7 @@ def test_a_file_system_without_direct_io_is_served_and_says_so(
 
 
 def test_capacity_is_kept_and_the_error_names_the_budget(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, SpillOptions(capacity_bytes=8 * MIB)) as space:
+    with SpillSpace(tmp_path, capacity_bytes=8 * MIB) as space:
         extent = space.allocate(6 * MIB)
         with pytest.raises(SpillSpaceFull, match=r"Raise disk_budget by 2\.00 MiB"):
             space.allocate(4 * MIB)
@@ -207,7 +208,7 @@ def test_an_io_error_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return errno.EIO if request.offset == 2 * MIB else 0
 
     monkeypatch.setitem(TRANSPORTS, "memory", lambda: MemoryTransport(fault=fault))
-    with SpillSpace([tmp_path, tmp_path], SpillOptions(paths=["memory direct"])) as space:
+    with SpillSpace([tmp_path, tmp_path], IoOptions(paths=["memory direct"])) as space:
         extent = space.allocate(8 * MIB)
         error = move(space, "write", extent, AlignedBuffer(8 * MIB)).error
         assert isinstance(error, SpillError)
@@ -256,7 +257,7 @@ def places(tmp_path: Path) -> list[Path]:
 
 
 def test_a_tensor_is_striped_over_all_directories(places: list[Path]) -> None:
-    with SpillSpace(places, SpillOptions(capacity_bytes=30 * STRIPE_BYTES)) as space:
+    with SpillSpace(places, capacity_bytes=30 * STRIPE_BYTES) as space:
         extents = [space.allocate(5 * STRIPE_BYTES + 4096 * index) for index in range(5)]
         with pytest.raises(SpillSpaceFull):
             space.allocate(6 * STRIPE_BYTES)
@@ -306,7 +307,7 @@ def test_directories_with_room_go_on_when_one_is_full(
 def test_what_passes_through_the_page_cache_is_bounded(tmp_path: Path, io_paths: list[str]) -> None:
     page_cache = [io_path for io_path in io_paths if io_path.endswith("buffered")][:1]
     disk = [io_path for io_path in io_paths if io_path.endswith("direct")][:1]
-    with SpillSpace(tmp_path, SpillOptions(page_cache_bytes=4 * MIB, paths=page_cache + disk)) as space:
+    with SpillSpace(tmp_path, IoOptions(page_cache_budget=4 * MIB, paths=page_cache + disk)) as space:
         extents = [space.allocate(MIB) for _ in range(20)]
         cached = [extent for extent in extents if extent.space == "page cache"]
         assert 0 < len(cached) <= 4
@@ -320,7 +321,7 @@ def test_a_byte_that_changed_on_the_disk_is_noticed_where_asked(tmp_path: Path, 
     buffer = AlignedBuffer(3 * MIB)
     buffer.view()[:] = random.Random(position).randbytes(3 * MIB)
     for verify in (True, False):
-        with SpillSpace(tmp_path, SpillOptions(verify=verify)) as space:
+        with SpillSpace(tmp_path, IoOptions(verify=verify)) as space:
             extent, other = space.allocate(3 * MIB), space.allocate(3 * MIB)
             for each in (extent, other):
                 assert move(space, "write", each, buffer).error is None
@@ -336,7 +337,7 @@ def test_a_byte_that_changed_on_the_disk_is_noticed_where_asked(tmp_path: Path, 
 
 def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"carrier pigeon.*there are"):
-        SpillSpace(tmp_path, SpillOptions(paths=["carrier pigeon"]))
+        SpillSpace(tmp_path, IoOptions(paths=["carrier pigeon"]))
     with pytest.raises(InvalidArgument, match="directory"):
         SpillSpace([])
     with SpillSpace(tmp_path) as space:
@@ -346,7 +347,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_to_swap_to_has_no_name_and_counts(tmp_path: Path) -> None:
-    with SpillSpace(tmp_path, SpillOptions(capacity_bytes=16 * MIB)) as space:
+    with SpillSpace(tmp_path, capacity_bytes=16 * MIB) as space:
         space.allocate(4 * MIB)
         direct, buffered, capacity_bytes, begin = space.swap_file()
         assert (capacity_bytes, begin) == (12 * MIB, 0)

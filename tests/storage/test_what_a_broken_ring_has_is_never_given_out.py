@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SpillError, SpillSpaceFull
+from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import TRANSPORTS, Completion, OnComplete, Request, TransportUnavailable
 from penstock.storage.transports.contract import File, TransportBroken
 from penstock.storage.transports.native import UringTransport
@@ -59,7 +60,7 @@ def moved(space: SpillSpace, kind: str, extent: object, content: bytes = b"") ->
 
 
 def test_space_of_an_abandoned_write_stays_unused(tmp_path: Path, transport: Breaking) -> None:
-    with SpillSpace(tmp_path, SpillOptions(capacity_bytes=3 * SIZE, paths=["breaking direct"])) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=["breaking direct"]), capacity_bytes=3 * SIZE) as space:
         extent = space.allocate(SIZE)
         transport.broken = True
         transfer, _ = moved(space, "write", extent)
@@ -81,7 +82,7 @@ def test_space_of_an_abandoned_write_stays_unused(tmp_path: Path, transport: Bre
 
 
 def test_space_of_an_abandoned_read_is_given_out_again(tmp_path: Path, transport: Breaking) -> None:
-    with SpillSpace(tmp_path, SpillOptions(paths=["breaking direct"])) as space:
+    with SpillSpace(tmp_path, IoOptions(paths=["breaking direct"])) as space:
         extent = space.allocate(SIZE)
         assert moved(space, "write", extent)[0].error is None
         transport.broken = True
@@ -134,9 +135,10 @@ CLOSING = """
 import os, sys, threading
 from penstock.errors import SpillError
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.spill import SpillOptions, SpillSpace
+from penstock.options import IoOptions
+from penstock.storage.spill import SpillSpace
 
-space = SpillSpace(sys.argv[1], SpillOptions(paths=[sys.argv[2]]))
+space = SpillSpace(sys.argv[1], IoOptions(paths=sys.argv[2]))
 extent, buffer = space.allocate(4096), AlignedBuffer(4096)
 
 def write():

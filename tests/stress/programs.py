@@ -37,6 +37,7 @@ from penstock.errors import BudgetTooSmall
 from penstock.runtime import arena, step_kinds
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
 from tests.stress import delays
+from tests.support import runs
 from tests.support.runs import EVERYTHING, HARDWARE, Bits, Step, bits, in_memory, offloaded, state_bits
 
 Draw = random.Random
@@ -52,8 +53,8 @@ def inside(draw: Draw, place: Path, budget_bytes: int, **options: Any) -> Iterat
     a plan is advice, and any actions at any kernel give the same bits."""
     chosen: dict[str, Any] = {
         "policy": draw.choice(["evict_all", "evict_all", "g10", "optimal"]),
-        "io_paths": draw.choice(["io_uring direct", "io_uring staged", "posix direct", "posix staged"]),
-        "verify_spill": draw.random() < 0.3,
+        "paths": draw.choice(["io_uring direct", "io_uring staged", "posix direct", "posix staged"]),
+        "verify": draw.random() < 0.3,
         "reexplore": 0,
     }
     rng, before = Draw(draw.random()), arena.stats()
@@ -66,7 +67,7 @@ def inside(draw: Draw, place: Path, budget_bytes: int, **options: Any) -> Iterat
     with (
         mock.patch.object(step_kinds.StepKinds, "_scheduled", scheduled),
         mock.patch.object(step_kinds, "PLANNING_LIMITS_S", (0.01, 0.05)),
-        penstock.offload(
+        runs.offload(
             device_budget=budget_bytes,
             spill_dir=place,
             **{"hardware": HARDWARE, "smallest_bytes": EVERYTHING} | chosen | options,
@@ -167,7 +168,7 @@ def _train(
 def _wanted(program: Callable[[Step], Bits]) -> tuple[Bits, int]:
     """The plain run's bits, and the smallest budget."""
     with tempfile.TemporaryDirectory() as place:
-        _, report = offloaded(program, "1GiB", place, policy="evict_all", io_paths="posix staged")
+        _, report = offloaded(program, "1GiB", place, policy="evict_all", paths="posix staged")
     return in_memory(program), report.minimum_bytes
 
 

@@ -28,6 +28,7 @@ ACCELERATED = replace(
     HARDWARE, host_bytes=4 << 30, device_to_host_bytes_per_s=2e9, host_to_device_bytes_per_s=2e9
 )
 EVERYTHING = 4096  # bytes: the arena's smallest block, so that every tensor of a small model pages
+PAGED = penstock.PlanOptions(smallest_bytes=EVERYTHING)
 
 Bits = list[bytes]
 Step = Callable[..., contextlib.AbstractContextManager[None]]
@@ -137,13 +138,18 @@ def in_memory(program: Program) -> Bits:
     return program(lambda kind=None: contextlib.nullcontext())
 
 
+def offload(*known: Any, **options: Any) -> penstock.Offload:
+    """`penstock.offload`, where what goes into a group of options is given by its own name."""
+    return penstock.offload(*known, **penstock.options.grouped(options))
+
+
 def offloaded(
     program: Program, budget: int | str, spill_dir: Path | str, **options: Any
 ) -> tuple[Bits, penstock.Report]:
     """Run the program inside a budget, with everything paging; model and optimizer are built inside."""
     torch.manual_seed(7)
     options = {"hardware": HARDWARE, "smallest_bytes": EVERYTHING} | options
-    with penstock.offload(device_budget=budget, spill_dir=spill_dir, **options) as run:
+    with offload(device_budget=budget, spill_dir=spill_dir, **options) as run:
         found = program(run.step)
         return found, run.report()
 

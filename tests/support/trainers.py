@@ -42,8 +42,7 @@ def options(budget: int | str, spill_dir: Path) -> dict[str, Any]:
         "device_budget": budget,
         "spill_dir": spill_dir,
         "hardware": HARDWARE,
-        "smallest_bytes": EVERYTHING,
-        "policy": "g10",  # planned in no time
+        "planning": penstock.PlanOptions(smallest_bytes=EVERYTHING, policy="g10"),  # planned in no time
     }
 
 

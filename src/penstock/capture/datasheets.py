@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from penstock.core.hardware import Hardware
 from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.core.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def hardware(
             raise InvalidArgument(f"{name!r} is no bus: give one of {', '.join(table)}")
     if drives < 0:
         raise InvalidArgument(f"{drives} drives: give 0 or more")
+    from penstock.core.hardware import Hardware  # not for those who ask which sheets there are
+
     read_bytes_per_s, write_bytes_per_s = DRIVES_BYTES_PER_S[drive]
     return Hardware(
         device_bytes=sheet.memory_bytes,

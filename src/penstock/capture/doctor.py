@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError
 from penstock.machine import available_bytes, container_available_bytes, container_bytes
+from penstock.options import IoOptions
 from penstock.runtime import arena, resident
 from penstock.units import format_bytes
 
@@ -326,7 +327,7 @@ def _directory(directory: Path) -> list[Finding]:
 def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
     """Each transport, after 1 MiB has been written and read back by each of its I/O paths."""
     from penstock.storage.io_paths import IoPaths
-    from penstock.storage.spill import SpillOptions, SpillSpace
+    from penstock.storage.spill import SpillSpace
     from penstock.storage.transports import TRANSPORTS
 
     try:
@@ -356,7 +357,7 @@ def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
             )
     if not has_gpu:
         return [*findings, _fine("cuFile", "not looked for: there is no GPU")]
-    with SpillSpace(directories, SpillOptions(gpu=True, timeout_s=TIMEOUT_S)) as space:
+    with SpillSpace(directories, gpu=True, timeout_s=TIMEOUT_S) as space:
         if space.gpu_direct is not None:
             return [*findings, _fine("cuFile", "between the GPU and the disk, without the host")]
         reason = space.unavailable.get("kvikio", "it moves nothing here")
@@ -368,13 +369,13 @@ def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
 def _failure(directories: Sequence[Path], path: str) -> str | None:
     """What goes wrong where random bytes are written and read back by an I/O path; None if nothing does."""
     from penstock.storage.aligned import AlignedBuffer
-    from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+    from penstock.storage.spill import SpillSpace, Transfer
 
     written, read = AlignedBuffer(TRIED_BYTES), AlignedBuffer(TRIED_BYTES)
     written.view()[:] = os.urandom(TRIED_BYTES)
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     try:
-        with SpillSpace(directories, SpillOptions(paths=[path], timeout_s=TIMEOUT_S)) as space:
+        with SpillSpace(directories, IoOptions(paths=path), timeout_s=TIMEOUT_S) as space:
             extent = space.allocate(TRIED_BYTES)
             for move, buffer in ((space.write, written), (space.read, read)):
                 move(extent, buffer.address, TRIED_BYTES, buffer, over.put)

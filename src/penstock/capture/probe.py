@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from penstock import codecs
-from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.machine import available_bytes, memory_bytes
+from penstock.options import LOSSY, Directories
 from penstock.runtime.devices.accelerator import Driver
 from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
-from penstock.storage.spill import Directories, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transports import EVICT
 
 KIB, MIB = 1 << 10, 1 << 20

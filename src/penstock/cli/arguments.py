@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import penstock
-from penstock.cli.choices import (
+from penstock.capture.datasheets import DATA_SHEETS
+from penstock.errors import InvalidArgument
+from penstock.options import (
     CACHES,
     CHUNK_BYTES,
-    DATA_SHEETS,
-    DTYPES,
     FORMATS,
-    LOSSY,
-    POLICIES,
-    SCHEDULES,
+    FineTuneOptions,
+    LoraOptions,
+    Option,
+    choices,
+    fraction,
+    options_of,
+    read,
+    run_options,
+    whole_number,
 )
-from penstock.errors import InvalidSize
-from penstock.units import parse_bytes, parse_endurance
+from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
     from penstock.cli.output import Answer
@@ -40,7 +46,7 @@ batches is an iterable, and loss(model, batch) the scalar to minimise:
       return model, optimizer, batches, lambda model, batch: model(batch).square().mean()
 """
 
-
+RUN = run_options()
 REPORT_HELP = """\
 SOURCE is the FOLDER that `penstock run` wrote, or a TRACE and a PLAN, with --hardware.
 """
@@ -112,8 +118,8 @@ def parser() -> argparse.ArgumentParser:
 
     probe = _command(names, "probe", "machine.probe", "measure this machine")
     _spill_dir(probe, "measure", remote=True)
-    probe.add_argument("--device", default="cpu", help="cpu, or cuda:0 and so on; default: %(default)s")
-    probe.add_argument("--seconds", type=seconds, default=10.0, help="time it may take; default: %(default)g")
+    _options(probe, RUN, "device", default="cpu")
+    _add(probe, "--seconds", "time it may take", seconds, 10.0)
     _written(probe, "hardware.json")
 
     doctor = _command(
@@ -123,99 +129,43 @@ def parser() -> argparse.ArgumentParser:
 
     paths = _command(names, "io-paths", "machine.io_paths", "compare the I/O paths between memory and disk")
     _spill_dir(paths, "use")
-    _page_cache_budget(paths)
-    paths.add_argument("--seconds", type=seconds, default=5.0, help="time to take; default: %(default)g")
-    paths.add_argument(
-        "--device", default="cpu", help="whose runs use --io-costs: cpu, or cuda:0 and so on; default: cpu"
-    )
-    _io_costs(paths)
+    _options(paths, RUN, "page_cache_budget")
+    _add(paths, "--seconds", "time to take", seconds, 5.0)
+    _options(paths, RUN, "costs")
+    _options(paths, RUN, "device", says="whose runs use --io-costs: ", default="cpu")
 
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
-    _script(trace)
-    trace.add_argument(
-        "--real", action="store_true", help="run the step and time it, instead of estimating without memory"
-    )
-    trace.add_argument(
-        "--device",
-        choices=("cpu", *DATA_SHEETS),
-        help="where an estimate's times are for: this processor, or a data sheet; default: cpu",
-    )
+    _add(trace, "script", "see below", metavar="SCRIPT.py:build")
+    _add(trace, "--real", "run the step and time it, instead of estimating without memory", bool)
+    where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
+    _add(trace, "--device", where, choices=("cpu", *DATA_SHEETS))
     _written(trace, "trace.json.gz")
 
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
-    plan.add_argument(
-        "trace",
-        type=Path,
-        metavar="TRACE",
-        help="file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build",
-    )
-    _hardware(plan)
-    _budget(plan)
-    _policy(plan)
+    step = "file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build"
+    _add(plan, "trace", step, Path, metavar="TRACE")
+    _options(plan, RUN, "hardware", required=True)
+    _options(plan, RUN, "device_budget", required=True)
+    _options(plan, RUN, "policy", "lossy", "endurance", "micro_batch", "micro_batch_order")
     _actions(plan)
-    _micro_batch(plan, "; its steps are traced")
-    _lossy(plan)
-    _endurance(plan)
-    plan.add_argument("--compare-policies", action="store_true", help="show the plan of every policy")
-    plan.add_argument("--compare-budgets", action="store_true", help="show what other device budgets bring")
+    _add(plan, "--compare-policies", "show the plan of every policy", bool)
+    _add(plan, "--compare-budgets", "show what other device budgets bring", bool)
     _written(plan, "plan.json")
 
     simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
-    simulate.add_argument("trace", type=Path, metavar="TRACE", help="file that `penstock trace` wrote")
-    simulate.add_argument("plan", type=Path, metavar="PLAN", help="file that `penstock plan` wrote")
-    _hardware(simulate)
+    _add(simulate, "trace", "file that `penstock trace` wrote", Path, metavar="TRACE")
+    _add(simulate, "plan", "file that `penstock plan` wrote", Path, metavar="PLAN")
+    _options(simulate, RUN, "hardware", required=True)
     _chrome_trace(simulate)
     _written(simulate, "timeline.json.gz")
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
-    _script(run)
-    _budget(run)
+    _add(run, "script", "see below", metavar="SCRIPT.py:build")
+    _options(run, RUN, "device_budget", required=True)
     _spill_dir(run, "use", remote=True)
-    run.add_argument(
-        "--steps",
-        type=count,
-        metavar="N",
-        help="over all batches again where there are fewer; default: one for each batch",
-    )
-    run.add_argument("--host-budget", type=size, metavar="SIZE", help="pinned memory, for a model on a GPU")
-    run.add_argument("--disk-budget", type=size, metavar="SIZE", help="default: what is free")
-    run.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; default: measure now"
-    )
-    run.add_argument(
-        "--io-path",
-        action="append",
-        metavar="NAME",
-        help="between memory and disk, as `penstock io-paths` names it; may be repeated; default: fastest",
-    )
-    _page_cache_budget(run)
-    _io_costs(run)
-    _endurance(run)
-    _lossy(run)
-    run.add_argument(
-        "--verify-spill",
-        action="store_true",
-        help="compare the checksum of everything that comes back from disk",
-    )
-    run.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="file that `penstock plan` wrote, to follow from the first step on",
-    )
-    run.add_argument(
-        "--device",
-        default="cpu",
-        metavar="NAME",
-        help="device that the script trains on; default: %(default)s",
-    )
-    _policy(run)
-    _micro_batch(run)
-    run.add_argument(
-        "--variants",
-        action="store_true",
-        help="allow other algorithms of PyTorch for kernels, which give other bits; they are measured first",
-    )
+    _add(run, "--steps", "over all batches again where there are fewer; default: one for each batch", count)
+    _options(run, RUN, "device", default="cpu")
+    _options(run, RUN, *(name for name in RUN if name not in ("device_budget", "spill_dir", "device")))
     _written(run, "penstock-run", "FOLDER")
 
     _finetune(names)
@@ -234,123 +184,67 @@ def _finetune(names: argparse._SubParsersAction[_Parser]) -> None:
         "fine-tune a language model on a text inside a budget",
         FINETUNE_HELP,
     )
-    tune.add_argument("model", type=Path, metavar="MODEL_DIR", help="see below")
-    tune.add_argument("text", type=Path, metavar="TEXT", help="file with the text, in UTF-8")
-    _budget(tune)
+    _add(tune, "model", "see below", Path, metavar="MODEL_DIR")
+    _add(tune, "text", "file with the text, in UTF-8", Path, metavar="TEXT")
+    _options(tune, RUN, "device_budget", required=True)
     _spill_dir(tune, "use")
-    _endurance(tune)
-    _policy(tune)
-    tune.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; default: measure now"
-    )
-    tune.add_argument("--tokenizer", metavar="DIR", help="with a tokenizer, or bytes; default: MODEL_DIR")
-    for name, kind, default, text in (
-        ("--per-device-train-batch-size", count, 1, "sequences that go through the model at once"),
-        ("--gradient-accumulation-steps", count, 8, "batches in a step"),
-        ("--num-train-epochs", count, 1, "times that the text is read"),
-        ("--warmup-steps", number, 0, "over which the learning rate grows"),
-        ("--weight-decay", fraction, 0.0, "of matrices"),
-        ("--max-grad-norm", fraction, 1.0, "gradients are clipped to; 0: not"),
-        ("--seed", number, 42, "of the order of sequences, dropout and adapters"),
-        ("--save-steps", count, 100, "between checkpoints"),
-    ):
-        tune.add_argument(name, type=kind, default=default, metavar="N", help=f"{text}; default: {default}")
-    tune.add_argument(
-        "--block-size",
-        type=count,
-        metavar="N",
-        help="tokens in a sequence; default: 512, or the positions that the model has",
-    )
-    tune.add_argument("--max-steps", type=count, metavar="N", help="in the place of --num-train-epochs")
-    tune.add_argument(
-        "--learning-rate", type=fraction, metavar="RATE", help="default: 5e-5, and 2e-4 with --lora"
-    )
-    tune.add_argument("--lr-scheduler-type", choices=SCHEDULES, default="linear", help="default: linear")
-    tune.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights; default: float32")
-    tune.add_argument("--lora", action="store_true", help="train adapters of PEFT, not all weights")
-    tune.add_argument("--lora-r", type=count, default=16, metavar="N", help="default: 16")
-    tune.add_argument("--lora-alpha", type=count, default=32, metavar="N", help="default: 32")
-    tune.add_argument("--lora-dropout", type=fraction, default=0.0, metavar="P", help="default: 0")
-    tune.add_argument(
-        "--lora-target-modules", default="all-linear", metavar="NAME,...", help="default: all-linear"
-    )
-    tune.add_argument("--resume", action="store_true", help="fail where FOLDER holds nothing to go on with")
+    _options(tune, RUN, "hardware", "policy", "endurance")
+    tuning = options_of(FineTuneOptions)
+    _options(tune, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
+    _add(tune, "--lora", "train adapters of PEFT, not all weights", bool)
+    lora = {
+        f"lora_{name}": option._replace(flag=f"lora-{option.flag}")
+        for name, option in options_of(LoraOptions).items()
+    }
+    _options(tune, lora, *lora)
+    _add(tune, "--save-steps", "between checkpoints", count, 100)
+    _add(tune, "--resume", "fail where FOLDER holds nothing to go on with", bool)
     _written(tune, "penstock-finetune", "FOLDER")
 
 
 def _report(names: argparse._SubParsersAction[_Parser]) -> None:
-    report = _command(
-        names,
-        "report",
-        "planning.report",
-        "show a plan, and compare a run with it, in one page",
-        REPORT_HELP,
-    )
-    report.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="FOLDER, or TRACE PLAN")
-    report.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="file that `penstock probe` wrote; with TRACE PLAN"
-    )
-    report.add_argument("--measured", type=Path, metavar="FILE", help="timeline of a run; with TRACE PLAN")
+    summary = "show a plan, and compare a run with it, in one page"
+    report = _command(names, "report", "planning.report", summary, REPORT_HELP)
+    _add(report, "source", "FOLDER, or TRACE PLAN", Path, nargs="+", metavar="SOURCE")
+    _add(report, "--hardware", "file that `penstock probe` wrote; with TRACE PLAN", Path)
+    _add(report, "--measured", "timeline of a run; with TRACE PLAN", Path)
     _chrome_trace(report, ", with what was measured below")
-    report.add_argument("--no-policies", action="store_true", help="leave out the table of policies")
+    _add(report, "--no-policies", "leave out the table of policies", bool)
     _actions(report, "for the table of policies: ", time_limit_s=5.0)
-    report.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=".html for the page, .png, .svg or .pdf for a picture; default: report.html, in FOLDER",
-    )
+    page = ".html for the page, .png, .svg or .pdf for a picture; default: report.html, in FOLDER"
+    _add(report, "--output", page, Path)
 
 
 def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
-    whatif = _command(
-        names, "whatif", "planning.whatif", "plan for other machines: is the disk fast enough?", WHATIF_HELP
-    )
-    whatif.add_argument("trace", type=Path, nargs="+", metavar="TRACE", help="one for each batch size")
-    _hardware(whatif)
-    whatif.add_argument(
-        "--device-budget", type=sizes, metavar="SIZE,...", help="one or more; default: all of the device"
-    )
-    whatif.add_argument(
-        "--host-budget", type=sizes, metavar="SIZE,...", help="host memory; default: as measured"
-    )
-    whatif.add_argument(
-        "--disks", type=counts, default=[1], metavar="N,...", help="disks that work as one; default: 1"
-    )
-    whatif.add_argument(
-        "--disk-rate", type=rate, metavar="RATE", help="of one disk, such as 3.2GB/s; default: as measured"
-    )
-    _policy(whatif)
+    summary = "plan for other machines: is the disk fast enough?"
+    whatif = _command(names, "whatif", "planning.whatif", summary, WHATIF_HELP)
+    _add(whatif, "trace", "one for each batch size", Path, nargs="+", metavar="TRACE")
+    _options(whatif, RUN, "hardware", required=True)
+    _add(whatif, "--device-budget", "one or more; default: all of the device", sizes)
+    _add(whatif, "--host-budget", "host memory; default: as measured", sizes)
+    _add(whatif, "--disks", "disks that work as one", counts, "1")
+    _add(whatif, "--disk-rate", "of one disk, such as 3.2GB/s; default: as measured", rate)
+    _options(whatif, RUN, "policy")
     _actions(whatif, time_limit_s=None)
-    whatif.add_argument(
-        "--seconds", type=seconds, default=60.0, help="about how long it may take; default: %(default)g"
-    )
-    whatif.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the table as JSON; default: do not"
-    )
+    _add(whatif, "--seconds", "about how long it may take", seconds, 60.0)
+    _add(whatif, "--output", "write the table as JSON; default: do not", Path)
 
 
 def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
     info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
-    verify = _command(
-        below, "verify", "checkpoint.verify", "read a checkpoint whole, and compare its checksums"
-    )
+    summary = "read a checkpoint whole, and compare its checksums"
+    verify = _command(below, "verify", "checkpoint.verify", summary)
     for command in (info, verify):
-        command.add_argument(
-            "file", type=Path, metavar="FILE", help="of penstock.save, torch.save or safetensors"
-        )
+        _add(command, "file", "of penstock.save, torch.save or safetensors", Path, metavar="FILE")
 
-    convert = _command(
-        below, "convert", "checkpoint.convert", "write a checkpoint in the format of another suffix"
-    )
-    convert.add_argument("source", type=Path, metavar="A", help="of penstock.save, torch.save or safetensors")
-    convert.add_argument(
-        "destination", type=Path, metavar="B", help="penstock's: .safetensors; torch's: .pt, .pth, .bin"
-    )
-    convert.add_argument("--overwrite", action="store_true", help="replace B if it is there")
+    summary = "write a checkpoint in the format of another suffix"
+    convert = _command(below, "convert", "checkpoint.convert", summary)
+    _add(convert, "source", "of penstock.save, torch.save or safetensors", Path, metavar="A")
+    written = "penstock's: .safetensors; torch's: .pt, .pth, .bin"
+    _add(convert, "destination", written, Path, metavar="B")
+    _add(convert, "--overwrite", "replace B if it is there", bool)
 
 
 def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
@@ -363,78 +257,55 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     bench = _command(below, "bench", "samples.bench", "measure how fast a store is read here")
     _upload(below)
     for command in (ls, info, verify, unpack, bench):
-        command.add_argument(
-            "store",
-            type=path_or_url,
-            metavar="STORE",
-            help="a store, its partitions' folder, or the URL of a namespace with either",
-        )
+        store = "a store, its partitions' folder, or the URL of a namespace with either"
+        _add(command, "store", store, path_or_url, metavar="STORE")
 
-    ls.add_argument("pattern", nargs="?", metavar="PATTERN", help="such as 'cat/*'; * stands for / too")
-    ls.add_argument("--limit", type=samples_count, metavar="N", help="stop after so many")
-    ls.add_argument("--long", action="store_true", help="with index, bytes and class")
+    _add(ls, "pattern", "such as 'cat/*'; * stands for / too", nargs="?", metavar="PATTERN")
+    _add(ls, "--limit", "stop after so many", samples_count)
+    _add(ls, "--long", "with index, bytes and class", bool)
 
-    unpack.add_argument("destination", type=Path, metavar="DEST", help="folder to write them to")
-    unpack.add_argument("names", nargs="*", metavar="NAME", help="default: all samples")
-    unpack.add_argument("--flat", action="store_true", help="no folders below DEST: / becomes %%2F")
-    unpack.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    _add(unpack, "destination", "folder to write them to", Path, metavar="DEST")
+    _add(unpack, "names", "default: all samples", nargs="*", metavar="NAME")
+    _add(unpack, "--flat", "no folders below DEST: / becomes %%2F", bool)
+    _add(unpack, "--overwrite", "replace files that are there", bool)
 
     for command in (info, bench):
-        command.add_argument(
-            "--batch", type=samples_count, default=64, metavar="N", help="samples in a batch; default: 64"
-        )
-    info.add_argument(
-        "--cache",
-        type=sizes,
-        default=CACHES,
-        metavar="SIZE,...",
-        help=f"of the sample cache, to tell the mixing for; default: {','.join(CACHES)}",
-    )
-    bench.add_argument("--cache", type=size, default="256MiB", metavar="SIZE", help="default: %(default)s")
-    bench.add_argument("--io", choices=("auto", "buffered", "direct"), default="auto", help="default: auto")
-    bench.add_argument("--cold", action="store_true", help="drop the store from the page cache each time")
-    bench.add_argument("--seconds", type=seconds, default=8.0, help="time to take; default: %(default)g")
+        _add(command, "--batch", "samples in a batch", samples_count, 64)
+    _add(info, "--cache", "of the sample cache, to tell the mixing for", sizes, ",".join(CACHES))
+    _add(bench, "--cache", "of the sample cache", size, "256MiB")
+    _add(bench, "--io", "how the store is read", default="auto", choices=("auto", "buffered", "direct"))
+    _add(bench, "--cold", "drop the store from the page cache each time", bool)
+    _add(bench, "--seconds", "time to take", seconds, 8.0)
 
 
 def _upload(names: argparse._SubParsersAction[_Parser]) -> None:
-    upload = _command(
-        names, "upload", "samples.upload", "write a store onto a drive of another machine", UPLOAD_HELP
-    )
-    upload.add_argument("store", type=path_or_url, metavar="STORE", help="a store, or its partitions' folder")
-    upload.add_argument("url", metavar="URL", help="nvme+tcp://HOST:PORT/NQN?ns=1")
-    upload.add_argument("--force", action="store_true", help="replace whatever lies on the namespace")
-    discover = _command(
-        names, "discover", "samples.discover", "list the namespaces of a target, and what they hold"
-    )
-    discover.add_argument("portal", metavar="HOST:PORT", help="where the target listens; port: 4420")
+    summary = "write a store onto a drive of another machine"
+    upload = _command(names, "upload", "samples.upload", summary, UPLOAD_HELP)
+    _add(upload, "store", "a store, or its partitions' folder", path_or_url, metavar="STORE")
+    _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
+    _add(upload, "--force", "replace whatever lies on the namespace", bool)
+    summary = "list the namespaces of a target, and what they hold"
+    discover = _command(names, "discover", "samples.discover", summary)
+    _add(discover, "portal", "where the target listens; port: 4420", metavar="HOST:PORT")
 
 
 def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
     pack = _command(names, "pack", "samples.pack", "pack samples into a store", PACK_HELP)
-    pack.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
-    pack.add_argument("destination", type=Path, metavar="DEST", help="folder of the store: new, or empty")
-    pack.add_argument(
-        "--format",
-        choices=FORMATS,
-        metavar="NAME",
-        help=f"{', '.join(FORMATS)}; default: found out",
-    )
-    pack.add_argument("--chunk-bytes", type=size, default=CHUNK_BYTES, metavar="SIZE", help="default: 256KiB")
-    pack.add_argument("--rank", type=int, default=0, metavar="R", help="of several processes, this one packs")
-    pack.add_argument("--world", type=int, default=1, metavar="N", help="partition R of N; default: 0 of 1")
-    pack.add_argument("--name-column", metavar="NAME", help="arrow: of samples; default: numbers")
-    pack.add_argument("--label-column", metavar="NAME", help="arrow: the class of samples")
-    pack.add_argument("--label-field", metavar="NAME", help="arrays: the one that holds the class of samples")
-    pack.add_argument("--prefix", choices=("shard",), help="webdataset: put the shard before each name")
+    _add(pack, "source", "see below", nargs="+", metavar="SOURCE")
+    _add(pack, "destination", "folder of the store: new, or empty", Path, metavar="DEST")
+    _add(pack, "--format", f"{', '.join(FORMATS)}; default: found out", choices=FORMATS, metavar="NAME")
+    _add(pack, "--chunk-bytes", "read at once, with all samples in them", size, CHUNK_BYTES)
+    _add(pack, "--rank", "of several processes, this one packs", int, 0, metavar="R")
+    _add(pack, "--world", "partition R of N", int, 1, metavar="N")
+    _add(pack, "--name-column", "arrow: of samples; default: numbers", metavar="NAME")
+    _add(pack, "--label-column", "arrow: the class of samples", metavar="NAME")
+    _add(pack, "--label-field", "arrays: the one that holds the class of samples", metavar="NAME")
+    _add(pack, "--prefix", "webdataset: put the shard before each name", choices=("shard",))
     pack.add_argument(
         "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
     )
-    pack.add_argument("--overwrite", action="store_true", help="replace the store at DEST")
-    pack.add_argument(
-        "--no-resume",
-        action="store_true",
-        help="start from the beginning, also where packing was interrupted",
-    )
+    _add(pack, "--overwrite", "replace the store at DEST", bool)
+    _add(pack, "--no-resume", "start from the beginning, also where packing was interrupted", bool)
 
 
 def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
@@ -471,21 +342,35 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=_later(command))
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    _add(parser, "--json", "print one JSON object on standard output", bool)
     return parser
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    name: str,
+    says: str,
+    reads: Callable[[str], Any] = str,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """An argument, or an option that says its default. What reads a bool is off where it is not typed."""
+    if reads is bool:
+        parser.add_argument(name, action="store_true", help=says)
+        return
+    if name.startswith("--") and "choices" not in more:
+        more = {"metavar": METAVARS.get(reads, "NAME")} | more
+    names = ("-o", name) if name == "--output" else (name,)
+    said = says if default is None else f"{says}; default: %(default)s"
+    parser.add_argument(*names, type=reads, default=default, help=said, **more)
 
 
 def _spill_dir(parser: argparse.ArgumentParser, purpose: str, *, remote: bool = False) -> None:
     text = f"on the disk to {purpose}; repeated: striped over all; default: for temporary files"
     if remote:
         text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
-    parser.add_argument(
-        "--spill-dir",
-        type=path_or_url if remote else _directory,
-        action="append",
-        metavar="DIR",
-        help=text,
-    )
+    reads = path_or_url if remote else _directory
+    _add(parser, "--spill-dir", text, reads, action="append", metavar="DIR")
 
 
 def _directory(text: str) -> Path:
@@ -494,172 +379,77 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-def _page_cache_budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--page-cache-budget",
-        type=size,
-        default=0,
-        metavar="SIZE",
-        help="most bytes to spill to the page cache only, which is memory; default: %(default)s",
-    )
-
-
-def _script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", metavar="SCRIPT.py:build", help="see below")
-
-
-def _hardware(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", required=True, help="that `penstock probe` wrote"
-    )
-
-
-def _budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device-budget", type=size, metavar="SIZE", required=True, help="such as 600MiB or 1.5GB"
-    )
-
-
-def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", choices=POLICIES, default="optimal", help="default: %(default)s")
+def _options(
+    parser: argparse.ArgumentParser, known: Mapping[str, Option], *names: str, says: str = "", **changes: Any
+) -> None:
+    """Options as they stand in `penstock.options`, but for what is changed. ``says`` precedes their help."""
+    for name in names:
+        option = known[name]
+        default = changes.get("default", option.default)
+        typed_default = default not in (None, False) and (option.kind == "bool" or "default" in changes)
+        meaning = "%(default)s" if typed_default else "" if "required" in changes else option.meaning
+        said = says + option.text.replace("%", "%%") + (f"; default: {meaning}" if meaning else "")
+        arguments: dict[str, Any] = {"dest": name, "default": default, "help": said}
+        if option.kind == "bool":
+            arguments["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        elif allowed := choices(option.kind):
+            arguments["choices"] = allowed
+        else:
+            is_file = option.kind in ("Hardware", "Plan")
+            arguments["type"] = Path if is_file else typed(partial(read, option.kind))
+            arguments["metavar"] = METAVARS.get(option.kind, "NAME")
+        if "Sequence" in option.kind:
+            arguments |= {"action": "append", "type": str}
+        parser.add_argument(f"--{option.flag}", **arguments | changes)
 
 
 def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
     """What a plan may do with a tensor besides moving it, and how long planning may take."""
-    parser.add_argument(
-        "--recompute", action="store_true", help=f"{purpose}allow tensors to be recomputed instead of moved"
-    )
-    parser.add_argument(
-        "--compress", action="store_true", help=f"{purpose}allow tensors to be moved compressed, without loss"
-    )
+    _options(parser, RUN, "recompute", "compress", says=purpose, default=False)
     if time_limit_s is not None:
-        parser.add_argument(
-            "--time-limit",
-            type=seconds,
-            default=time_limit_s,
-            metavar="SECONDS",
-            help=f"{purpose}for planning; the best plan so far is used then; default: %(default)g",
-        )
+        says = f"{purpose}for planning; the best plan so far is used then"
+        _add(parser, "--time-limit", says, seconds, time_limit_s)
 
 
 def _chrome_trace(parser: argparse.ArgumentParser, more: str = "") -> None:
-    parser.add_argument(
-        "--chrome-trace",
-        type=Path,
-        metavar="FILE",
-        help=f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz",
-    )
-
-
-def _micro_batch(parser: argparse.ArgumentParser, more: str = "") -> None:
-    parser.add_argument(
-        "--micro-batch",
-        type=micro_batch,
-        metavar="N",
-        help=f"divide batches into parts of N samples, or of the fastest size: auto{more}; default: do not",
-    )
-    parser.add_argument(
-        "--micro-batch-order",
-        choices=("part", "layer", "auto"),
-        help="run parts one after the other, or all of them through each block of the model before the next; "
-        "auto: the faster one; default: part",
-    )
-
-
-def _lossy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lossy",
-        choices=LOSSY,
-        help="let activations saved for backward leave in this codec: backward reads them rounded",
-    )
-
-
-def _endurance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--endurance",
-        type=endurance,
-        metavar="SIZE",
-        help="of the disk, from its data sheet, such as 600TBW: shows how long it lasts",
-    )
-
-
-def _io_costs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--io-costs", type=Path, metavar="FILE", help="I/O cost tables of earlier runs: read, and added to"
-    )
+    says = f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz"
+    _add(parser, "--chrome-trace", says, Path)
 
 
 def _written(parser: argparse.ArgumentParser, default: str, metavar: str = "FILE") -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path(default), metavar=metavar, help="default: %(default)s"
-    )
+    _add(parser, "--output", "what is written", Path, Path(default), metavar=metavar)
 
 
 # -- what is typed for an option. What cannot be is said as argparse says it ---------------------------
 
 
-def size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InvalidSize as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def typed(read_text: Callable[[str], Any]) -> Callable[[str], Any]:
+    def typed_text(text: str) -> Any:
+        try:
+            return read_text(text)
+        except ValueError as error:  # an InvalidArgument or InvalidSize
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return typed_text
 
 
-def endurance(text: str) -> int:
-    try:
-        return parse_endurance(text)
-    except InvalidSize as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def sizes(text: str) -> list[int]:
-    return [size(part) for part in text.split(",")]
-
-
-def counts(text: str) -> list[int]:
-    return [count(part, "disks") for part in text.split(",")]
-
-
-def rate(text: str) -> float:
-    found = size(text.strip().removesuffix("/s"))
+def _rate(text: str) -> float:
+    found = parse_bytes(text.strip().removesuffix("/s"))
     if found <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give one above zero, such as 3.2GB/s")
+        raise InvalidArgument(f"{text!r} is not a rate: give one above zero, such as 3.2GB/s")
     return float(found)
 
 
-def seconds(text: str) -> float:
-    return fraction(text, "number of seconds")
+def _several(read_one: Callable[[str], Any]) -> Callable[[str], Any]:
+    return typed(lambda text: [read_one(part) for part in text.split(",")])
 
 
-def count(text: str, what: str = "steps") -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: give 1 or more")
-    return int(text)
-
-
-def number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: give 0 or more")
-    return int(text)
-
-
-def fraction(text: str, what: str = "number") -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: give 0 or more")
-    return found
-
-
-def micro_batch(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return samples_count(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from error
+size, rate = typed(parse_bytes), typed(_rate)
+count = typed(partial(whole_number, what="number of steps", least=1))
+samples_count = typed(partial(whole_number, what="number of samples", least=1))
+seconds = typed(partial(fraction, what="number of seconds"))
+sizes = _several(parse_bytes)
+counts = _several(partial(whole_number, what="number of disks", least=1))
 
 
 def path_or_url(text: str) -> Path | str:
@@ -668,5 +458,7 @@ def path_or_url(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-def samples_count(text: str) -> int:
-    return count(text, "samples")
+METAVARS: dict[Any, str] = {sizes: "SIZE,...", counts: "N,...", rate: "RATE", seconds: "SECONDS"}
+METAVARS |= dict.fromkeys((Path, "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
+METAVARS |= dict.fromkeys((size, "Size", "Endurance"), "SIZE")
+METAVARS |= dict.fromkeys((count, samples_count, "Count", "Number", "Fraction", "MicroBatch"), "N")

@@ -14,10 +14,11 @@ import penstock
 from penstock.capture.probe import device_name
 from penstock.cli.output import Answer, Table, own_files, save
 from penstock.core.hardware import LINKS
+from penstock.options import IoOptions
 from penstock.runtime.resident import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.autotune.tables import Tables
-from penstock.storage.spill import SpillOptions, SpillSpace, Transfer
+from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 
 
@@ -55,12 +56,8 @@ def io_paths(options: Namespace) -> Answer:
         own_files(),
         SpillSpace(
             directories,
-            SpillOptions(
-                page_cache_bytes=options.page_cache_budget,
-                tables_path=options.io_costs,
-                reexplore=0.5,
-                accelerator=device_name(options.device),
-            ),
+            IoOptions(page_cache_budget=options.page_cache_budget, costs=options.costs, reexplore=0.5),
+            accelerator=device_name(options.device),
         ) as space,
     ):
         _transfer(space, options.seconds)
@@ -72,7 +69,7 @@ def io_paths(options: Namespace) -> Answer:
     return Answer(
         values={"device": device, "unavailable": unavailable, "tables": msgspec.to_builtins(tables)},
         shown=["\n".join([device, *known, *missing]), _paths_table(tables)],
-        written=[options.io_costs] if options.io_costs else [],
+        written=[options.costs] if options.costs else [],
     )
 
 

@@ -30,7 +30,8 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners import Problem
+from penstock.options import BatchOptions
+from penstock.planners import Problem, solve
 from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report import Record
 from penstock.report.html import page
@@ -60,16 +61,10 @@ def plan(options: Namespace) -> Answer:
         captured = load(Trace, options.trace)
     else:
         captured, shown = _divided(options, hardware)
-    chosen = penstock.plan(
-        captured,
-        hardware,
-        options.policy,
-        options.recompute,
-        options.compress,
-        options.time_limit,
-        device_budget_bytes=options.device_budget,
-        lossy=options.lossy,
+    problem = Problem(
+        trace=captured, hardware=hardware, budget_bytes=options.device_budget, **_liberties(options)
     )
+    chosen = solve(problem, options.policy)
     save(chosen, options.output)
     timeline = penstock.simulate(captured, chosen, hardware)
     summary = summarise(captured, chosen, timeline, options.endurance)
@@ -96,15 +91,6 @@ def plan(options: Namespace) -> Answer:
     if chosen.lossy:
         shown.append(chosen.lossy_text)
     if options.compare_policies:
-        problem = Problem(
-            trace=captured,
-            hardware=hardware,
-            budget_bytes=chosen.device_budget_bytes,
-            recompute=options.recompute,
-            compress=options.compress,
-            lossy=options.lossy,
-            time_limit_s=options.time_limit,
-        )
         found = compare_policies(problem, known=chosen)
         values["policies"] = [dataclasses.asdict(entry) for entry in found]
         shown.append(policy_table(found, chosen.policy))
@@ -113,6 +99,12 @@ def plan(options: Namespace) -> Answer:
         values["budgets"] = budgets
         shown.append(table)
     return Answer(values=values, shown=[*shown, summary_table(summary)], written=[options.output])
+
+
+def _liberties(options: Namespace) -> dict[str, Any]:
+    """What a plan may do, and how long planning may take."""
+    names = {"recompute": "recompute", "compress": "compress", "lossy": "lossy", "time_limit_s": "time_limit"}
+    return {name: getattr(options, typed) for name, typed in names.items()}
 
 
 def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | Table]]:
@@ -125,8 +117,9 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
     with mode:
         training = build()
         batch = first_batch(training)
-        order = options.micro_batch_order or micro_batches.PART
-        splitter = micro_batches.Splitter(options.micro_batch, order)
+        splitter = micro_batches.Splitter(
+            BatchOptions(micro_batch=options.micro_batch, micro_batch_order=options.micro_batch_order)
+        )
         shown: list[str | Table] = []
 
         def choose(batch: Any, samples: int) -> int:
@@ -141,7 +134,7 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
     def accumulate(order: str) -> Any:
         return micro_batches.accumulate(parts, training.loss_of, order, training.model)
 
-    if order == micro_batches.AUTO:
+    if splitter.order == micro_batches.AUTO:
         splitter.order = micro_batches.choose_order(
             accumulate, hardware, options.device_budget, options.policy, mode=mode
         )
@@ -249,10 +242,7 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
         hardware,
         sorted(budget for budget in {*budgets, options.device_budget} if budget <= hardware.device_bytes),
         policy=options.policy,
-        recompute=options.recompute,
-        compress=options.compress,
-        lossy=options.lossy,
-        time_limit_s=options.time_limit,
+        **_liberties(options),
     )
     cells = [cell for cell in sweep(asked) if cell.summary is not None]
     values = [cell_values(cell) for cell in cells]

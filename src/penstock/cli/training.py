@@ -29,6 +29,15 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.options import (
+    FineTuneOptions,
+    IoOptions,
+    LoraOptions,
+    PlanOptions,
+    grouped,
+    options_of,
+    run_options,
+)
 from penstock.report import Record
 from penstock.report.summary import Summary
 from penstock.runtime.resident import default_spill_dir
@@ -181,23 +190,8 @@ def run(options: Namespace) -> Answer:
     with new_folder(options.output), contextlib.ExitStack() as stack:
         offload = stack.enter_context(
             penstock.offload(
-                device=options.device,
-                device_budget=options.device_budget,
-                spill_dir=options.spill_dir,
-                host_budget=options.host_budget,
-                disk_budget=options.disk_budget,
-                policy=options.policy,
-                plan=plan,
-                hardware=hardware,
-                page_cache_budget=options.page_cache_budget,
-                io_paths=options.io_path,
-                io_costs=options.io_costs,
-                verify_spill=options.verify_spill,
-                endurance=options.endurance,
-                micro_batch=options.micro_batch,
-                micro_batch_order=options.micro_batch_order,
-                variants=options.variants,
-                lossy=options.lossy,
+                **grouped({name: vars(options)[name] for name in run_options() if name in options})
+                | {"plan": plan, "hardware": hardware}
             )
         )
         training = build()  # inside: it may be larger than the budget
@@ -319,34 +313,14 @@ def new_folder(path: Path) -> Iterator[None]:
 def finetune(options: Namespace) -> Answer:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     try:
-        from penstock.integrations.finetune import FineTuning, Lora, Settings
+        from penstock.integrations.finetune import FineTuning
     except ImportError as error:
         raise PenstockError(str(error)) from error
     _quiet()
-    lora = Lora(
-        r=options.lora_r,
-        alpha=options.lora_alpha,
-        dropout=options.lora_dropout,
-        target_modules=options.lora_target_modules,
-    )
-    settings = Settings(
-        model=options.model,
-        text=options.text,
-        tokenizer=options.tokenizer,
-        block_size=options.block_size,
-        per_device_train_batch_size=options.per_device_train_batch_size,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-        learning_rate=options.learning_rate,
-        lr_scheduler_type=options.lr_scheduler_type,
-        warmup_steps=options.warmup_steps,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        num_train_epochs=options.num_train_epochs,
-        max_steps=options.max_steps,
-        seed=options.seed,
-        dtype=options.dtype,
-        lora=lora if options.lora else None,
-    )
+    typed = vars(options)
+    lora = LoraOptions(**{name: typed[f"lora_{name}"] for name in options_of(LoraOptions)})
+    given = {name: typed[name] for name in options_of(FineTuneOptions)}
+    settings = FineTuneOptions(**given | {"lora": lora if options.lora else None})
     with own_files(), new_folder(options.output):
         tuning = FineTuning(settings, options.output, resume=options.resume)
         if tuning.is_finished:
@@ -364,8 +338,8 @@ def finetune(options: Namespace) -> Answer:
             device_budget=options.device_budget,
             spill_dir=spill_dirs,
             hardware=hardware,
-            policy=options.policy,
-            endurance=options.endurance,
+            io=IoOptions(endurance=options.endurance),
+            planning=PlanOptions(policy=options.policy),
         ) as run:
             outcome = _tune(tuning, run, options.save_steps)
             report = run.report() if len(outcome.losses) > outcome.begun else None

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from penstock.core.arguments import require_kinds
-from penstock.core.columns import LOSSY
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import (
     EVERY,
@@ -22,6 +21,7 @@ from penstock.core.memory_profile import (
 from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.trace import InactivePeriod, Trace, within_budget
 from penstock.errors import InvalidArgument
+from penstock.options import LOSSY
 from penstock.units import format_bytes, format_bytes_up
 
 EVICTION_TIERS = ("host", "disk")

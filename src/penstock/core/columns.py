@@ -12,7 +12,6 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 PHASES = ("forward", "backward", "optimizer")
-LOSSY = ("fp16", "bf16")  # codecs of float32 in 2 bytes an element
 KINDS = ("weight", "gradient", "optimizer_state", "activation", "input", "workspace")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from penstock.core import files
-from penstock.core.columns import LOSSY
 from penstock.core.tables import html_table
 from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
+from penstock.options import LOSSY
 from penstock.units import format_bytes, format_rate
 
 TIERS = ("device", "host", "disk")

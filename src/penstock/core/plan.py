@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.core import files
-from penstock.core.columns import LOSSY
 from penstock.core.tables import html_table
 from penstock.core.trace import Trace
+from penstock.options import LOSSY
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 CODECS = ("raw", "csr", *LOSSY)  # csr: bitmask-CSR, lossless
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def lossy(self) -> str | None:
-        """The lossy codec that tensors leave in, of penstock.core.columns.LOSSY; None where all of them come
+        """The lossy codec that tensors leave in, of penstock.options.LOSSY; None where all of them come
         back with the same bits."""
         return next((evict.codec for evict in self.evictions if evict.codec in LOSSY), None)
 

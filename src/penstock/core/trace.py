@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core import files
-from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, FloatArray, IntArray, Lists, sum_over
+from penstock.core.columns import KINDS, PHASES, BoolArray, FloatArray, IntArray, Lists, sum_over
 from penstock.core.tables import html_table
 from penstock.core.validate import validate
 from penstock.errors import InvalidArgument
+from penstock.options import LOSSY
 from penstock.units import format_bytes, format_seconds
 
 

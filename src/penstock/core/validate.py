@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.columns import KINDS, LOSSY, PHASES, BoolArray, IntArray, Lists
+from penstock.core.columns import KINDS, PHASES, BoolArray, IntArray, Lists
 from penstock.errors import InvalidArgument
+from penstock.options import LOSSY
 
 if TYPE_CHECKING:
     from penstock.core.trace import Trace

@@ -30,11 +30,11 @@ from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
 from penstock.integrations.hub import config_of, load, without_values
 from penstock.integrations.versions import missing
+from penstock.options import FineTuneOptions, PlanOptions
 from penstock.report.summary import Summary, summarise
 from penstock.runtime.run import Offload
 from penstock.runtime.step_kinds import planning_s
-from penstock.runtime.storages import SMALLEST_BYTES
-from penstock.units import format_bytes_up
+from penstock.units import format_bytes_up, parse_bytes
 
 try:
     import transformers
@@ -57,52 +57,6 @@ SETTINGS, TOKENS, CHECKPOINT, LOSSES, MODEL = (
     "model",
 )
 BLOCK_SIZE = 512
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Adapters of PEFT, in the place of all weights."""
-
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    target_modules: str = "all-linear"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """All that decides the losses. The names are those of transformers' TrainingArguments and run_clm.py.
-
-    tokenizer       "bytes", or a directory with the files of one; None: the model's
-    block_size      tokens in a sequence: the text is cut into sequences of this length. None: 512, or as many
-                    as the model has positions for where these are fewer
-    learning_rate   None: 5e-5, and 2e-4 with LoRA
-    max_steps       None: as many as `num_train_epochs` have
-    dtype           of weights, gradients and the optimizer's state: "float32" or "bfloat16"
-    lora            None: all weights are trained
-    """
-
-    model: Path
-    text: Path
-    tokenizer: str | None = None
-    block_size: int | None = None
-    per_device_train_batch_size: int = 1
-    gradient_accumulation_steps: int = 8
-    learning_rate: float | None = None
-    lr_scheduler_type: str = "linear"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    num_train_epochs: int = 1
-    max_steps: int | None = None
-    seed: int = 42
-    dtype: str = "float32"
-    lora: Lora | None = None
-
-    @property
-    def sequences_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +80,7 @@ class Outcome:
 class Training:
     """A model with its optimizer and schedule, and one step of them."""
 
-    def __init__(self, settings: Settings, model: torch.nn.Module, total_steps: int) -> None:
+    def __init__(self, settings: FineTuneOptions, model: torch.nn.Module, total_steps: int) -> None:
         self.model = model.train()
         self.settings = settings
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
@@ -249,7 +203,7 @@ def _divide_gradient(rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None]
     return divide
 
 
-def _with_adapters(model: transformers.PreTrainedModel, settings: Settings) -> Any:
+def _with_adapters(model: transformers.PreTrainedModel, settings: FineTuneOptions) -> Any:
     if settings.lora is None:
         return model
     try:
@@ -277,7 +231,7 @@ def _with_adapters(model: transformers.PreTrainedModel, settings: Settings) -> A
 class Text:
     """The sequences of a text, in an order that the seed and the number of a step decide."""
 
-    def __init__(self, settings: Settings, tokens: np.ndarray) -> None:
+    def __init__(self, settings: FineTuneOptions, tokens: np.ndarray) -> None:
         assert settings.block_size is not None
         length, self._seed = settings.block_size, settings.seed
         self._per_step = settings.sequences_per_step
@@ -299,7 +253,7 @@ class Text:
         return torch.from_numpy(self._sequences[chosen.numpy()].astype(np.int64))
 
 
-def _tokenizer(settings: Settings) -> Any:
+def _tokenizer(settings: FineTuneOptions) -> Any:
     """None: a token for each byte."""
     if settings.tokenizer == BYTES:
         return None
@@ -313,7 +267,7 @@ def _tokenizer(settings: Settings) -> Any:
         ) from error
 
 
-def _tokens(settings: Settings, vocabulary: int, path: Path) -> tuple[np.ndarray, Any]:
+def _tokens(settings: FineTuneOptions, vocabulary: int, path: Path) -> tuple[np.ndarray, Any]:
     """The tokens of the text, mapped from a file that is written here, and the tokenizer."""
     tokenizer = _tokenizer(settings)
     if not path.exists():
@@ -363,11 +317,9 @@ class FineTuning:
     Raises InvalidArgument, InvalidFile and CheckpointError, before anything is trained.
     """
 
-    def __init__(self, settings: Settings, folder: Path, *, resume: bool = False) -> None:
+    def __init__(self, settings: FineTuneOptions, folder: Path, *, resume: bool = False) -> None:
         if not settings.text.is_file():
             raise InvalidFile(f"there is no text {settings.text}: give the path of a text file")
-        if settings.dtype not in DTYPES:
-            raise InvalidArgument(f"the dtype {settings.dtype!r} is not one of {', '.join(DTYPES)}")
         self.config = config_of(settings.model)
         _require_causal(self.config, settings.model)
         longest = getattr(self.config, "max_position_embeddings", None) or sys.maxsize
@@ -410,7 +362,7 @@ class FineTuning:
     ) -> Summary:
         """What a step takes, traced on fake tensors and planned. Raises BudgetTooSmall and SpillSpaceFull."""
         with torch.device("meta"):  # fake tensors cannot be cast in place, as PEFT does
-            base = without_values(self.config, DTYPES[self.settings.dtype])
+            base = without_values(self.config, getattr(torch, self.settings.dtype))
             model = _with_adapters(base, self.settings)
         mode = penstock.fake_mode()
         with mode:
@@ -431,7 +383,7 @@ class FineTuning:
         policy: str,
         endurance_bytes: int | None,
     ) -> Summary:
-        large = trace.tensor_bytes >= SMALLEST_BYTES  # smaller ones stay, see `penstock.offload`
+        large = trace.tensor_bytes >= parse_bytes(PlanOptions().smallest_bytes)  # smaller ones stay
         trace = replace(trace, tensor_movable=trace.movable & large)
         try:
             plan = penstock.plan(
@@ -464,7 +416,7 @@ class FineTuning:
         save_steps   between checkpoints
         on_step      called after each step with how many there were, and its loss; True ends training
         """
-        model = load(self.settings.model, self.config, run, dtype=DTYPES[self.settings.dtype])
+        model = load(self.settings.model, self.config, run, dtype=getattr(torch, self.settings.dtype))
         if not (self.folder / SETTINGS).exists():
             files.write(json.dumps(self._described, indent=2).encode(), self.folder / SETTINGS)
         torch.manual_seed(self.settings.seed)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.run import Offload, offload
+from penstock.options import offload
+from penstock.runtime.run import Offload
 
 logger = logging.getLogger("penstock")
 

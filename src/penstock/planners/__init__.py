@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 from penstock.core.arguments import require_kinds
 from penstock.core.hardware import Hardware
@@ -10,12 +11,8 @@ from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace, released_after_last_use, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
-from penstock.planners.flashneuron import flashneuron
-from penstock.planners.g10 import g10
-from penstock.planners.modnn import modnn
-from penstock.planners.optimal import optimal
+from penstock.options import POLICIES as MODULES
 from penstock.planners.problem import Decision, Policy, Problem, as_traced
-from penstock.planners.rules import evict_all, vdnn_all, vdnn_conv
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -24,14 +21,7 @@ __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy"
 # A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
 # `optimal` reads a clock: what it answers when the time limit ends it depends on the machine.
 POLICIES: dict[str, Policy] = {
-    "keep": lambda problem: Decision(),
-    "evict_all": evict_all,
-    "vdnn_all": vdnn_all,
-    "vdnn_conv": vdnn_conv,
-    "flashneuron": flashneuron,
-    "modnn": modnn,
-    "g10": g10,
-    "optimal": optimal,
+    name: getattr(import_module(f"penstock.planners.{module}"), name) for name, module in MODULES.items()
 }
 
 CHOOSES_VARIANTS = ("modnn", "optimal")  # others run kernels as traced, but where that does not fit

@@ -22,7 +22,7 @@ class Problem:
     budget_bytes   of the device, at least `penstock.core.memory_profile.minimum_bytes`
     recompute      tensors may be recomputed instead of being moved
     compress       tensors may be moved as bitmask-CSR
-    lossy          codec in which what is saved for backward may leave, of penstock.core.columns.LOSSY; the
+    lossy          codec in which what is saved for backward may leave, of penstock.options.LOSSY; the
                    trace is `with_lossy` then
     time_limit_s   for the whole of planning; a policy that reaches it answers with what it has
     """

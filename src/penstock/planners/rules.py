@@ -371,6 +371,11 @@ def evict_all(problem: Problem) -> Decision:
     return Decision(evictions=advance(trace, chosen, wishes, budget_bytes))
 
 
+def keep(problem: Problem) -> Decision:
+    """Nothing leaves."""
+    return Decision()
+
+
 def vdnn_all(problem: Problem) -> Decision:
     """Offload every feature map."""
     options = Candidates.of(problem.trace)

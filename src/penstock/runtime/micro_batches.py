@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,21 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.tracer import FakeTensorMode, trace
 from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
+from penstock.options import BatchOptions, choices
 from penstock.planners import plan
 from penstock.planners.microbatch import MicroBatch, choose_micro_batch
 from penstock.runtime.devices.drivers import driver_of
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.layer_order import blocks_of, layer_by_layer
 
-Wanted = int | Literal["auto"] | None
 Loss = Callable[[Any], torch.Tensor]
 Blocks: TypeAlias = torch.nn.Module | Iterable[torch.nn.Module]
 
 NOTE = "micro_batch"  # of a trace: samples in a part
 ORDER_NOTE = "micro_batch_order"
-PART, LAYER, AUTO = ORDERS = ("part", "layer", "auto")
+PART, LAYER, AUTO = choices("Order")
 ORDER_PLANNING_S = 5.0  # for each order
 SLOWEST_GPU = "v100"  # whose times are taken for a GPU without a data sheet
 
@@ -41,30 +42,36 @@ logger = logging.getLogger("penstock")
 class Splitter:
     """Divides the batches of a run.
 
+    batches   how they are divided
+    plan      that is followed; where it is for a step that divides batches, they are divided so
+
     wanted   samples of a part, "auto" to choose that for the first batch, None not to divide
     order    "part": one part after the other; "layer": all pass a block before the next block begins;
              "auto": to choose that for the first batch, which makes it one of the others
-
     size     samples of a part, 0 where that is not known or batches are not divided
     count    parts of the latest batch
 
-    Raises InvalidArgument where ``wanted`` or ``order`` is something else.
+    Raises InvalidArgument where the two contradict each other, or whole batches have an order of parts.
     """
 
-    def __init__(self, wanted: Wanted, order: str = PART) -> None:
-        is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
-        if wanted not in (None, "auto") and not is_number:
-            raise InvalidArgument(
-                f'a micro_batch of {wanted!r} is not one: give 1 or more samples, or "auto"'
-            )
-        if order not in ORDERS:
-            raise InvalidArgument(f"there is no micro_batch_order {order!r}: choose {', '.join(ORDERS)}")
-        if order != PART and wanted is None:
+    def __init__(self, batches: BatchOptions, plan: Plan | None = None) -> None:
+        notes = plan.trace.notes if plan is not None and plan.trace is not None else {}
+        wanted, order = batches.micro_batch, batches.micro_batch_order
+        if NOTE in notes:
+            planned: dict[str, Any] = {NOTE: int(notes[NOTE]), ORDER_NOTE: notes.get(ORDER_NOTE, PART)}
+            for name, asked in ((NOTE, wanted), (ORDER_NOTE, order)):
+                if asked not in (None, planned[name]):
+                    raise InvalidArgument(
+                        f"the plan is for a {name} of {planned[name]!r}, and {name} is {asked!r}: "
+                        "leave one of them out"
+                    )
+            wanted, order = planned[NOTE], planned[ORDER_NOTE]
+        self.order = order or PART
+        if self.order != PART and wanted is None:
             raise InvalidArgument(
                 f"a micro_batch_order of {order!r} is of batches in parts: give micro_batch, too"
             )
         self.wanted = wanted
-        self.order = order
         self.size = wanted if isinstance(wanted, int) else 0
         self.count = 0
         self._most = 0  # samples of a batch so far

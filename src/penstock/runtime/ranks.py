@@ -14,7 +14,7 @@ import torch.distributed
 
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument
-from penstock.storage.autotune.exchange import EXPLORERS, Explorers
+from penstock.options import Explorers, read
 from penstock.storage.spill import SpillSpace
 
 logger = logging.getLogger("penstock")
@@ -47,10 +47,9 @@ def shared_store() -> Any:
 def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
     """Share what is learned of I/O paths with the other ranks. False: there is no process group of several.
 
-    Raises InvalidArgument for other explorers than EXPLORERS.
+    Raises InvalidArgument for other explorers.
     """
-    if explorers not in EXPLORERS:
-        raise InvalidArgument(f"I/O paths are explored {explorers!r}: give one of {', '.join(EXPLORERS)}")
+    read("Explorers", explorers)
     store = shared_store()
     if store is not None and explorers != "each":
         spill.share(store, explorers, torch.distributed.get_rank(), torch.distributed.get_world_size())

@@ -26,7 +26,6 @@ from penstock.capture.recorder import make_trace
 from penstock.capture.roofline import measure_cpu
 from penstock.checkpoint.file.transfers import use_few_buffers
 from penstock.core.arguments import described, require_kinds
-from penstock.core.columns import LOSSY
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -38,6 +37,7 @@ from penstock.errors import (
     SpillError,
 )
 from penstock.machine import available_bytes
+from penstock.options import BatchOptions, Directories, Explorers, IoOptions, MicroBatch, PlanOptions
 from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
 from penstock.runtime.copy_engine import CopyEngine, Moved
@@ -49,12 +49,9 @@ from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.micro_batches import (
     AUTO,
-    NOTE,
-    ORDER_NOTE,
     PART,
     Blocks,
     Splitter,
-    Wanted,
     accumulate,
     choose,
     choose_order,
@@ -65,13 +62,11 @@ from penstock.runtime.requirements import require_torch
 from penstock.runtime.safetensors import read_in_pieces
 from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_kinds import StepKind, StepKinds
-from penstock.runtime.storages import SMALLEST_BYTES
 from penstock.simulator import simulate
-from penstock.storage.autotune.exchange import Explorers
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.tables import Tables
 from penstock.storage.nvme import Url
-from penstock.storage.spill import Directories, SpillOptions, SpillSpace, as_paths
+from penstock.storage.spill import SpillSpace, as_paths
 from penstock.units import counted, format_bytes, parse_bytes, parse_endurance
 
 PROBE_S = 2.0
@@ -102,128 +97,11 @@ def _recompute_for_child() -> None:
 os.register_at_fork(before=_recompute_for_child, after_in_child=_leave_to_parent)
 
 
-def offload(
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    device_budget: int | str,
-    spill_dir: Directories | None = None,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    device: str | torch.device | None = None,
-    policy: str = "optimal",
-    plan: Plan | None = None,
-    hardware: Hardware | None = None,
-    page_cache_budget: int | str = 0,
-    io_paths: str | Sequence[str] | None = None,
-    io_costs: str | os.PathLike[str] | None = None,
-    io_explorers: Explorers = "divided",
-    reexplore: float = 0.005,
-    verify_spill: bool = False,
-    smallest_bytes: int | str = SMALLEST_BYTES,
-    endurance: int | str | None = None,
-    compress: bool = True,
-    recompute: bool = True,
-    micro_batch: Wanted = None,
-    micro_batch_order: str | None = None,
-    variants: bool = False,
-    lossy: str | None = None,
-) -> Offload:
-    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without, unless
-    ``lossy`` is given.
-
-    From now on until `close`, weights, gradients, optimizer state and activations leave the device when
-    the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
-    the first one is recorded, and from then on a plan says what moves when. The model, and how the loop is
-    written, do not change. Models larger than the budget are built inside::
-
-        with penstock.offload(device_budget="8GiB", spill_dir="/mnt/nvme") as run:
-            model = build()
-
-    model, optimizer   where they exist already; for their names in reports
-    device_budget   most bytes of tensors and workspace on the device: an integer, or text such as "600MiB".
-                    On a CPU, bytes of RAM.
-    spill_dir       a directory on the disk to use; one on NVMe is best. With several, on as many
-                    disks, every tensor is striped over all of them. None: the system's directory
-                    for temporary files. What is written there has no name, is readable by nobody
-                    else, and is gone with the process, however that ends. Or a namespace of a remote drive,
-                    empty or of an earlier run: "nvme+tcp://HOST:PORT/NQN?ns=1". What is spilled there crosses
-                    the network as it is, and stays there
-    host_budget     pinned host memory to use as a tier and for staging, on a GPU; None for an eighth of what
-                    is free
-    disk_budget     most bytes on disk; None for what is free there. Where torchrun has started several
-                    processes on this machine, it and the host budget are theirs together, and are divided
-    device          "cpu", or a GPU such as "cuda:0"; None for the model's, or the CPU
-    policy          a key of penstock.planners.POLICIES
-    plan            a plan made before, by `penstock.plan`: it is carried out as it stands
-    hardware        rates of this machine's links, as `penstock.probe` measures them; None to
-                    measure them now, in about two seconds
-    page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other
-                    budgets; it serves small tensors faster. 0: none
-    io_paths        how tensors move between memory and disk. None: the I/O path that proves fastest, size
-                    by size, in the first steps, and from then on while they run. A name such as
-                    "io_uring direct": that one only. Several: the fastest of them. `run.io_paths` names
-                    those of this machine
-    io_costs        a file of I/O cost tables: read at the start, for what other runs learned on devices and
-                    disks of the same kind, and added to
-    io_explorers    of the ranks of a job whose device, file system, disk and I/O paths are the same:
-                    "divided", each size is explored by one of them, which tells the others; "one" explores
-                    for all; "each" explores for itself. Ranks where these differ do not hear of each other
-    reexplore       share of the transfer time to spend on trying slower I/O paths again, since machines
-                    change; 0 for none after the first steps
-    verify_spill    checksum everything that leaves for the disk, and check it when it comes back: about 0.05
-                    CPU seconds a gigabyte each. Without, this is done for what outlives a step
-    smallest_bytes  smaller tensors stay on the device
-    compress        plans may store tensors with many zeros as bitmask-CSR, which loses nothing. How many
-                    zeros there are is sampled on a CPU; on a GPU a ``plan`` of a traced step knows
-    recompute       plans may drop what a kernel made, and run the kernel again before it is needed, where
-                    that is faster than moving it
-    lossy           "fp16" or "bf16": float32 activations that are saved for backward may leave in it, and
-                    backward reads them rounded, so the bits are others than without. Forward, weights,
-                    gradients and the optimizer's state keep float32. None: nothing is rounded
-    endurance       of the disk, from its data sheet, such as "600TBW": the report says how long it lasts
-    micro_batch     samples in each part into which `Offload.micro_batches` divides a batch, or "auto": the
-                    size that is predicted to be fastest, found for the first batch. Results then differ in
-                    the last bits from those of whole batches. None: they are not divided, but where the
-                    plan is for a step that divides them
-    micro_batch_order   in which `Offload.accumulate` runs the parts: "part", one after the other; "layer",
-                    all of them through a block of the model before the next block begins, forward and
-                    backward, so that weights that move are read once and not for each part; "auto": what
-                    is predicted to be faster, found for the first batch. None: the plan's, or "part"
-    variants        the first steps measure other algorithms of PyTorch for convolutions, attention and
-                    products, and plans may choose them: the report names them. They give other bits
-
-    Raises InvalidArgument, InvalidSize, DeviceUnavailable, InvalidPlan, SpillError, and BudgetTooSmall where
-    the model exists already and its largest tensor does not fit, or ``plan`` is for more memory.
-    """
+def open_run(**given: Any) -> Offload:
+    """What `penstock.offload` returns, of what it was given."""
     with failures.told():
         try:
-            return Offload(
-                model,
-                optimizer,
-                device_budget_bytes=parse_bytes(device_budget),
-                spill_dirs=as_paths(resident.default_spill_dir() if spill_dir is None else spill_dir),
-                host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-                disk_budget_bytes=None if disk_budget is None else parse_bytes(disk_budget),
-                device=device,
-                policy=policy,
-                plan=plan,
-                hardware=hardware,
-                page_cache_bytes=parse_bytes(page_cache_budget),
-                io_paths=[io_paths] if isinstance(io_paths, str) else io_paths,
-                io_costs=None if io_costs is None else Path(io_costs),
-                io_explorers=io_explorers,
-                reexplore=reexplore,
-                verify_spill=verify_spill,
-                smallest_bytes=parse_bytes(smallest_bytes),
-                endurance_bytes=None if endurance is None else parse_endurance(endurance),
-                compress=compress,
-                recompute=recompute,
-                micro_batch=micro_batch,
-                micro_batch_order=micro_batch_order,
-                variants=variants,
-                lossy=lossy,
-            )
+            return Offload(**given)
         except SpillError as error:
             raise error from None  # it names the system's own error
 
@@ -286,63 +164,35 @@ class Offload:
         model: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
         *,
-        device_budget_bytes: int,
-        spill_dirs: Sequence[Path | Url],
-        host_budget_bytes: int | None,
-        disk_budget_bytes: int | None,
+        device_budget: int,
+        spill_dir: Directories | None,
+        host_budget: int | None,
+        disk_budget: int | None,
         device: str | torch.device | None,
-        policy: str,
         plan: Plan | None,
         hardware: Hardware | None,
-        page_cache_bytes: int,
-        io_paths: Sequence[str] | None,
-        io_costs: Path | None,
-        io_explorers: Explorers,
-        reexplore: float,
-        verify_spill: bool,
-        smallest_bytes: int,
-        endurance_bytes: int | None,
-        compress: bool,
-        recompute: bool,
-        micro_batch: Wanted,
-        micro_batch_order: str | None,
-        variants: bool,
-        lossy: str | None,
+        io: IoOptions,
+        planning: PlanOptions,
+        batches: BatchOptions,
     ) -> None:
         _require_kinds(model, optimizer, plan, hardware)
-        require_policy(policy)
-        if lossy is not None and lossy not in LOSSY:
-            raise InvalidArgument(f"there is no lossy codec {lossy!r}: choose {' or '.join(LOSSY)}")
-        if plan is not None and plan.lossy not in (None, lossy):
+        require_policy(planning.policy)
+        if plan is not None and plan.lossy not in (None, planning.lossy):
             raise InvalidArgument(
                 f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if "
                 "that is what you want"
             )
-        notes = plan.trace.notes if plan is not None and plan.trace is not None else {}
-        planned = int(notes.get(NOTE, 0))
-        if planned and micro_batch not in (None, planned):
-            raise InvalidArgument(
-                f"the plan is for micro-batches of {planned} samples, and micro_batch is {micro_batch!r}: "
-                "leave one of them out"
-            )
-        planned_order = notes.get(ORDER_NOTE, PART)
-        if planned and micro_batch_order not in (None, planned_order):
-            raise InvalidArgument(
-                f"the plan is for the order of micro-batches {planned_order!r}, and micro_batch_order is "
-                f"{micro_batch_order!r}: leave one of them out"
-            )
-        micro_batch = planned or micro_batch
-        self._splitter = Splitter(micro_batch, planned_order if planned else micro_batch_order or PART)
+        self._splitter = Splitter(batches, plan)
+        self._io, self._planning = io, planning
+        spill_dirs = as_paths(resident.default_spill_dir() if spill_dir is None else spill_dir)
         require_torch()
         if _open:
             raise InvalidArgument(
                 f"another run is open, {_open[0]!r}: it has all tensors of the program, those of several "
                 "models too. Close it before you begin another one: penstock.close()"
             )
-        if device_budget_bytes <= 0:
-            raise InvalidArgument(
-                f"a device_budget of {device_budget_bytes} bytes is not one: give more than 0"
-            )
+        if device_budget <= 0:
+            raise InvalidArgument(f"a device_budget of {device_budget} bytes is not one: give more than 0")
         for run in tuple(_lingering):
             try:
                 run._settle()
@@ -355,71 +205,61 @@ class Offload:
                 f"{remote} cannot be shared by the {self._processes} processes that torchrun has started on "
                 "this machine: each would overwrite what the others spill. Give a directory as spill_dir"
             )
-        if disk_budget_bytes is not None:
-            disk_budget_bytes //= self._processes
-        self._budget_bytes = device_budget_bytes
-        self._policy = policy
-        self._endurance_bytes = endurance_bytes
+        if disk_budget is not None:
+            disk_budget //= self._processes
+        self._budget_bytes = device_budget
         self._device_name = _device_of(model, device)
         on_cpu = self._device_name.type == "cpu"
         failures.listen(to_signals=on_cpu)  # on a GPU, a collective that hangs could hold them up
-        if on_cpu and "auto" in (micro_batch, self._splitter.order):
+        if on_cpu and AUTO in (self._splitter.wanted, self._splitter.order):
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
         held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
         self._resident_before_bytes = resident.resident_bytes() - held_bytes
         if on_cpu:
-            _warn_if_memory_ends_before(device_budget_bytes, held_bytes)
+            _warn_if_memory_ends_before(device_budget, held_bytes)
         # Before the run has the spill space: a namespace is one run's alone.
         machine = hardware or _probe_together(spill_dirs, self._device_name, self._processes)
         self._spill = SpillSpace(
             spill_dirs,
-            SpillOptions(
-                capacity_bytes=disk_budget_bytes,
-                page_cache_bytes=page_cache_bytes,
-                paths=io_paths,
-                tables_path=io_costs,
-                reexplore=reexplore,
-                verify=verify_spill,
-                accelerator=device_name(str(self._device_name)),
-                gpu=not on_cpu,
-            ),
+            io,
+            capacity_bytes=disk_budget,
+            accelerator=device_name(str(self._device_name)),
+            gpu=not on_cpu,
         )
         self._device: Device
         try:
-            host_bytes = machine.host_bytes // 8 if host_budget_bytes is None else host_budget_bytes
+            host_bytes = machine.host_bytes // 8 if host_budget is None else host_budget
             self._device, host_tier_bytes = _make_device(
                 self._device_name,
                 self._spill,
-                device_budget_bytes,
+                device_budget,
                 0 if on_cpu else host_bytes // self._processes,
             )
         except BaseException:
             self._spill.close()
             raise
         try:
-            ranks.share_io_costs(self._spill, io_explorers)
+            ranks.share_io_costs(self._spill, io.explorers)
             hardware = replace(
                 machine,
-                device_bytes=device_budget_bytes,
+                device_bytes=device_budget,
                 host_bytes=host_tier_bytes,
-                disk_bytes=machine.disk_bytes // self._processes
-                if disk_budget_bytes is None
-                else disk_budget_bytes,
+                disk_bytes=machine.disk_bytes // self._processes if disk_budget is None else disk_budget,
             )
             self._peak_resident_known = resident.reset_peak()
             self._engine = CopyEngine(
-                self._device, device_budget_bytes, in_flight_bytes=self._device.in_flight_bytes
+                self._device, device_budget, in_flight_bytes=self._device.in_flight_bytes
             )
             self._engine.tier = self._device.tier
             self._device.engine = self._engine
             self._interrupts = Interrupts()
-            self._clock = Clock(self._device, self._engine, smallest_bytes, self._interrupts, variants)
-            options = (
-                f"{policy} {device_budget_bytes} {smallest_bytes} {compress} {recompute} {lossy} {variants}"
+            smallest_bytes = parse_bytes(planning.smallest_bytes)
+            self._clock = Clock(
+                self._device, self._engine, smallest_bytes, self._interrupts, planning.variants
             )
             self._kinds = StepKinds(
-                policy, hardware, compress, recompute, lossy, joint_planning.with_ranks(options)
+                planning, hardware, joint_planning.with_ranks(f"{device_budget} {planning}")
             )
             self.timeline: Timeline | None = None
             self._in_step = False
@@ -553,7 +393,7 @@ class Offload:
                 lambda order: accumulate(parts, loss, order, blocks),
                 self.hardware,
                 self._budget_bytes,
-                self._policy,
+                self._planning.policy,
                 device=data_sheet(self._device_name),
             )
         with self._splitter.note_random():
@@ -571,7 +411,7 @@ class Offload:
                 batch,
                 self.hardware,
                 self._budget_bytes,
-                self._policy,
+                self._planning.policy,
                 device=data_sheet(self._device_name),
             )
             logger.info(
@@ -699,7 +539,7 @@ class Offload:
         return self._kinds.plan
 
     @property
-    def micro_batch(self) -> Wanted:
+    def micro_batch(self) -> MicroBatch | None:
         """Samples in each part of a batch; "auto" until that is chosen; None where batches stay whole."""
         return self._splitter.size or self._splitter.wanted
 
@@ -716,13 +556,13 @@ class Offload:
         """What each I/O path costs, by size of tensor, as far as it is known."""
         return self._spill.tables()
 
-    def share_io_costs(self, io_explorers: Explorers = "divided") -> None:
+    def share_io_costs(self, explorers: Explorers = "divided") -> None:
         """Share what is learned about I/O paths with the other ranks from now on, as `offload` does by itself
         where the process group was made before. Each rank calls it when it likes; nobody waits.
 
         Raises InvalidArgument where there is no process group.
         """
-        if self._closed or not ranks.share_io_costs(self._spill, io_explorers):
+        if self._closed or not ranks.share_io_costs(self._spill, explorers):
             raise InvalidArgument(
                 "there is nobody to share with: call it while the run is open, after "
                 "torch.distributed.init_process_group with several ranks"
@@ -782,7 +622,7 @@ class Offload:
             recompute_s=measured.recomputed[1],
             unrecomputed=measured.recomputed[2],
             disk_written_bytes=timeline.moved_bytes(moved, "disk_write") + swapped_out_bytes,
-            endurance_bytes=self._endurance_bytes,
+            endurance_bytes=None if self._io.endurance is None else parse_endurance(self._io.endurance),
             moved_bytes_by_kind=timeline.moved_bytes_by_kind(moved, device.evict_link),
             unplanned_accesses=device.unplanned_accesses,
             failed_prefetches=self._engine.failed_prefetches,

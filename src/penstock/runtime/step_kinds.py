@@ -22,6 +22,7 @@ from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
+from penstock.options import PlanOptions
 from penstock.planners import plan as make_plan
 from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
@@ -103,9 +104,7 @@ class StepKind:
 class StepKinds:
     """Every kind of step that a run has met, under the names that the user gives them, or None.
 
-    compresses      plans may use bitmask-CSR, and recordings sample how many zeros there are
-    recomputes      plans may recompute tensors
-    lossy           codec in which what is saved for backward may leave
+    planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
 
     trace, plan     of the latest step that followed a plan; None before there is a trace
@@ -119,18 +118,12 @@ class StepKinds:
 
     def __init__(
         self,
-        policy: str,
+        planning: PlanOptions,
         hardware: Hardware,
-        compresses: bool,
-        recomputes: bool,
-        lossy: str | None = None,
         ranks: JointPlanning | None = None,
     ) -> None:
-        self._policy = policy
+        self._options = planning
         self.hardware = hardware
-        self._compresses = compresses
-        self._recomputes = recomputes
-        self._lossy = lossy
         self._ranks = ranks
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._latest: dict[str | None, StepKind] = {}  # that a step of this name has followed
@@ -178,7 +171,7 @@ class StepKinds:
         """For the step of this name that begins; None where it need not be recorded."""
         known = self._known.get(name)
         return (
-            Recording(self._compresses)
+            Recording(self._options.compress)
             if not known or known[0].recordings_left or name in self._wanted
             else None
         )
@@ -434,11 +427,11 @@ class StepKinds:
         made = make_plan(
             trace,
             hardware,
-            self._policy,
+            self._options.policy,
             device_budget_bytes=budget_bytes - in_flight_bytes(trace, budget_bytes),
-            recompute=self._recomputes,
+            recompute=self._options.recompute,
             compress=len(trace.tensor_density) > 0,
-            lossy=self._lossy,
+            lossy=self._options.lossy,
             time_limit_s=time_limit_s,
         )
         return self._checked(trace, made, hardware, recordings_left)

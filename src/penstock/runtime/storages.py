@@ -30,7 +30,4 @@ __all__ = ["ManagedStorage", "Storages"]
 RESIDENT, LEAVING, AWAY, COMING, DROPPED = range(5)
 STATES = ("RESIDENT", "LEAVING", "AWAY", "COMING", "DROPPED")
 
-# Smaller storages cost more to move than they free. They stay, and count.
-SMALLEST_BYTES = 64 << 10
-
 NEVER = 1 << 62

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.options import Directories, Explorers, IoOptions
 from penstock.storage.aligned import align_up
 from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.exchange import Exchange, Explorers, Store
+from penstock.storage.autotune.exchange import Exchange, Store
 from penstock.storage.autotune.rounds import ChoiceReport
 from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
 from penstock.storage.autotune.tables import Tables
@@ -24,9 +24,9 @@ from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transports import DEMAND, EVICT, REMOTE_TRANSPORTS, TRANSPORTS, Completion
 from penstock.storage.transports.contract import broken_text
-from penstock.units import format_bytes, format_bytes_up, format_seconds
+from penstock.units import format_bytes, format_bytes_up, format_seconds, parse_bytes
 
-__all__ = ["Directories", "OnDone", "SpillOptions", "SpillSpace", "Transfer", "as_paths"]
+__all__ = ["OnDone", "SpillSpace", "Transfer", "as_paths"]
 
 # Of the transfers by the I/O path in use, one in so many is measured, to see whether it is still the best.
 MEASURED_EVERY = 64
@@ -34,9 +34,6 @@ MEASURED_EVERY = 64
 TIMEOUT_S = 120.0
 
 REMOTE_PATH = "nvme staged"
-
-Place = str | os.PathLike[str] | Url
-Directories = Place | Sequence[Place]
 
 
 def as_paths(directories: Directories) -> list[Path | Url]:
@@ -63,42 +60,18 @@ def as_paths(directories: Directories) -> list[Path | Url]:
     return paths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpillOptions:
-    """What a spill space may use, and how it chooses.
-
-    capacity_bytes    most bytes on disk, None for as many as the disks hold
-    page_cache_bytes  most bytes to leave in the page cache, which is memory: I/O paths that pass through it
-                      are tried only if this is above zero
-    paths             names of the I/O paths that may be used, None for all there are
-    reexplore         as of Choice
-    tables_path       a file of I/O cost tables that other processes share: read at the beginning, added to by
-                      `save_tables`, and on `close`
-    verify            checksum what is written, and check it when it is read: about 0.05 CPU seconds
-                      a gigabyte each
-    accelerator       what computes, by name: I/O cost tables are kept apart by it
-    gpu               also look for an I/O path between the memory of a GPU and the disk
-    timeout_s         the disk hangs where no transfer ends for so long: then what waits for its turn
-                      fails, and so does `close`. What the system has begun cannot be taken back: its
-                      memory stays in use
-    """
-
-    capacity_bytes: int | None = None
-    page_cache_bytes: int = 0
-    paths: Sequence[str] | None = None
-    reexplore: float = 0.005
-    tables_path: Path | None = None
-    verify: bool = False
-    accelerator: str = "cpu"
-    gpu: bool = False
-    timeout_s: float = TIMEOUT_S
-
-
 class SpillSpace:
     """Extents of spill space, written from memory and read back in the background. A context manager.
 
-    directories   where the spill files go; with several, every tensor is striped over all of them. Or the
-                  URL of one namespace of a remote drive
+    directories     where the spill files go; with several, every tensor is striped over all of them. Or the
+                    URL of one namespace of a remote drive
+    options         how tensors move
+    capacity_bytes  most bytes on disk, None for as many as the disks hold
+    accelerator     what computes, by name: I/O cost tables are kept apart by it
+    gpu             also look for an I/O path between the memory of a GPU and the disk
+    timeout_s       the disk hangs where no transfer ends for so long: then what waits for its turn
+                    fails, and so does `close`. What the system has begun cannot be taken back: its
+                    memory stays in use
 
     paths, unavailable  as of IoPaths
     choice              chooses among the I/O paths, and learns
@@ -114,10 +87,21 @@ class SpillSpace:
     Every method may be called from any thread. Raises SpillError where a directory cannot be used.
     """
 
-    def __init__(self, directories: Directories, options: SpillOptions | None = None) -> None:
-        self.options = options = options or SpillOptions()
+    def __init__(
+        self,
+        directories: Directories,
+        options: IoOptions = IoOptions(),
+        *,
+        capacity_bytes: int | None = None,
+        accelerator: str = "cpu",
+        gpu: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.options, self.capacity_bytes, self.timeout_s = options, capacity_bytes, timeout_s
         directories = as_paths(directories)
-        capacity_bytes, page_cache_bytes = options.capacity_bytes, options.page_cache_bytes
+        page_cache_bytes = parse_bytes(options.page_cache_budget)
+        self._tables_path = None if options.costs is None else Path(options.costs)
+        wanted = [options.paths] if isinstance(options.paths, str) else options.paths
         remote = isinstance(directories[0], Url)
         if remote and page_cache_bytes:
             raise InvalidArgument(
@@ -126,28 +110,26 @@ class SpillSpace:
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
-        if remote and set(options.paths or ()) - {REMOTE_PATH}:
+        if remote and set(wanted or ()) - {REMOTE_PATH}:
             raise InvalidArgument(
-                f"{directories[0]} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out io_paths"
+                f"{directories[0]} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out paths"
             )
         media = None if page_cache_bytes else ("disk",)
         self._io = IoPaths(
-            options.paths,
+            wanted,
             media=media,
-            gpu=options.gpu and not remote,
+            gpu=gpu and not remote,
             transports=REMOTE_TRANSPORTS if remote else TRANSPORTS,
         )
         self.paths = self._io.paths
         self._regions: dict[str, Region] = {}
         self._swap: SpillFile | None = None
         try:
-            self._regions["disk"] = Region("disk", directories, capacity_bytes, options.timeout_s / 2)
+            self._regions["disk"] = Region("disk", directories, capacity_bytes, timeout_s / 2)
             if any(path.medium == "page cache" for path in self.paths.values()):
                 self._regions["page cache"] = Region("page cache", directories, page_cache_bytes)
-            self.device_kind = device_kind(directories, options.accelerator)
-            self._known = (
-                read_tables(options.tables_path, self.device_kind) if options.tables_path else Tables()
-            )
+            self.device_kind = device_kind(directories, accelerator)
+            self._known = read_tables(self._tables_path, self.device_kind) if self._tables_path else Tables()
             self.choices: dict[str, Choice] = {}
             self.choice = self.new_choice(
                 "host",
@@ -161,11 +143,11 @@ class SpillSpace:
             raise
         self.unavailable = self._io.unavailable
         self.direct = self._regions["disk"].direct
-        self.gpu_direct_only = self.gpu_direct is not None and set(options.paths or ()) == {self.gpu_direct}
+        self.gpu_direct_only = self.gpu_direct is not None and set(wanted or ()) == {self.gpu_direct}
         self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
         self.written_bytes = 0
         self.read_bytes = 0
-        self._scheduler = Scheduler(options.timeout_s, self._error, self._note, self.hang_error)
+        self._scheduler = Scheduler(timeout_s, self._error, self._note, self.hang_error)
         self.lock = self._lock = self._scheduler.lock
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
@@ -175,10 +157,6 @@ class SpillSpace:
         self._first = directories[0]
         self._exchange: Exchange | None = None
         self._closed = False
-
-    @property
-    def timeout_s(self) -> float:
-        return self.options.timeout_s
 
     @property
     def gpu_direct(self) -> str | None:
@@ -226,7 +204,7 @@ class SpillSpace:
             if self._swap is None:
                 self._swap = SpillFile(self._first)
             left_bytes = self._swap.free_bytes() + self._swap_bytes()
-            if (most_bytes := self.options.capacity_bytes) is not None:
+            if (most_bytes := self.capacity_bytes) is not None:
                 left_bytes = min(left_bytes, max(most_bytes - self.used_bytes, 0))
             if capacity_bytes is not None:
                 left_bytes = min(left_bytes, capacity_bytes)
@@ -375,9 +353,9 @@ class SpillSpace:
         self._exchange = Exchange(store, self.choices, self.lock, self.device_kind, explorers, rank, ranks)
 
     def save_tables(self) -> None:
-        """Add what was learned to the file that was given as ``tables_path``, if any."""
-        if (path := self.options.tables_path) is not None:
-            add_tables(path, self.device_kind, self.tables(), self.timeout_s)
+        """Add what was learned to the file that was given as ``costs``, if any."""
+        if self._tables_path is not None:
+            add_tables(self._tables_path, self.device_kind, self.tables(), self.timeout_s)
 
     def tables(self) -> Tables:
         """What the I/O paths cost, as far as it is known."""
@@ -503,7 +481,7 @@ class SpillSpace:
         return 0 if self._swap is None else os.fstat(self._swap.file.buffered).st_blocks * 512
 
     def _leave_room_to_swap(self, size_bytes: int) -> None:
-        if (capacity_bytes := self.options.capacity_bytes) is None:
+        if (capacity_bytes := self.capacity_bytes) is None:
             return
         swap_bytes, used_bytes = self._swap_bytes(), self.used_bytes
         if (missing_bytes := swap_bytes + used_bytes + size_bytes - capacity_bytes) > 0:

@@ -21,7 +21,6 @@ LOOKUP = "lookup.bin"  # [samples] uint64, then [2 ** lookup_bits(samples) + 1] 
 LARGE = "large.bin"  # [large samples, 2] uint64: index, length; absent where there are none
 LABELS = "labels.bin"  # [samples] int32: index in the manifest's classes; absent where there are none
 
-CHUNK_BYTES = 256 << 10
 SMALLEST_CHUNK_BYTES = 4096
 LARGEST_CHUNK_BYTES = 1 << 30
 

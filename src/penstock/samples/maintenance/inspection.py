@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import InvalidArgument
+from penstock.options import CACHES
 from penstock.samples.format import layout
 from penstock.samples.format.manifest import Field
 from penstock.samples.maintenance.structure import ENTRIES_AT_ONCE
@@ -19,7 +20,6 @@ from penstock.samples.reader.directory import Directory
 from penstock.samples.reader.places import places_of
 from penstock.units import parse_bytes
 
-CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 MOST_BATCHES = 1024  # that mixing is measured on
 MOST_LENGTHS = 1 << 22  # that quantiles are taken from

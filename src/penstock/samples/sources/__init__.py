@@ -1,22 +1,17 @@
-"""What can be packed, each a file: adding one takes a file and a line in FORMATS."""
+"""What can be packed, each a file: adding one takes a file and a line in `penstock.options.FORMATS`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
 from penstock.errors import InvalidArgument
-from penstock.samples.sources.arrays import open_arrays
-from penstock.samples.sources.arrow import open_arrow
-from penstock.samples.sources.folder import open_folder
-from penstock.samples.sources.iterables import open_iterable
-from penstock.samples.sources.mds import open_mds
+from penstock.options import FORMATS as MODULES
 from penstock.samples.sources.paths import format_of_path, format_of_value
 from penstock.samples.sources.source import Block, RawSample, Source
-from penstock.samples.sources.tfrecord import open_tfrecord
-from penstock.samples.sources.webdataset import open_webdataset
 
 _OF_ONE_PATH = ("folder", "mds", "arrays")
 _OPTION = Parameter.KEYWORD_ONLY
@@ -24,13 +19,8 @@ _OPTION = Parameter.KEYWORD_ONLY
 __all__ = ["FORMATS", "Block", "RawSample", "Source", "open_source"]
 
 FORMATS: dict[str, Callable[..., Source]] = {
-    "folder": open_folder,
-    "webdataset": open_webdataset,
-    "tfrecord": open_tfrecord,
-    "arrow": open_arrow,
-    "mds": open_mds,
-    "arrays": open_arrays,
-    "iterable": open_iterable,
+    name: getattr(import_module(f"penstock.samples.sources.{module}"), f"open_{name}")
+    for name, module in MODULES.items()
 }
 
 

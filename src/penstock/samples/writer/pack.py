@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
+from penstock.options import CHUNK_BYTES
 from penstock.samples.format import layout
 from penstock.samples.format.manifest import DataFile, StoreManifest
 from penstock.samples.sources import open_source
@@ -52,7 +53,7 @@ class Rhythm(NamedTuple):
 def pack(
     source: Any,
     dest: str | os.PathLike[str],
-    chunk_bytes: int | str = layout.CHUNK_BYTES,
+    chunk_bytes: int | str = CHUNK_BYTES,
     *,
     rank: int = 0,
     world: int = 1,

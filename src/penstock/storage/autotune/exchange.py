@@ -19,18 +19,16 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
+from penstock.options import Explorers
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.sharing import CostTables
 from penstock.storage.autotune.tables import Tables
 
 logger = logging.getLogger("penstock")
-
-Explorers = Literal["divided", "one", "each"]
-EXPLORERS: tuple[Explorers, ...] = get_args(Explorers)
 
 # Who claimed a class tells the others after so long, whether or not all is known. They wait twice as long.
 PATIENCE_S = 15.0
@@ -85,7 +83,7 @@ class Exchange:
         rank: int,
         ranks: int,
     ) -> None:
-        if explorers not in EXPLORERS[:2]:
+        if explorers not in ("divided", "one"):
             raise InvalidArgument(f"explorers are 'divided' or 'one' where ranks share, not {explorers!r}")
         self._store, self._lock, self._kind = store, lock, kind
         self._choices = dict(choices)
