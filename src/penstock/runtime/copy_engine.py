@@ -465,10 +465,11 @@ class CopyEngine:
             managed.state = AWAY
             managed.keeps_copy = True
             self.memory.reserved_bytes -= managed.size_bytes
-        else:  # the program wrote to it without our knowing
+        else:
+            # The program wrote to it without our knowing, or a thread of a collective has it. It leaves when
+            # room is needed: another copy at once would keep alive, for ever, what only this one does.
             managed.clean = False
             managed.hold = None
-            self.evict(managed, release=True)
 
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write: copies lose their worth."""
