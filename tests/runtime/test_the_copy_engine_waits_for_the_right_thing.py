@@ -92,6 +92,19 @@ def test_prefetches_do_not_take_the_room_that_a_kernel_waits_for() -> None:
     assert bench.device.in_memory_bytes() <= 4 * PIECE
 
 
+def test_what_does_not_give_its_memory_back_is_not_copied_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    managed = bench.make()
+    monkeypatch.setattr(bench.device, "release", lambda *_: False)
+    bench.engine.evict(managed, release=True)
+    bench.kept.clear()  # the program has it no more
+    bench.device.finish(bench.device.pending[-1])
+    assert not bench.device.pending
+    assert managed.storage() is None
+
+
 def test_a_refused_prefetch_is_tried_again_when_memory_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     prepare, answers = bench.device.prepare, iter([False, True])
@@ -163,10 +176,12 @@ def test_what_the_device_takes_while_it_is_copied_again_is_away_when_that_copy_i
 
     begin = bench.device.copy_out
     bench.engine.evict(managed, release=True)
-    monkeypatch.setattr(bench.device, "release", lambda *_: False)  # it was written, so it is copied again
+    monkeypatch.setattr(bench.device, "release", lambda *_: False)  # it was written
     monkeypatch.setattr(bench.device, "copy_out", copy_out)
     monkeypatch.setattr(bench.device, "is_gone", lambda _: taken)
     bench.device.finish(bench.device.pending[0])
+    assert managed.state == RESIDENT and not bench.device.pending
+    bench.engine.evict(managed, release=True)
     assert managed.state == LEAVING and len(bench.device.pending) == 1
     bench.device.finish(bench.device.pending[0])
     assert managed.state == AWAY and not bench.device.pending
