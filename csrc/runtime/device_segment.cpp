@@ -38,9 +38,13 @@ DeviceSegment::DeviceSegment(std::uintptr_t address, std::int64_t size_bytes)
   enter_free(address, size_bytes);
 }
 
-void DeviceSegment::clear() {
+void DeviceSegment::let_go() noexcept {
   for (auto& [_, block] : blocks_)
     if (block.managed != nullptr) block.managed->lies_at = 0;
+}
+
+void DeviceSegment::clear() {
+  let_go();
   blocks_.clear();
   free_.clear();
   free_bytes_ = 0;

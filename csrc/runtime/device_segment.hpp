@@ -27,7 +27,7 @@ class DeviceSegment {
   static constexpr std::int64_t kRound = 512, kUndivided = 1 << 20;
 
   DeviceSegment(std::uintptr_t address, std::int64_t size_bytes);
-  ~DeviceSegment() { clear(); }
+  ~DeviceSegment() { let_go(); }
   DeviceSegment(const DeviceSegment&) = delete;
   DeviceSegment& operator=(const DeviceSegment&) = delete;
 
@@ -62,6 +62,7 @@ class DeviceSegment {
   using Blocks = std::map<std::uintptr_t, Block>;
   using BySize = std::set<std::pair<std::int64_t, std::uintptr_t>>;
 
+  void let_go() noexcept;  // of all storages
   void occupy(std::uintptr_t address, std::int64_t size_bytes, ManagedStorage* managed);
   void enter_free(std::uintptr_t address, std::int64_t size_bytes);
   Blocks::iterator remove_free(Blocks::iterator block);

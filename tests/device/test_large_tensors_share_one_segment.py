@@ -14,9 +14,9 @@ from torch import nn
 
 from penstock._native import DeviceSegment
 from penstock.runtime.devices.compaction import Compaction
-from tests.device.test_training_on_a_device_keeps_every_bit import scheduled_at_random
+from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
 from tests.support.accelerator import orders, wanted
-from tests.support.runs import ACCELERATED, Bits, Step, bits, differences, in_memory, offloaded
+from tests.support.runs import Bits, Step, bits, differences
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
@@ -85,21 +85,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-def inside(training: Training, budget_bytes: int, spill_dir: Path) -> Bits:
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    before_bytes = torch.accelerator.memory_reserved()
-    options: dict[str, Any] = {"device": DEVICE, "hardware": ACCELERATED, "host_budget": "1GiB"}
-    found, _ = offloaded(training, budget_bytes, spill_dir, **options)
-    assert torch.accelerator.max_memory_reserved() - before_bytes <= budget_bytes
-    return found
-
-
 def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, tmp_path: Path) -> None:
     configure(order="stepped", seed=1)
     training = Training()
-    expected = in_memory(training)
-    assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+    plain = expected(training)
+    assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened == 1 and seen.moves > 0
     assert training.refused[2] > training.refused[0]
     assert training.refused[-1] == training.refused[-4]
@@ -122,10 +112,10 @@ def test_what_moves_keeps_its_bits(
     monkeypatch.setattr(Compaction, "make_holes", also_elsewhere)
     configure(order="eager")
     training = Training()
-    expected = in_memory(training)
+    plain = expected(training)
     configure(order=order, seed=3, host_delay_us=10)
     with scheduled_at_random(2):
-        assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+        assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened > 0 and seen.moves > 0
 
 
@@ -142,9 +132,9 @@ def test_small_tensors_get_memory_that_the_segment_took(
 
     configure(order="stepped", seed=1)
     training = Training(keep)
-    expected = in_memory(training)
+    plain = expected(training)
     kept.clear()
-    assert differences(expected, inside(training, 96 * MIB, tmp_path)) == []
+    assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened > 0 and seen.closed > 1
 
 
@@ -161,9 +151,9 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
 
     configure(order="stepped", seed=1)
     training = Training(beside)
-    expected = in_memory(training)
+    plain = expected(training)
     streams.clear()
-    assert differences(expected, inside(training, 112 * MIB, tmp_path)) == []
+    assert differences(plain, inside(training, 112 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened == seen.closed == 1
 
 

@@ -525,7 +525,6 @@ class AcceleratorDevice:
         if not self._compaction.is_open:
             return False
         assert self.engine is not None and self.storages is not None
-        self._compaction.close()
         used = [one for one in self.storages.all() if one.in_kernel and one.state == RESIDENT]
         for managed in used:
             managed.pins -= 1
@@ -569,9 +568,10 @@ class AcceleratorDevice:
             )
 
     def _empty_segments(self) -> None:
-        """Let leave what can, once, and give back what is free then."""
+        """Let leave what can, once, and give back what is free then: the one segment, too."""
         engine = self.engine
         assert engine is not None
+        self._compaction.close()
         with engine.lock:
             try:
                 for managed in engine.victims():
@@ -838,7 +838,6 @@ class AcceleratorDevice:
         stream = self._driver.current_stream()
         if stream not in self._streams:
             if self._compaction.is_open:  # of that memory other streams get none
-                self._compaction.close()
                 self._empty_segments()
             with self._copies:
                 self._streams.append(stream)
@@ -892,7 +891,6 @@ class AcceleratorDevice:
     def begin_step(self) -> None:
         self._steps += 1
         if self._packs and self._compaction.is_open:  # on a stream of its own
-            self._compaction.close()
             self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
             self._next_opening = 2 * self._steps
