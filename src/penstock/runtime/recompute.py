@@ -401,7 +401,7 @@ class Recomputation:
             if managed is None or (is_write and managed.recipes):
                 raise PenstockError(
                     "a finalizer writes, amid the run's own work, to a tensor that others are recomputed "
-                    "from: write to none there, or train with recompute=False"
+                    "from: write to none there, or train with PlanOptions(recompute=False)"
                 )
             return _native.arena_state(managed.address) != "dropped"
         except Exception as error:
@@ -443,7 +443,8 @@ def _made_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorag
     result = _storage_at(tensors_in(_run(recipe)), recipe.makes[managed])
     if result is None or result.nbytes() != managed.size_bytes:
         raise PenstockError(
-            f"{recipe.operator} gives other results when it runs again: train with recompute=False"
+            f"{recipe.operator} gives other results when it runs again: train with "
+            "PlanOptions(recompute=False)"
         )
     return result
 

@@ -179,8 +179,8 @@ class Offload:
         require_policy(planning.policy)
         if plan is not None and plan.lossy not in (None, planning.lossy):
             raise InvalidArgument(
-                f"this plan rounds what is saved for backward to {plan.lossy}: say lossy={plan.lossy!r} if "
-                "that is what you want"
+                f"this plan rounds what is saved for backward to {plan.lossy}: say "
+                f"PlanOptions(lossy={plan.lossy!r}) if that is what you want"
             )
         self._splitter = Splitter(batches, plan)
         self._io, self._planning = io, planning

@@ -144,7 +144,8 @@ class StepKinds:
         if unknown := {name for name in made.variants if name} - RUNNERS.keys():
             raise InvalidArgument(
                 f"this plan runs kernels as {', '.join(sorted(unknown))}, which no run can choose: it "
-                f"knows {', '.join(RUNNERS)}. Plan for a trace that was recorded by a run with variants=True"
+                f"knows {', '.join(RUNNERS)}. Plan for a trace that was recorded by a run with "
+                "PlanOptions(variants=True)"
             )
         return made
 

@@ -523,7 +523,7 @@ class CpuDevice:
             raise SpillError(
                 f"{format_bytes_up(managed.size_bytes)} were recomputed, and cannot be put in place: the "
                 f"operating system refuses to move memory ({error.strerror}). Raise its limits (ulimit -d or "
-                "-v, or vm.max_map_count), or train with recompute=False."
+                "-v, or vm.max_map_count), or train with PlanOptions(recompute=False)."
             ) from error
         if not taken:
             raise SpillError(f"{format_bytes_up(managed.size_bytes)} were recomputed outside of the arena")
