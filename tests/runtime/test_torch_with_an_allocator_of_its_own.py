@@ -35,7 +35,7 @@ PROGRAM = """
 
     expected = train()
     before = arena.unavailable()
-    with penstock.offload(device_budget="3MiB", policy="evict_all") as run:
+    with penstock.offload(device_budget="3MiB", planning=penstock.PlanOptions(policy="evict_all")) as run:
         found = train(run)
         equal = all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
         try:
