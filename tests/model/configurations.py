@@ -32,6 +32,9 @@ CONFIGURATIONS: dict[str, Config] = {
     "full": Config(("evict A", "read B", "release B"), ("look A",), 2 * SIZE, extents=1),
     "dying": Config(each("release", "prefetch", "make"), each("die")),
     "dying, packed": Config(each("pack", "read", "make"), each("die"), in_flight_bytes=BOTH_AT_ONCE),
+    # A thread of a collective has a storage that the program ends.
+    "kept": Config(each("release", "prefetch", "make"), each("keep", "let", "die")),
+    "kept, taken": Config(each("release"), each("keep", "let", "die"), foreign_bytes=2 * SIZE),
     # The program gives a storage other memory.
     "shared": Config(each("release", "prefetch", "read"), each("share")),
     "shared, taken": Config(each("release"), each("share"), SIZE),

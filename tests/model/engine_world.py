@@ -5,7 +5,8 @@ moves when it begins, the second when it ends. Wherever the engine waits, or let
 may happen.
 
 Actors: the program (kernels, by the clock's protocol, and what schedules order), another thread that touches
-memory directly, a foreign allocation that makes the arena evict by itself, and the disk.
+memory directly, or keeps it as a collective's does, a foreign allocation that makes the arena evict by
+itself, and the disk.
 """
 
 from __future__ import annotations
@@ -236,6 +237,7 @@ class Spill:
             extent = Extent(i * SIZE, SIZE)
             if extent not in self.live:
                 self.live.add(extent)
+                self.world.copied_dead = [at for at in self.world.copied_dead if at != extent.offset]
                 os.pwrite(self.file, bytes(SIZE), extent.offset)  # what the run before left there
                 return extent
         raise SpillSpaceFull("the disk of the checker is full")
@@ -259,6 +261,10 @@ class Spill:
             if isinstance(held, Transfer) and held.extent == extent and "write" in (kind, held.kind):
                 raise Violation(f"a {kind} of {held.name} begins while its {held.kind} is under way")
         transfer = Transfer(self, kind, extent, *rest)
+        if kind == "write" and transfer.name not in self.world.storage:
+            if extent.offset in self.world.copied_dead:
+                raise Violation(f"{transfer.name} has died, and is copied again and again")
+            self.world.copied_dead.append(extent.offset)
         self.world.held.append(transfer)
         return transfer
 
@@ -307,6 +313,8 @@ class World:
         self.used: tuple[str, ...] = ()  # by a kernel that runs
         self.named: tuple[str, ...] = ()  # by what the program does
         self.versions = self.calls = 0
+        self.kept: set[str] = set()  # held by a thread of a collective, which the engine knows nothing of
+        self.copied_dead: list[int] = []  # extents that were written after their storage had died
         self.foreign: torch.UntypedStorage | None = None
         self.storage: dict[str, torch.UntypedStorage] = {}
         self.managed: dict[str, ManagedStorage] = {}  # the latest of each name
@@ -561,6 +569,8 @@ class World:
             return False
         if verb == "share":
             return alive and not self.storage[names[0]].is_shared()
+        if verb in ("keep", "let"):
+            return alive and (names[0] in self.kept) == (verb == "let")
         return alive
 
     def play(self) -> None:
@@ -803,17 +813,30 @@ class World:
         if self.blocks.pop("F", None) is not None:
             self.order.remove("F")
 
+    def _keep(self, name: str) -> None:
+        """As the thread of a collective that allocates: the program may end the storage first."""
+        self._touched(name, True)
+        _native.arena_hold(self.storage[name].data_ptr(), +1, True)
+        self.kept.add(name)
+
+    def _let(self, name: str) -> None:
+        _native.arena_hold(self.storage[name].data_ptr(), -1, False)
+        self.kept.remove(name)
+
     def _share(self, name: str) -> None:
         self.storage[name].share_memory_()
 
     def _die(self, name: str) -> None:
         del self.storage[name], self.truth[name], self.blocks[name]
+        self.kept.discard(name)
         self.order.remove(name)
 
     # -- the end -------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """From here on nothing else happens: the program ends as run.py does."""
+        for name in list(self.kept):
+            self._let(name)
         self.foreign = None
         self.blocks.pop("F", None)
         with self.lock:
@@ -908,6 +931,8 @@ class World:
                 raise Violation(f"{name} is {STATES[managed.state]}, and its memory is {state}")
             if name in self.used and managed.state == AWAY and not managed.gone:
                 raise Violation(f"{name} is taken from a kernel that uses it")
+            if name in self.kept and not is_in:
+                raise Violation(f"{name} is {state} while a thread of a collective has it")
             if managed.state == AWAY and is_in:
                 raise Violation(f"{name} is {STATES[managed.state]}, and its memory is {state}")
             if (managed.state == DROPPED) != (state == "dropped"):
@@ -993,6 +1018,8 @@ class World:
                 self.inside,
                 self.closed,
                 [place[name] for name in self.used],
+                sorted(place[name] for name in self.kept),
+                [known(extents, offset) for offset in self.copied_dead],
             ),
             (stats.in_memory_bytes, stats.swap_used_bytes, stats.out_bytes),
             (

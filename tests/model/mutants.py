@@ -159,6 +159,15 @@ MUTANTS = [
         "            self._forget(recipe)\n        if (own",
     ),
     Mutant(
+        "what keeps its memory is copied again at once, and lives for ever by that",
+        "kept",
+        "copy_engine",
+        "            managed.clean = False\n            managed.hold = None\n\n    def will_write",
+        "            managed.clean = False\n            managed.hold = None\n"
+        "            self.evict(managed, release=True)\n\n    def will_write",
+        fast=True,
+    ),
+    Mutant(
         "packed bytes of what has other memory now are taken for its bytes",
         "shared, packed",
         "cpu",
