@@ -216,8 +216,11 @@ class Scheduler:
         failed then."""
         with self.lock:
             self._closed = True
-            if self._watch is not None:
-                self._watch.cancel()
+            watch = self._watch
+        if watch is not None:
+            watch.cancel()
+            watch.join(timeout_s)
+        with self.lock:
             began_s = perf_counter()
             while not self._is_idle():
                 progress_s = max(began_s, *(each.progress_s for each in self._directions.values()))
