@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.recorder import make_trace
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.runtime.devices.accelerator import AcceleratorDevice
+from penstock.runtime.devices.driver import Memory
 from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.schedule import unplanned
 from penstock.storage.spill import SpillSpace
@@ -40,7 +41,7 @@ class _Idle:
 
 
 class IdleDriver:
-    """See penstock.runtime.devices.accelerator.Driver: copies and waits do nothing."""
+    """See penstock.runtime.devices.driver.Driver: copies and waits do nothing."""
 
     device = torch.device("cpu")
     memory_manager = "idle"

@@ -19,6 +19,7 @@ from types import ModuleType
 
 RUNTIME = Path(__file__).parents[2] / "src" / "penstock" / "runtime"
 ACCELERATOR, QUEUES = "devices/accelerator", "devices/queues"
+COPIES, PACKING = "devices/copies", "devices/packing"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ MUTANTS = [
     Mutant(
         "a copy leaves before kernels have made it",
         ACCELERATOR,
-        "            ready = [self._record(stream) for stream in self._streams]\n            slot.codec",
-        "            slot.codec",
+        "            ready = [self._events.record(stream) for stream in self._streams]\n            slot",
+        "            slot",
     ),
     Mutant(
         "a copy to the host is issued before what it waits for",
@@ -55,49 +56,49 @@ MUTANTS = [
     Mutant(
         "what is packed is not made yet",
         ACCELERATOR,
-        "        ready = [self._record(stream) for stream in self._streams]\n\n",
-        "        ready: list[Any] = []\n\n",
+        "        ready = [self._events.record(stream) for stream in self._streams]\n        self._packing",
+        "        ready: list[Any] = []\n        self._packing",
     ),
     Mutant(
         "packed bytes are written before they are packed",
-        ACCELERATOR,
-        "(content, *codec, admits, stream)\n            self._complete(stream)\n",
+        PACKING,
+        "(content, *codec, admits, stream)\n            self._events.complete(stream)\n",
         "(content, *codec, admits, stream)\n",
     ),
     Mutant(
         "memory is given away before it is packed, or used before it is expanded",
-        ACCELERATOR,
-        "        complete.synchronize()\n",
+        COPIES,
+        "        event.synchronize()\n",
         "",
     ),
     # Copies in, and kernels that use what they bring.
     Mutant(
         "a copy lands in memory that is still used",
         ACCELERATOR,
-        "        ready = [self._record(managed.place)]\n",
+        "        ready = [self._events.record(managed.place)]\n",
         "        ready: list[Any] = []\n",
     ),
     Mutant(
         "kernels do not wait for a copy that they join",
-        ACCELERATOR,
+        COPIES,
         "                stream.wait_event(event)\n        return True\n",
         "                pass\n        return True\n",
     ),
     Mutant(
         "kernels of one stream wait for a copy that they join",
-        ACCELERATOR,
-        "for stream in {*self._streams, managed.place}:",
+        COPIES,
+        "for stream in {*self.streams, managed.place}:",
         "for stream in {managed.place}:",
     ),
     Mutant(
         "a stream that is met later does not wait for what was joined",
-        ACCELERATOR,
-        "                for event in self._joined:\n                    stream.wait_event(event)\n",
+        COPIES,
+        "            for event in self._joined:\n                stream.wait_event(event)\n",
         "",
     ),
     Mutant(
         "what was joined is forgotten at once",
-        ACCELERATOR,
+        COPIES,
         "            self._joined.add(event)\n",
         "",
     ),
@@ -115,15 +116,15 @@ MUTANTS = [
     ),
     Mutant(
         "an expanded tensor is used before it is expanded",
-        ACCELERATOR,
-        "        self._complete(stream)\n        if whole:\n",
+        PACKING,
+        "        self._events.complete(stream)\n        if whole:\n",
         "        if whole:\n",
     ),
     # Memory that changes hands.
     Mutant(
         "memory is given away while another stream uses it",
-        ACCELERATOR,
-        "                managed.place.wait_event(event)\n",
+        COPIES,
+        "        then.wait_event(event)\n",
         "",
     ),
     Mutant(

@@ -11,38 +11,10 @@ import torch
 
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cuda import TorchDriver
-from penstock.runtime.devices.queues import StreamQueue
 from penstock.runtime.devices.staging import Staging
 from tests.device import probes
 
 Patch = Callable[[Any, str, Any], None]
-
-
-def copies_do_not_wait_for_kernels(patch: Patch) -> None:
-    put = StreamQueue.put
-
-    def careless(queue: Any, copy: Any) -> Any:
-        copy.ready = []
-        return put(queue, copy)
-
-    patch(StreamQueue, "put", careless)
-
-
-def copies_count_as_complete_when_they_begin(patch: Patch) -> None:
-    issue = AcceleratorDevice._issue
-
-    def too_early(device: Any, out: bool, copy: Any, stream: Any) -> Any:
-        over = device._record(stream)
-        device._free_events.append(issue(device, out, copy, stream))
-        return over
-
-    patch(AcceleratorDevice, "_issue", too_early)
-
-
-def kernels_do_not_wait_for_copies(patch: Patch) -> None:
-    patch(
-        AcceleratorDevice, "join", lambda device, managed: device._issued.pop(managed.key, None) is not None
-    )
 
 
 def memory_is_taken_on_another_stream(patch: Patch) -> None:
@@ -54,14 +26,6 @@ def memory_is_taken_on_another_stream(patch: Patch) -> None:
     patch(TorchDriver, "resize", on_another)
 
 
-def streams_that_use_memory_are_forgotten(patch: Patch) -> None:
-    def release(device: Any, managed: Any, storage: Any) -> bool:
-        device._empty(managed, storage)
-        return True
-
-    patch(AcceleratorDevice, "release", release)
-
-
 def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
     copy_in = AcceleratorDevice.copy_in
 
@@ -69,7 +33,7 @@ def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
         copy_in(device, managed, storage, priority, done)
         if managed.slot.tier == "host":
             block = managed.slot.block
-            device._slab.tensor(block, block.size_bytes).fill_(0xAB)
+            device._copies.slab.tensor(block, block.size_bytes).fill_(0xAB)
 
     patch(AcceleratorDevice, "copy_in", careless)
 
@@ -116,11 +80,7 @@ def buffers_are_handed_out_before_they_are_written(patch: Patch) -> None:
 
 
 FAULTS = [
-    copies_do_not_wait_for_kernels,
-    copies_count_as_complete_when_they_begin,
-    kernels_do_not_wait_for_copies,
     memory_is_taken_on_another_stream,
-    streams_that_use_memory_are_forgotten,
     blocks_are_handed_out_before_they_are_read,
     chunks_are_written_before_they_are_in_their_buffer,
     chunks_have_arrived_before_they_have_crossed,

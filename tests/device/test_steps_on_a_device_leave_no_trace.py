@@ -38,7 +38,7 @@ class Left(NamedTuple):
 
 
 def left(run: penstock.Offload, emulated: Any) -> Left:
-    engine, device, slab = run._engine, run._device, run._device._slab
+    engine, device, slab = run._engine, run._device, run._device._copies.slab
     with engine.lock:
         engine.free(1 << 40)
     engine.drain()
@@ -47,7 +47,7 @@ def left(run: penstock.Offload, emulated: Any) -> Left:
     return Left(
         torch.accelerator.memory_reserved(),
         slab._extents.used_bytes,
-        emulated.counters()["events"] - len(device._free_events) if emulated is not None else 0,
+        emulated.counters()["events"] - len(device._events.free) if emulated is not None else 0,
         held(run, torch.accelerator.memory_allocated()),
     )
 

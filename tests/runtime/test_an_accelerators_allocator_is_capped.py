@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import InvalidArgument
-from penstock.runtime.devices.accelerator import Memory
+from penstock.runtime.devices.driver import Memory
 from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
 

@@ -210,7 +210,7 @@ def test_kernels_go_on_before_the_host_has_seen_a_copy(spill: SpillSpace) -> Non
                 run.engine.will_write(managed)
                 device.forget(managed, slot)
                 managed.slot = None
-            taken = device._slab.try_allocate(slot.block.size_bytes)
+            taken = device._copies.slab.try_allocate(slot.block.size_bytes)
             assert taken is not None and taken.offset != slot.block.offset
             evict(run, tensors[2], "host", True, 0)
             evict(run, tensors[3], "host", True, 0)
@@ -219,7 +219,7 @@ def test_kernels_go_on_before_the_host_has_seen_a_copy(spill: SpillSpace) -> Non
         finally:
             free.set()
         run.engine.drain()
-        again = device._slab.try_allocate(slot.block.size_bytes)
+        again = device._copies.slab.try_allocate(slot.block.size_bytes)
         assert again is not None and again.offset == slot.block.offset
         del room
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.copy_engine import Moved
+from penstock.runtime.devices import Moved
 from penstock.runtime.drift import UNSETTLED_STEPS, WINDOW, Drift
 from penstock.storage.transports import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded

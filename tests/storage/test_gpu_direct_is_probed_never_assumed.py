@@ -23,7 +23,8 @@ import torch
 
 from penstock.errors import InvalidArgument, PenstockError, SpillError
 from penstock.options import IoOptions
-from penstock.runtime.copy_engine import DEMAND, Done, Moved
+from penstock.runtime.copy_engine import DEMAND
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
-from penstock.runtime.devices.accelerator import AcceleratorDevice, Memory
+from penstock.runtime.devices.accelerator import AcceleratorDevice
+from penstock.runtime.devices.driver import Memory
 from penstock.runtime.dispatch import Clock
 from penstock.runtime.storage_methods import held_bytes, resize
 from penstock.runtime.storages import ManagedStorage
@@ -148,7 +149,7 @@ class CheckedEvent:
 
 
 class CheckedDriver:
-    """See penstock.runtime.devices.accelerator.Driver.
+    """See penstock.runtime.devices.driver.Driver.
 
     random           decides when copies are carried out
     refuses          memory beyond the budget is refused, as an allocator does; else taking it is a violation

@@ -42,7 +42,7 @@ class Packing(Pending):
 
 
 class ScriptedDevice:
-    """See penstock.runtime.copy_engine.Device.
+    """See penstock.runtime.devices.Device.
 
     random    decides which copy is over next, and which are over before their call returns
     trouble   probability that a call fails: no space, no memory now, an error at once

@@ -362,7 +362,10 @@ def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
             return [*findings, _fine("cuFile", "between the GPU and the disk, without the host")]
         reason = space.unavailable.get("kvikio", "it moves nothing here")
     cost = "tensors pass through host memory between the GPU and the disk"
-    remedy = "pip install 'penstock[gds]', and load NVIDIA's kernel module nvidia-fs"
+    remedy = (
+        "pip install 'penstock[gds]' (gds-cu12 for a torch of CUDA 12), and load NVIDIA's kernel module "
+        "nvidia-fs"
+    )
     return [*findings, _costs("cuFile", reason, cost, remedy)]
 
 

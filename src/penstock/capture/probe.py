@@ -19,7 +19,7 @@ from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
 from penstock.machine import available_bytes, memory_bytes
 from penstock.options import LOSSY, Directories
-from penstock.runtime.devices.accelerator import Driver
+from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent

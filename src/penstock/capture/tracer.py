@@ -31,7 +31,7 @@ from penstock.capture.slices import join, slices
 from penstock.core.arguments import described
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.runtime.devices.accelerator import Driver
+from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import driver_of
 
 

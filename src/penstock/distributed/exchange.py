@@ -30,7 +30,7 @@ from torch.futures import Future
 from penstock._native import RankProgress, Stage
 from penstock.distributed.segment import Segment
 from penstock.errors import DistributedError, InvalidArgument
-from penstock.runtime.devices.accelerator import Driver
+from penstock.runtime.devices.driver import Driver
 from penstock.units import format_bytes, format_seconds
 
 logger = logging.getLogger("penstock")

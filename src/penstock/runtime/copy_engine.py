@@ -12,12 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
-
-from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
+from penstock.runtime.devices import Device, Moved
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
 
@@ -31,22 +29,6 @@ ANY_BYTES = 1 << 62
 TIMEOUT_S = 120.0
 
 INTERRUPTIBLE_S = 0.2  # a wait ends so soon after Ctrl-C
-
-
-class Moved(NamedTuple):
-    """One copy that is over, or one compression or expansion.
-
-    link     a key of penstock.core.hardware.LINKS, or of CODERS: then size_bytes are those of the tensor
-    tensor   number in the trace, -1 where the copy is of no traced tensor
-    kind     index into penstock.core.trace.KINDS, -1 where it is not known
-    """
-
-    link: str
-    started_s: float
-    finished_s: float
-    tensor: int
-    size_bytes: int
-    kind: int = -1
 
 
 class Wait(NamedTuple):
@@ -64,136 +46,6 @@ class _Passage:
 
     def __init__(self) -> None:
         self.joined = False
-
-
-Done = Callable[[PenstockError | None, Sequence[Moved]], None]
-
-
-class Device(Protocol):
-    """What a device must do to a storage. Called with the engine's lock held, unless it says otherwise.
-
-    memory            what is reserved of it
-    copies_results    `fill` needs memory beside the result's own
-    admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
-    place_text        where copies go, for messages
-    expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
-    """
-
-    memory: DeviceMemory
-    copies_results: bool
-    admits_anywhere: bool
-    place_text: str
-    expands_in_place: bool
-
-    def in_memory_bytes(self) -> int:
-        """Device bytes in use now."""
-        ...
-
-    def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        """Space for a copy, on that tier or a lower one. Raises SpillSpaceFull."""
-
-    def forget(self, managed: ManagedStorage, slot: Any) -> None:
-        """Give the space of a copy back. No copy is under way."""
-
-    def pack(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        codec: str,
-        itemsize: int,
-        done: Callable[[int], None],
-    ) -> None:
-        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this
-        takes, on any thread; with 0 where it saves nothing, or there is no room."""
-
-    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
-        """The packed bytes are in the slot; give up those in memory, unless ``keeps``. False: they are not
-        what the storage holds any more."""
-        ...
-
-    def drop_packed(self, managed: ManagedStorage) -> None:
-        """Give up what `pack` or a prefetch made."""
-
-    def packed_bytes(self, managed: ManagedStorage) -> int:
-        """That the copy in the slot takes on the device; 0 where it is not compressed."""
-        ...
-
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        """Copy the bytes, or those that `pack` made, to the slot. A write meanwhile is noticed, or announced
-        by `will_write`."""
-
-    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """Give the storage's memory back; its copy is complete, or packed in memory. False: it was written
-        meanwhile."""
-        ...
-
-    def prepare(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
-    ) -> bool:
-        """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
-        ``packed``. False: there is none now.
-
-        waits   a kernel does, and others may have to leave
-        """
-        ...
-
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
-        """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
-
-    def hurry(self, managed: ManagedStorage) -> None:
-        """A kernel waits for the copy back that is under way."""
-
-    def join(self, managed: ManagedStorage) -> bool:
-        """Let what kernels do from now on wait, on the device, for the copy of the storage that is under way:
-        to the program it is over then. False: the host has to wait for it."""
-        ...
-
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
-        """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
-        same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
-        that is worth anything. None: a kernel needed the memory first, and the storage is away as before."""
-        ...
-
-    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        """Undo `prepare`: the copy failed."""
-
-    def will_write(self, managed: ManagedStorage) -> None:
-        """A kernel is about to write to the storage."""
-
-    def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        """Give the storage's memory back, with no copy. False: it cannot be had now."""
-        ...
-
-    def fill(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
-    ) -> bool:
-        """What was dropped gets the bytes of ``made``, which nobody uses again. False: no memory now."""
-        ...
-
-    def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
-        """A recipe more, or less, holds only while the storage is not written: where somebody does that
-        unannounced, `penstock.runtime.recompute` is asked first."""
-
-    def use(self, storages: Sequence[ManagedStorage]) -> None:
-        """A kernel of this thread is about to use these: they stay until the next one does."""
-
-    def notice(self) -> None:
-        """Tell the engine, by `note_arrived` and `note_gone`, what the device moved by itself."""
-
-    def is_gone(self, managed: ManagedStorage) -> bool:
-        """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
-        ...
-
-    def make_room(self, size_bytes: int) -> bool:
-        """Let leave what the engine does not know, such as tensors of other threads, until so many bytes fit.
-        False: they cannot."""
-        ...
-
-    def budget_for(self, size_bytes: int) -> int:
-        """The budget in which so many bytes fit beside what is on the device now."""
-        ...
 
 
 class CopyEngine:

@@ -11,7 +11,7 @@ from penstock.core.hardware import CODERS, LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import busy_s
 from penstock.core.trace import Trace
-from penstock.runtime.copy_engine import Moved
+from penstock.runtime.devices import Moved
 from penstock.simulator import simulate
 
 DRIFT = 0.1  # so much more or less has to be seen in each of WINDOW steps, one after the other

@@ -40,8 +40,8 @@ from penstock.machine import available_bytes
 from penstock.options import BatchOptions, Directories, Explorers, IoOptions, MicroBatch, PlanOptions
 from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
-from penstock.runtime.copy_engine import CopyEngine, Moved
-from penstock.runtime.devices import Device
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import Device, Moved
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.devices.drivers import device_of, driver_of

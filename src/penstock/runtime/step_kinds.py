@@ -27,7 +27,7 @@ from penstock.planners import plan as make_plan
 from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
 from penstock.runtime.collectives import in_flight_bytes
-from penstock.runtime.copy_engine import Moved
+from penstock.runtime.devices import Moved
 from penstock.runtime.dispatch import Recording
 from penstock.runtime.drift import Drift
 from penstock.runtime.joint_planning import Agreed, Joint, JointPlanning

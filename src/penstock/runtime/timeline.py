@@ -9,7 +9,8 @@ from penstock.core.columns import KINDS
 from penstock.core.hardware import LINKS
 from penstock.core.timeline import Sample, Span, Stall, Timeline, busy_s
 from penstock.core.trace import Trace
-from penstock.runtime.copy_engine import Moved, Wait
+from penstock.runtime.copy_engine import Wait
+from penstock.runtime.devices import Moved
 from penstock.runtime.dispatch import Recording
 
 

@@ -1,48 +1,194 @@
-"""Devices whose memory is a budget, one file each; they share `penstock.runtime.copy_engine.Device`."""
+"""Devices whose memory is a budget, one file each, and what all of them do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from penstock.runtime import copy_engine
+from penstock._native import DeviceMemory
+from penstock.errors import PenstockError
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storages import ManagedStorage, Storages
 
+if TYPE_CHECKING:
+    from penstock.runtime.copy_engine import CopyEngine
 
-class Device(copy_engine.Device, Protocol):
-    """A device tier as a run needs it: it copies for the engine, and measures its memory.
 
-    device           an accelerator's; what kernels make on it counts in `memory`
-    current_stream   gives the stream that kernels of this thread go to; None: there are none
-    storages         that the clock has met
-    first_serial     see Storages
-    tier             where evictions go that nothing planned: "host" or "disk"
-    memory_manager   who gives the device its memory, for reports
-    evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
-    unplanned_accesses          that were served so far
-    infers_needs                it cannot refuse memory while a kernel runs: what it takes is inferred before
-    keeps_budget                by itself, where an allocation would exceed it
-    in_flight_bytes             most bytes of copies that are under way, each way
-    empties_storages            what is away has a storage of 0 bytes, of which torch makes no views
+class Moved(NamedTuple):
+    """One copy that is over, or one compression or expansion.
+
+    link     a key of penstock.core.hardware.LINKS, or of CODERS: then size_bytes are those of the tensor
+    tensor   number in the trace, -1 where the copy is of no traced tensor
+    kind     index into penstock.core.trace.KINDS, -1 where it is not known
     """
 
-    engine: copy_engine.CopyEngine | None
+    link: str
+    started_s: float
+    finished_s: float
+    tensor: int
+    size_bytes: int
+    kind: int = -1
+
+
+Done = Callable[[PenstockError | None, Sequence[Moved]], None]
+
+
+class Device(Protocol):
+    """A device tier. It copies for the engine, which calls the first half of this with its lock held; it
+    makes ready what kernels use, and measures its memory.
+
+    memory            what is reserved of it
+    place_text        where copies go, for messages
+    copies_results    `fill` needs memory beside the result's own
+    admits_anywhere   `prepare` may be called on any thread, not only on that of the kernels
+    expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
+    infers_needs      it cannot refuse memory while a kernel runs: what it takes is inferred before
+    keeps_budget      by itself, where an allocation would exceed it
+    empties_storages  what is away has a storage of 0 bytes, of which torch makes no views
+    in_flight_bytes   most bytes of copies that are under way, each way
+    tier              where evictions go that nothing planned: "host" or "disk"
+    evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
+    memory_manager    who gives the device its memory, for reports
+    device            an accelerator's; what kernels make on it counts in `memory`
+    current_stream    gives the stream that kernels of this thread go to; None: there are none
+    storages          that the clock has met
+    first_serial      see Storages
+    unplanned_accesses   that were served so far
+    """
+
+    engine: CopyEngine | None
+    storages: Storages | None
+    memory: DeviceMemory
     device: torch.device
     current_stream: Callable[[], Any] | None
-    storages: Storages | None
+    place_text: str
+    copies_results: bool
+    admits_anywhere: bool
+    expands_in_place: bool
+    infers_needs: bool
+    keeps_budget: bool
+    empties_storages: bool
+    in_flight_bytes: int
     first_serial: int
     tier: str
     memory_manager: str
     evict_link: str
     prefetch_link: str
-    infers_needs: bool
-    keeps_budget: bool
-    in_flight_bytes: int
-    empties_storages: bool
+
+    def in_memory_bytes(self) -> int:
+        """Device bytes in use now."""
+        ...
+
+    def reserve(self, managed: ManagedStorage, tier: str) -> Any:
+        """Space for a copy, on that tier or a lower one. Raises SpillSpaceFull."""
+
+    def forget(self, managed: ManagedStorage, slot: Any) -> None:
+        """Give the space of a copy back. No copy is under way."""
+
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        done: Callable[[int], None],
+    ) -> None:
+        """Compress the bytes into device memory that counts, by the codec. done: with the bytes that this
+        takes, on any thread; with 0 where it saves nothing, or there is no room."""
+
+    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+        """The packed bytes are in the slot; give up those in memory, unless ``keeps``. False: they are not
+        what the storage holds any more."""
+        ...
+
+    def drop_packed(self, managed: ManagedStorage) -> None:
+        """Give up what `pack` or a prefetch made."""
+
+    def packed_bytes(self, managed: ManagedStorage) -> int:
+        """That the copy in the slot takes on the device; 0 where it is not compressed."""
+        ...
+
+    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+        """Copy the bytes, or those that `pack` made, to the slot. A write meanwhile is noticed, or announced
+        by `will_write`."""
+
+    def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Give the storage's memory back; its copy is complete, or packed in memory. False: it was written
+        meanwhile."""
+        ...
+
+    def prepare(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
+    ) -> bool:
+        """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
+        ``packed``. False: there is none now.
+
+        waits   a kernel does, and others may have to leave
+        """
+        ...
+
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
+    ) -> None:
+        """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        """A kernel waits for the copy back that is under way."""
+
+    def join(self, managed: ManagedStorage) -> bool:
+        """Let what kernels do from now on wait, on the device, for the copy of the storage that is under way:
+        to the program it is over then. False: the host has to wait for it."""
+        ...
+
+    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
+        """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
+        same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
+        that is worth anything. None: a kernel needed the memory first, and the storage is away as before."""
+        ...
+
+    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        """Undo `prepare`: the copy failed."""
+
+    def will_write(self, managed: ManagedStorage) -> None:
+        """A kernel is about to write to the storage."""
+
+    def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Give the storage's memory back, with no copy. False: it cannot be had now."""
+        ...
+
+    def fill(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
+    ) -> bool:
+        """What was dropped gets the bytes of ``made``, which nobody uses again. False: no memory now."""
+        ...
+
+    def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
+        """A recipe more, or less, holds only while the storage is not written: where somebody does that
+        unannounced, `penstock.runtime.recompute` is asked first."""
+
+    def use(self, storages: Sequence[ManagedStorage]) -> None:
+        """A kernel of this thread is about to use these: they stay until the next one does."""
+
+    def notice(self) -> None:
+        """Tell the engine, by `note_arrived` and `note_gone`, what the device moved by itself."""
+
+    def is_gone(self, managed: ManagedStorage) -> bool:
+        """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
+        ...
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Let leave what the engine does not know, such as tensors of other threads, until so many bytes fit.
+        False: they cannot."""
+        ...
+
+    def budget_for(self, size_bytes: int) -> int:
+        """The budget in which so many bytes fit beside what is on the device now."""
+        ...
+
+    # -- for the run -----------------------------------------------------------------------------
 
     @property
     def unplanned_accesses(self) -> int: ...

@@ -32,30 +32,27 @@ step on large tensors share one segment, and move within it (penstock.runtime.de
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import queue
 import re
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
-from penstock.runtime.copy_engine import ANY_BYTES, DEMAND, EVICT, CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import ANY_BYTES, CopyEngine
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.compaction import Compaction
-from penstock.runtime.devices.direct import Bounce, Paths
-from penstock.runtime.devices.pinned import PinnedSlab
-from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome, StreamQueue
-from penstock.runtime.devices.staging import Staging
+from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
+from penstock.runtime.devices.driver import Driver
+from penstock.runtime.devices.packing import Packing
+from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
-from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -67,155 +64,12 @@ CHUNKS = 4  # of staging, for each direction
 # Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
 ASKED_EVERY = 32
 
-# torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
-# up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
-SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
-
 CLOSE_TIMEOUT_S = 5.0
 
 AWAY_TEXT = (
     "this tensor's bytes are away, below the device: they come back when an operator of the thread that "
     "called penstock.offload uses it. Do not take its data_ptr(), and do not use it from other threads."
 )
-
-
-class Memory(NamedTuple):
-    """What the allocator says.
-
-    allocated_bytes   in tensors
-    reserved_bytes    taken from the device, in tensors or kept for later
-    small_bytes       of these in segments of small blocks
-    peak_...          the most of each since the peaks were reset
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    small_bytes: int = 0
-    peak_small_bytes: int = 0
-
-
-class Driver(Protocol):
-    """What an accelerator can do. Streams and events are as torch.Stream and torch.Event.
-
-    device           with its index
-    memory_manager   who gives the device its memory, for reports
-    name             of the device's model
-    total_bytes      of its memory
-    free_bytes       of it, that nobody has taken
-    """
-
-    device: torch.device
-    memory_manager: str
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    @property
-    def free_bytes(self) -> int: ...
-
-    def make_stream(self) -> Any: ...
-
-    def make_event(self, timed: bool = False) -> Any:
-        """timed: it has `elapsed_time`, as those of torch with `enable_timing`."""
-        ...
-
-    def current_stream(self) -> Any:
-        """That kernels of this thread go to."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Copy bytes, on the stream: one of the two is on the device, the other in page-locked memory."""
-
-    def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
-        """Memory of the stream's; None where there is none."""
-
-    def reserve(self, size_bytes: int, stream: Any) -> int | None:
-        """Keep so many bytes for later, in one segment of the stream's; its address. None: there is not so
-        much, or no segments that blocks are cut from."""
-
-    def pack(
-        self,
-        content: torch.Tensor,
-        codec: str,
-        itemsize: int,
-        admits: Callable[[int], bool],
-        stream: Any,
-    ) -> torch.Tensor | None:
-        """Bytes [N] packed on the stream, into memory of its own: penstock.runtime.devices.packing. None
-        where that saves nothing, or there is no memory."""
-
-    def unpack(
-        self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
-    ) -> bool:
-        """The reverse, on the stream, into ``content``. False: they are damaged."""
-        ...
-
-    def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
-        """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
-        ...
-
-    def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        """When the storage is freed, its memory is handed out again after the stream has done what it has
-        then."""
-
-    def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
-        """Have each access to the storage raise this text, where torch can; None: no longer."""
-
-    def page_lock(self, address: int, size_bytes: int) -> bool: ...
-
-    def page_unlock(self, address: int) -> None: ...
-
-    def allocated_bytes(self) -> int:
-        """As in `memory`, and cheaper where that is possible."""
-        ...
-
-    def memory(self) -> Memory: ...
-
-    def reset_peaks(self) -> None: ...
-
-    def empty_cache(self) -> None:
-        """Give back what the allocator keeps for later."""
-
-    def limit(self, reserved_bytes: int | None) -> None:
-        """Reserve no more; None: as much as there is."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool: ...
-
-    def synchronize(self) -> None:
-        """Wait for all streams."""
-
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Show what is done meanwhile on this thread in a profiler, by that name."""
-        ...
-
-
-@dataclass(slots=True)
-class Slot:
-    """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space.
-
-    codec          of the copy, and bytes of an element
-    packed_bytes   that it takes then; 0: it is as it was
-    copies         to or from the block, under way
-    is_forgotten   the block is free when they are over
-    """
-
-    tier: str
-    block: Extent
-    codec: tuple[str, int] = ("raw", 0)
-    packed_bytes: int = 0
-    copies: int = 0
-    is_forgotten: bool = False
-
-
-class Packed(NamedTuple):
-    """Packed bytes on the device, and the codec with the bytes of an element."""
-
-    content: torch.UntypedStorage
-    codec: tuple[str, int]
 
 
 class AcceleratorDevice:
@@ -251,91 +105,38 @@ class AcceleratorDevice:
         chunk_bytes: int = CHUNK_BYTES,
         chunks: int = CHUNKS,
     ) -> None:
-        if budget_bytes > driver.total_bytes:
-            raise InvalidArgument(
-                f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
-                f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
-            )
-        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
-        before = driver.memory()
-        if budget_bytes > (left_bytes := driver.free_bytes + before.reserved_bytes):
-            raise InvalidArgument(
-                f"device_budget is {format_bytes(budget_bytes)}, and other programs leave "
-                f"{format_bytes(left_bytes)} of {driver.device} ({driver.name}): give less, or end them"
-            )
+        self._reserved = ReservedMemory(driver, budget_bytes)
         staging_bytes = 2 * chunk_bytes * chunks
         if host_bytes < staging_bytes:
             raise InvalidArgument(
                 f"host_budget is {format_bytes(host_bytes)}: transfers between an accelerator and disk need "
                 f"{format_bytes(staging_bytes)} of host memory for staging. Give that, or more."
             )
-        self._spill = spill
         self._driver = driver
-        self._budget_bytes = budget_bytes
         self.memory_manager = driver.memory_manager
         self.engine: CopyEngine | None = None
         self.memory = DeviceMemory()
         self.host_tier_bytes = host_bytes - staging_bytes
         self.tier = "host" if self.host_tier_bytes else "disk"
         self.place_text = f"the disk of {spill.place_text}"
-        self.paths = Paths(spill, driver.device)
-        self._slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
-        self._free_events: list[Any] = []
-        self._streams: list[Any] = [driver.current_stream()]  # that kernels ran on
         self.device = driver.device
         self.current_stream: Callable[[], Any] | None = driver.current_stream
-        self._to_host, self._from_host = (
-            StreamQueue(
-                f"penstock-host-{name}",
-                link,
-                driver.make_stream(),
-                functools.partial(self._issue, name == "out"),
-                self._free_events.append,
-                driver.marked,
-            )
-            for name, link in (("out", self.evict_link), ("in", self.prefetch_link))
-        )
-        self._staged_out, self._staged_in = (
-            Staging(out, spill, self._slab, bus, chunk_bytes, chunks)
-            for out, bus in ((True, self._to_host), (False, self._from_host))
-        )
-        self._to_disk, self._from_disk = (
-            CopyQueue(
-                f"penstock-disk-{name}",
-                functools.partial(self._move_disk, move, staged),
-                driver.marked,
-                staged.make_way,
-            )
-            for name, move, staged in (
-                ("out", self.paths.write, self._staged_out),
-                ("in", self.paths.read, self._staged_in),
-            )
-        )
-        # By key: the copy of it as it is to or from the host, and the event after which that is over.
-        self._issued: dict[int, tuple[Copy, Any]] = {}
-        self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
-        self._copies = threading.Lock()  # both, and how many copies use a block of the slab
-        self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
-        self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
-        self._packed: dict[int, Packed] = {}  # by key: on the device, or being fetched to it
-        self._coded: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
-        self._packs = False  # anything ever
-        carry_packing = functools.partial(self._carry_packing, driver.make_stream())
-        self._packing = CopyQueue("penstock-packing", carry_packing, driver.marked)
+        self._events = Events(driver)
+        self._copies = Copies(driver, self._events, spill, host_bytes, chunk_bytes, chunks)
+        self._streams = self._copies.streams
+        self.paths = self._copies.paths
+        self._packing = Packing(self, driver, self._events)
         self._compaction = Compaction(driver, self.memory)
         self._next_opening = 0  # the step from which on the segment may be opened
         self._steps = 0
-        self._foreign_bytes = before.allocated_bytes  # of what was there, and is not ours to move
-        self._foreign_reserve = before.reserved_bytes / max(before.allocated_bytes, 1)  # for each of these
-        self._kept_bytes = 0  # above the limit, in segments with what was there: nothing more could leave
-        self._beside_bytes = 0  # of these two, reserved when the step began
-        self._peak_bytes = self._fragments_bytes = self._before_bytes = self._emptied_bytes = 0
-        self._small_bytes = 0  # most in segments of small blocks, ever
+        self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
+        self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
+        self._before_bytes = self._emptied_bytes = 0  # when the kernel that is measured began, and since
         self._begun: Any = None  # of the kernel that is measured: an event
         self._ended: Any = None  # of the one before
         self._was_idle = True
         self._step_begun = self._timed_event()
-        self._driver.limit(self._limit_bytes)
+        self._reserved.cap()
 
     # -- which storages ------------------------------------------------------------------------
 
@@ -347,24 +148,10 @@ class AcceleratorDevice:
         if not made:
             self._found.add(managed.key)
             managed.noted = True
-            self._foreign_bytes = max(self._foreign_bytes - managed.size_bytes, 0)
-            self._driver.limit(self._limit_bytes)
+            self._reserved.take_over(managed.size_bytes)
             self.memory.asks_in = 0
         self.memory.known_bytes += managed.size_bytes
         return True
-
-    @property
-    def _limit_bytes(self) -> int:
-        return self._foreign_reserved_bytes + self._kept_bytes + self._budget_bytes
-
-    @property
-    def _foreign_reserved_bytes(self) -> int:
-        return int(self._foreign_bytes * self._foreign_reserve)
-
-    @property
-    def _over_bytes(self) -> int:
-        own_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
-        return max(own_bytes - self._budget_bytes, 0)
 
     def _come_below_the_limit(self) -> int:
         """What was there before, and counts now, may be above it. A small tensor keeps a whole segment: bytes
@@ -375,7 +162,7 @@ class AcceleratorDevice:
             engine.make_room(0, expected=True)
             engine.end_kernel()
             self._driver.empty_cache()
-            while (over_bytes := self._over_bytes) > 0 and engine.free(over_bytes):
+            while (over_bytes := self._reserved.over_bytes) > 0 and engine.free(over_bytes):
                 self._driver.empty_cache()
         if over_bytes > 0:
             logger.warning(
@@ -392,7 +179,7 @@ class AcceleratorDevice:
         self._found.discard(managed.key)
         if managed.state not in (AWAY, DROPPED):
             self.memory.known_bytes -= managed.size_bytes
-        self.drop_packed(managed)
+        self._packing.drop(managed)
         self._forget_copy(managed)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
@@ -420,7 +207,7 @@ class AcceleratorDevice:
         memory = self.memory
         if memory.asks_in <= 0:
             memory.asks_in = ASKED_EVERY
-            allocated_bytes = self._driver.allocated_bytes() - self._foreign_bytes
+            allocated_bytes = self._driver.allocated_bytes() - self._reserved.foreign_bytes
             memory.beside_bytes = max(allocated_bytes - memory.known_bytes, 0)
         memory.asks_in -= 1
         return memory.in_use_bytes()
@@ -434,8 +221,7 @@ class AcceleratorDevice:
             if content is None:
                 self._was_refused(slot.packed_bytes)
                 return False
-            self._packed[managed.key] = Packed(content, slot.codec)
-            self.memory.known_bytes += slot.packed_bytes
+            self._packing.add(managed, content, slot.codec)
             return True
         if not self._has_hole(managed.size_bytes, waits):
             return False
@@ -457,9 +243,7 @@ class AcceleratorDevice:
             if found:
                 self._driver.record_stream(storage, stream)
             elif stream != managed.place:  # it may still be using the memory, which its owner hands out again
-                event = self._record(stream)
-                managed.place.wait_event(event)
-                self._free_events.append(event)
+                self._events.order(stream, managed.place)
         self._empty(managed, storage)
         return True
 
@@ -480,7 +264,7 @@ class AcceleratorDevice:
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not held_bytes(storage):  # it stays packed
             return True
-        was_packed = managed.key in self._packed
+        was_packed = managed.key in self._packing.packed
         if not managed.writing:
             self.drop_packed(managed)
         return managed.clean or not was_packed
@@ -498,10 +282,8 @@ class AcceleratorDevice:
         if not self.prepare(managed, storage):
             return False
         if managed.place != current:  # the memory may still be in use there
-            event = self._record(managed.place)
-            current.wait_event(event)
-            self._free_events.append(event)
-        self._bytes(storage).copy_(self._bytes(made))
+            self._events.order(managed.place, current)
+        as_bytes(storage).copy_(as_bytes(made))
         return True
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
@@ -553,15 +335,14 @@ class AcceleratorDevice:
 
     def _have_one_segment(self) -> None:
         """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
-        if len(self._streams) > 1 or self._packs:  # another stream gets no memory of it
+        if len(self._streams) > 1 or self._packing.is_used:  # another stream gets no memory of it
             return
-        self._note_peak()
+        self._reserved.measure()
         self._empty_segments()
-        memory = self._driver.memory()
-        later_bytes = self._small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
-        left_bytes = self._limit_bytes - memory.reserved_bytes - later_bytes
-        size_bytes = left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
-        if size_bytes < self._budget_bytes // 2 or not self._compaction.open(size_bytes, self._streams[0]):
+        size_bytes = self._reserved.segment_bytes()
+        if size_bytes < self._reserved.budget_bytes // 2 or not self._compaction.open(
+            size_bytes, self._streams[0]
+        ):
             logger.warning(
                 "the allocator's memory stays in pieces: tensors that cannot leave are in too many of its "
                 "segments"
@@ -591,54 +372,54 @@ class AcceleratorDevice:
         return True
 
     def budget_for(self, size_bytes: int) -> int:
-        self._driver.empty_cache()  # what stays reserved is in segments that tensors are in
-        kept_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
-        return max(kept_bytes, 0) + _segments_bytes(size_bytes)
+        return self._reserved.budget_for(size_bytes)
 
     # -- copies --------------------------------------------------------------------------------
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
-        block = self._slab.try_allocate(managed.size_bytes) if tier == "host" else None
-        if block is not None:
-            return Slot("host", block)
-        return Slot("disk", self.paths.allocate(managed.size_bytes))
+        return self._copies.reserve(managed.size_bytes, tier)
 
     def forget(self, managed: ManagedStorage, slot: Slot) -> None:
-        if slot.tier == "host":
-            with self._copies:
-                slot.is_forgotten = True
-                if not slot.copies:
-                    self._slab.release(slot.block)
-        else:
-            self._spill.release(slot.block)
+        self._copies.forget(slot)
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         slot: Slot = managed.slot
-        ready = []
         if managed.writing:  # the host has seen the packing complete
-            packed = self._packed[managed.key]
-            storage = packed.content
+            packed = self._packing.packed[managed.key]
             slot.codec, slot.packed_bytes = packed.codec, packed.content.nbytes()
-            done = functools.partial(self._note_written, managed, done)
+
+            def written(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+                assert self.engine is not None
+                with self.engine.lock:
+                    done(error, moved)
+                    if managed.state == RESIDENT:  # it came back meanwhile, from what is packed
+                        self._packing.drop(managed)
+
+            self._copies.begin(True, managed, packed.content, [], written)
         else:
             # On any thread: what it waits for is what the program has launched, not this thread.
-            ready = [self._record(stream) for stream in self._streams]
+            ready = [self._events.record(stream) for stream in self._streams]
             slot.codec, slot.packed_bytes = ("raw", 0), 0
-        if slot.tier == "host":
-            self._give(self._to_host, managed, storage, ready, done)
-        else:
-            self._to_disk.put(EVICT, Copy(managed, storage, slot.block, ready, done))
+            self._copies.begin(True, managed, storage, ready, done, joins=True)
 
-    def _note_written(
-        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
+    def copy_in(
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        assert self.engine is not None
-        with self.engine.lock:
-            done(error, moved)
-            if managed.state == RESIDENT:  # it came back meanwhile, from what is packed
-                self.drop_packed(managed)
+        ready = [self._events.record(managed.place)]
+        packed = self._packing.packed.get(managed.key)
+        if packed is None:
+            self._copies.begin(False, managed, storage, ready, done, joins=True, priority=priority)
+        elif held_bytes(storage):
+            self._packing.expand(managed, storage, ready, priority, done)
+        else:
+            self._copies.begin(False, managed, packed.content, ready, done, priority=priority)
 
-    # -- packing -------------------------------------------------------------------------------
+    def join(self, managed: ManagedStorage) -> bool:
+        return self._copies.join(managed)
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        self._copies.hurry(managed)
+        self._packing.hurry(managed)
 
     def pack(
         self,
@@ -648,189 +429,19 @@ class AcceleratorDevice:
         itemsize: int,
         done: Callable[[int], None],
     ) -> None:
-        self._packs = True
-        ready = [self._record(stream) for stream in self._streams]
-
-        def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
-            if error is not None:
-                logger.warning("a tensor leaves as it is: %s", error)
-            # Nothing here may keep the memory: `done` may give it up, and others count on that.
-            done(self._packed[managed.key].content.nbytes() if managed.key in self._packed else 0)
-
-        self._coded[managed.key] = codec, itemsize
-        self._packing.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
-
-    def _carry_packing(self, stream: Any, copy: Copy, priority: int, done: Done) -> None:
-        done(*self._pack_or_expand(copy, stream))
-
-    def _pack_or_expand(self, copy: Copy, stream: Any) -> Outcome:
-        """Pack what is there, or expand what is packed."""
-        for event in copy.ready:
-            stream.wait_event(event)
-        copy.wait()  # for the host's clock, too
-        self._free_events.extend(copy.ready)
-        managed, content = copy.managed, self._bytes(copy.storage)
-        codec = self._coded.pop(managed.key, None)
-        if codec is not None:
-            self._pack(managed, content, codec, stream)
-            return None, []
-        packed = self._packed[managed.key]
-        whole = self._driver.unpack(self._bytes(packed.content), content, *packed.codec, stream)
-        self._complete(stream)
-        if whole:
-            return None, []
-        return SpillError(
-            f"{packed.content.nbytes()} compressed bytes on {self.place_text} are damaged: check the disk "
-            "(dmesg, smartctl), or choose another spill_dir"
-        ), []
-
-    def _pack(
-        self, managed: ManagedStorage, content: torch.Tensor, codec: tuple[str, int], stream: Any
-    ) -> None:
-        engine = self.engine
-        assert engine is not None
-        admitted_bytes = 0
-
-        def admits(size_bytes: int) -> bool:
-            nonlocal admitted_bytes
-            with engine.lock:
-                if engine.fits(size_bytes):
-                    admitted_bytes = size_bytes
-                    self.memory.known_bytes += size_bytes
-            return admitted_bytes > 0
-
-        made = None
-        try:
-            made = self._driver.pack(content, *codec, admits, stream)
-            self._complete(stream)
-        finally:
-            with engine.lock:
-                if made is not None:
-                    self._packed[managed.key] = Packed(made.untyped_storage(), codec)
-                else:
-                    self.memory.known_bytes -= admitted_bytes
+        ready = [self._events.record(stream) for stream in self._streams]
+        self._packing.pack(managed, storage, codec, itemsize, ready, done)
 
     def drop_packed(self, managed: ManagedStorage) -> None:
-        packed = self._packed.pop(managed.key, None)
-        if packed is not None:
-            self.memory.known_bytes -= packed.content.nbytes()
+        self._packing.drop(managed)
 
     def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
         if not keeps:
-            self.drop_packed(managed)
+            self._packing.drop(managed)
         return True
 
     def packed_bytes(self, managed: ManagedStorage) -> int:
         return managed.slot.packed_bytes if managed.slot is not None else 0
-
-    # -- copies back -----------------------------------------------------------------------------
-
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
-        ready = [self._record(managed.place)]
-        packed = self._packed.get(managed.key)
-        if packed is not None and held_bytes(storage):
-            self._packing.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
-            return
-        source = storage if packed is None else packed.content
-        if managed.slot.tier == "host":
-            self._give(self._from_host, managed, source, ready, done)
-        else:
-            self._from_disk.put(priority, Copy(managed, source, managed.slot.block, ready, done))
-
-    def _give(
-        self,
-        waiting: StreamQueue,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        ready: list[Any],
-        done: Done,
-    ) -> None:
-        """To or from the host."""
-        slot: Slot = managed.slot
-
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            with self._copies:
-                if self._issued.get(managed.key) == (copy, event):
-                    del self._issued[managed.key]
-                self._joined.discard(event)
-                self._copy_over(slot)
-            self._free_events.extend(ready)
-            done(error, moved)
-
-        with self._copies:  # until `event` is known
-            slot.copies += 1
-            copy = Copy(managed, storage, slot.block, ready, over)
-            try:
-                event = waiting.put(copy)
-            except BaseException:
-                self._copy_over(slot)
-                raise
-            if managed.key not in self._packed:  # else it is a copy of what is packed
-                self._issued[managed.key] = copy, event
-
-    def _copy_over(self, slot: Slot) -> None:
-        slot.copies -= 1
-        if slot.is_forgotten and not slot.copies:
-            self._slab.release(slot.block)
-
-    def join(self, managed: ManagedStorage) -> bool:
-        with self._copies:
-            issued = self._issued.pop(managed.key, None)
-            if issued is None:
-                return False
-            copy, event = issued
-            self._joined.add(event)
-            copy.storage = None  # who frees the memory from now on frees it behind the copy
-            for stream in {*self._streams, managed.place}:
-                stream.wait_event(event)
-        return True
-
-    def hurry(self, managed: ManagedStorage) -> None:
-        self._from_disk.hurry(managed, DEMAND)
-        self._packing.hurry(managed, DEMAND)
-
-    def _record(self, stream: Any) -> Any:
-        try:
-            event = self._free_events.pop()
-        except IndexError:
-            event = self._driver.make_event()
-        event.record(stream)
-        return event
-
-    def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
-        """Between the device and the host; the event after which it is over."""
-        content = self._bytes(copy.storage)[copy.begin : copy.begin + copy.size_bytes]
-        host = self._slab.tensor(copy.block, copy.size_bytes)
-        self._driver.copy(*((host, content) if out else (content, host)), stream)
-        return self._record(stream)
-
-    def _move_disk(
-        self,
-        move: Callable[[Copy, int, Bounce, Done], None],
-        staged: Staging,
-        copy: Copy,
-        priority: int,
-        done: Done,
-    ) -> None:
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            self._free_events.extend(copy.ready)
-            done(error, moved)
-
-        move(copy, priority, staged, over)
-
-    def _complete(self, stream: Any) -> None:
-        """Wait, on the host, for all that the stream was given."""
-        complete = self._record(stream)
-        complete.synchronize()
-        self._free_events.append(complete)
-
-    def _bytes(self, storage: torch.UntypedStorage | None) -> torch.Tensor:
-        """The storage as bytes. A tensor of its own: versions that autograd checks stay as they are."""
-        assert storage is not None
-        view = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
-        return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
 
     # -- kernels -------------------------------------------------------------------------------
 
@@ -839,10 +450,7 @@ class AcceleratorDevice:
         if stream not in self._streams:
             if self._compaction.is_open:  # of that memory other streams get none
                 self._empty_segments()
-            with self._copies:
-                self._streams.append(stream)
-                for event in self._joined:
-                    stream.wait_event(event)
+            self._copies.add_stream(stream)
 
     def end_kernel(self) -> None:
         pass
@@ -852,19 +460,20 @@ class AcceleratorDevice:
             return False
         engine = self.engine
         assert engine is not None
-        memory = self._driver.memory()
-        self._fragments_bytes = max(self._fragments_bytes, memory.reserved_bytes - memory.allocated_bytes)
+        self._reserved.was_refused()
         asked_bytes = _asked_bytes(error)
+        if asked_bytes > LARGEST_SMALL_BYTES:
+            asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
         self._was_refused(asked_bytes)
         segment = self.memory.segment
         if segment is not None and asked_bytes > 0:
             if asked_bytes <= LARGEST_SMALL_BYTES:
                 return self.make_room(needed_bytes)
-            asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
             fits = segment.fits([asked_bytes])
             if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
                 return True
-        return engine.free(max(needed_bytes, self._budget_bytes // 16)) or self.make_room(needed_bytes)
+        freed = engine.free(max(needed_bytes, self._reserved.budget_bytes // 16))
+        return freed or self.make_room(needed_bytes)
 
     def cannot_use(self, error: OSError) -> None:
         raise error  # it has no arena
@@ -873,14 +482,12 @@ class AcceleratorDevice:
         if not self._driver.is_out_of_memory(error):
             return
         asked_bytes = max(needed_bytes, _asked_bytes(error), 1)
-        memory = self._driver.memory()
-        in_use_bytes = max(memory.allocated_bytes - self._foreign_bytes, 0)
-        fragments_bytes = memory.reserved_bytes - memory.allocated_bytes
-        least_bytes = max(self.budget_for(asked_bytes), self._budget_bytes + SMALL_SEGMENT_BYTES)
+        in_use_bytes, fragments_bytes = self._reserved.was_refused()
+        least_bytes = max(self.budget_for(asked_bytes), self._reserved.budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
             f"that cannot leave now, {format_bytes(fragments_bytes)} are fragments of the allocator, and the "
-            f"device budget is {format_bytes(self._budget_bytes)}. Raise device_budget to "
+            f"device budget is {format_bytes(self._reserved.budget_bytes)}. Raise device_budget to "
             f"{format_bytes_up(least_bytes)} or more, lower the batch size, or set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer fragments.",
             least_bytes,
@@ -890,20 +497,16 @@ class AcceleratorDevice:
 
     def begin_step(self) -> None:
         self._steps += 1
-        if self._packs and self._compaction.is_open:  # on a stream of its own
+        if self._packing.is_used and self._compaction.is_open:  # on a stream of its own
             self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
             self._next_opening = 2 * self._steps
             self._have_one_segment()
-        if (over_bytes := self._over_bytes) > self._kept_bytes:
+        if (over_bytes := self._reserved.over_bytes) > self._reserved.above_limit_bytes:
             over_bytes = self._come_below_the_limit()
-        if over_bytes != self._kept_bytes:
-            self._kept_bytes = over_bytes
-            self._driver.limit(self._limit_bytes)
-        self._beside_bytes = self._foreign_reserved_bytes + self._kept_bytes
-        self._peak_bytes = 0
+        self._reserved.allow_above(over_bytes)
+        self._reserved.begin_step()
         self.memory.asks_in = 0
-        self._driver.reset_peaks()
         self._step_begun = self._timed_event()
 
     def end_step(self) -> Callable[[], float]:
@@ -921,7 +524,7 @@ class AcceleratorDevice:
         return self._driver.marked(text)
 
     def begin_measuring(self) -> None:
-        self._note_peak()
+        self._reserved.measure()
         self._driver.reset_peaks()
         self._before_bytes = self._driver.memory().allocated_bytes
         self._emptied_bytes = 0
@@ -949,21 +552,13 @@ class AcceleratorDevice:
             stream.synchronize()
 
     def peak_bytes(self) -> int:
-        self._note_peak()
-        return self._peak_bytes
+        return self._reserved.measure()
 
     @property
     def fragments_bytes(self) -> int:
         """Most reserved bytes that no tensor had, when the allocator was at its peak or found no room."""
-        self._note_peak()
-        return self._fragments_bytes
-
-    def _note_peak(self) -> None:
-        memory = self._driver.memory()
-        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._beside_bytes)
-        self._small_bytes = max(self._small_bytes, memory.peak_small_bytes)
-        fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
-        self._fragments_bytes = max(self._fragments_bytes, fragments_bytes)
+        self._reserved.measure()
+        return self._reserved.fragments_bytes
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -979,10 +574,10 @@ class AcceleratorDevice:
                 self._forget_copy(managed)
                 continue
             error: object = "no memory"
-            stages = (
-                [False] if managed.key in self._packed or not self.packed_bytes(managed) else [True, False]
-            )
-            for packed in stages:  # what is compressed is fetched first, and then expanded
+            is_compressed = managed.key not in self._packing.packed and self.packed_bytes(managed) > 0
+            for packed in (
+                (True, False) if is_compressed else (False,)
+            ):  # what is compressed is fetched first, and then expanded
                 error = "no memory"
                 if not self.prepare(managed, storage, packed):
                     break
@@ -1002,20 +597,10 @@ class AcceleratorDevice:
         return not left_bytes
 
     def close(self) -> None:
-        first = self._packing, self._to_disk, self._from_disk
-        for waiting in (*first, self._staged_out, self._staged_in, self._to_host, self._from_host):
-            waiting.close(CLOSE_TIMEOUT_S)
+        self._packing.close(CLOSE_TIMEOUT_S)
         self._compaction.close()
         self._driver.limit(None)
-        self._slab.close()
-
-
-def _segments_bytes(size_bytes: int) -> int:
-    """That the allocator may have to reserve for tensors of so many bytes together, whatever their sizes."""
-    if size_bytes <= LARGEST_SMALL_BYTES:
-        return SMALL_SEGMENT_BYTES
-    whole_bytes = -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-    return whole_bytes + LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
+        self._copies.close(CLOSE_TIMEOUT_S)
 
 
 def _asked_bytes(error: BaseException) -> int:

@@ -32,7 +32,7 @@ SURPRISES = 8
 
 
 class Driver(Protocol):
-    """Of penstock.runtime.devices.accelerator.Driver, what is used here."""
+    """Of penstock.runtime.devices.driver.Driver, what is used here."""
 
     def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None: ...
 

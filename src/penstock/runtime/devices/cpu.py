@@ -23,7 +23,8 @@ import torch
 from penstock import _native
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
-from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.devices import packing
-from penstock.runtime.devices.accelerator import Memory
+from penstock.runtime.devices.driver import Memory
 from penstock.runtime.storage_methods import held_bytes, resize
 
 logger = logging.getLogger("penstock")
@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock")
 
 class TorchDriver:
     """An accelerator by torch.accelerator, torch.Stream, torch.Event, and the module that torch has for its
-    kind; see penstock.runtime.devices.accelerator.Driver. A base for drivers: it page-locks nothing."""
+    kind; see penstock.runtime.devices.driver.Driver. A base for drivers: it page-locks nothing."""
 
     memory_manager = "torch's caching allocator"
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.copy_engine import Done, Moved
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.queues import Copy, Outcome, failure
 from penstock.storage.autotune.choose import Choice
 from penstock.storage.autotune.tables import Kind

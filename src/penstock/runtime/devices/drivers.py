@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from penstock.errors import DeviceUnavailable, InvalidArgument
-from penstock.runtime.devices.accelerator import Driver
 from penstock.runtime.devices.cuda import CudaDriver
+from penstock.runtime.devices.driver import Driver
 
 # By torch's name for the kind. A device that torch.accelerator knows takes a line here, and a driver, for
 # which penstock.runtime.devices.cuda.TorchDriver is a base.

@@ -1,12 +1,24 @@
-"""Packing of bytes on a device by operators of torch: the same bytes as the native codecs make."""
+"""Packing of bytes on an accelerator by operators of torch: the same bytes as the native codecs make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.codecs import bitmask, encode, half
+from penstock.errors import PenstockError, SpillError
+from penstock.runtime.copy_engine import DEMAND, EVICT
+from penstock.runtime.devices import Device, Done, Moved
+from penstock.runtime.devices.copies import Events, as_bytes
+from penstock.runtime.devices.driver import Driver
+from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
+from penstock.runtime.storages import ManagedStorage
+
+logger = logging.getLogger("penstock")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,3 +55,119 @@ def unpack(packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: in
 
 def _elements(content: torch.Tensor, codec: str, itemsize: int) -> torch.Tensor:
     return content.view(_INTEGERS[itemsize] if codec == "csr" else torch.float32)
+
+
+class Packed(NamedTuple):
+    """Packed bytes on the device, and the codec with the bytes of an element."""
+
+    content: torch.UntypedStorage
+    codec: tuple[str, int]
+
+
+class Packing:
+    """Packs and expands storages of a device, on a stream of its own.
+
+    packed    by key: what is on the device, or being fetched to it
+    is_used   anything was packed
+    """
+
+    def __init__(self, device: Device, driver: Driver, events: Events) -> None:
+        self._device, self._driver, self._events = device, driver, events
+        self.packed: dict[int, Packed] = {}
+        self.is_used = False
+        self._codecs: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
+        carry_out = functools.partial(self._carry_out, driver.make_stream())
+        self._queue = CopyQueue("penstock-packing", carry_out, driver.marked)
+        self.hurry = functools.partial(self._queue.hurry, priority=DEMAND)
+        self.close = self._queue.close
+
+    def pack(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        codec: str,
+        itemsize: int,
+        ready: list[Any],
+        done: Callable[[int], None],
+    ) -> None:
+        """As Device.pack. ready: events after which it may begin."""
+        self.is_used = True
+
+        def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
+            if error is not None:
+                logger.warning("a tensor leaves as it is: %s", error)
+            # Nothing here may keep the memory: `done` may give it up, and others count on that.
+            done(self.packed[managed.key].content.nbytes() if managed.key in self.packed else 0)
+
+        self._codecs[managed.key] = codec, itemsize
+        self._queue.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
+
+    def expand(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        ready: list[Any],
+        priority: int,
+        done: Done,
+    ) -> None:
+        """Of what is packed on the device, into the storage's memory."""
+        self._queue.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
+
+    def add(self, managed: ManagedStorage, content: torch.UntypedStorage, codec: tuple[str, int]) -> None:
+        """Packed bytes of the storage come to this memory."""
+        self.packed[managed.key] = Packed(content, codec)
+        self._device.memory.known_bytes += content.nbytes()
+
+    def drop(self, managed: ManagedStorage) -> None:
+        packed = self.packed.pop(managed.key, None)
+        if packed is not None:
+            self._device.memory.known_bytes -= packed.content.nbytes()
+
+    def _carry_out(self, stream: Any, copy: Copy, priority: int, done: Done) -> None:
+        done(*self._pack_or_expand(copy, stream))
+
+    def _pack_or_expand(self, copy: Copy, stream: Any) -> Outcome:
+        for event in copy.ready:
+            stream.wait_event(event)
+        copy.wait()  # for the host's clock, too
+        self._events.free.extend(copy.ready)
+        managed, content = copy.managed, as_bytes(copy.storage)
+        codec = self._codecs.pop(managed.key, None)
+        if codec is not None:
+            self._pack(managed, content, codec, stream)
+            return None, []
+        packed = self.packed[managed.key]
+        whole = self._driver.unpack(as_bytes(packed.content), content, *packed.codec, stream)
+        self._events.complete(stream)
+        if whole:
+            return None, []
+        return SpillError(
+            f"{packed.content.nbytes()} compressed bytes on {self._device.place_text} are damaged: check the "
+            "disk (dmesg, smartctl), or choose another spill_dir"
+        ), []
+
+    def _pack(
+        self, managed: ManagedStorage, content: torch.Tensor, codec: tuple[str, int], stream: Any
+    ) -> None:
+        engine, memory = self._device.engine, self._device.memory
+        assert engine is not None
+        admitted_bytes = 0
+
+        def admits(size_bytes: int) -> bool:
+            nonlocal admitted_bytes
+            with engine.lock:
+                if engine.fits(size_bytes):
+                    admitted_bytes = size_bytes
+                    memory.known_bytes += size_bytes
+            return admitted_bytes > 0
+
+        made = None
+        try:
+            made = self._driver.pack(content, *codec, admits, stream)
+            self._events.complete(stream)
+        finally:
+            with engine.lock:
+                if made is not None:
+                    self.packed[managed.key] = Packed(made.untyped_storage(), codec)
+                else:
+                    memory.known_bytes -= admitted_bytes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.copy_engine import Done, Moved
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.extents import Extent
 

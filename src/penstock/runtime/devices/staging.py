@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.runtime.copy_engine import Done, Moved
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, StreamQueue, failure, tell
 from penstock.storage.extents import Extent

@@ -207,7 +207,8 @@ def _open_kvikio(threads: int) -> Any:
         defaults = importlib.import_module("kvikio.defaults")
         driver = importlib.import_module("kvikio.cufile_driver")
     except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed: pip install 'penstock[gds]'"
+        extra = "gds-cu12" if str(torch.version.cuda).startswith("12.") else "gds"
+        reason = f"{error.name} is not installed: pip install 'penstock[{extra}]'"
         raise TransportUnavailable(reason, expected=True) from error
     except Exception as error:  # a library of NVIDIA's cannot be loaded
         raise TransportUnavailable(f"kvikio cannot be loaded: {error}") from error

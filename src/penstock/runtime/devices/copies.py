@@ -1,0 +1,244 @@
+"""Copies between an accelerator and the tiers below it: host memory, by streams of their own, and disk."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.runtime.copy_engine import DEMAND, EVICT
+from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices.direct import Bounce, Paths
+from penstock.runtime.devices.driver import Driver
+from penstock.runtime.devices.pinned import PinnedSlab
+from penstock.runtime.devices.queues import Copy, CopyQueue, StreamQueue
+from penstock.runtime.devices.staging import Staging
+from penstock.runtime.storages import ManagedStorage
+from penstock.storage.extents import Extent
+from penstock.storage.spill import SpillSpace
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space.
+
+    codec          of the copy, and bytes of an element
+    packed_bytes   that it takes then; 0: it is as it was
+    copies         to or from the block, under way
+    is_forgotten   the block is free when they are over
+    """
+
+    tier: str
+    block: Extent
+    codec: tuple[str, int] = ("raw", 0)
+    packed_bytes: int = 0
+    copies: int = 0
+    is_forgotten: bool = False
+
+
+class Events:
+    """Made once, and kept: each that torch makes costs more than a copy's launch."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.free: list[Any] = []
+
+    def record(self, stream: Any) -> Any:
+        try:
+            event = self.free.pop()
+        except IndexError:
+            event = self._driver.make_event()
+        event.record(stream)
+        return event
+
+    def order(self, first: Any, then: Any) -> None:
+        """What the stream `then` does from now on comes after what `first` was given."""
+        event = self.record(first)
+        then.wait_event(event)
+        self.free.append(event)
+
+    def complete(self, stream: Any) -> None:
+        """Wait, on the host, for all that the stream was given."""
+        event = self.record(stream)
+        event.synchronize()
+        self.free.append(event)
+
+
+class Copies:
+    """The queues of both directions and both tiers, and which copies kernels wait for.
+
+    host_bytes            page-locked host memory, staging included
+    chunk_bytes, chunks   of staging, for each direction
+
+    streams   that kernels ran on
+    paths     between the device and the disk
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        events: Events,
+        spill: SpillSpace,
+        host_bytes: int,
+        chunk_bytes: int,
+        chunks: int,
+    ) -> None:
+        self.streams: list[Any] = [driver.current_stream()]
+        self._driver, self._events, self._spill = driver, events, spill
+        self.paths = Paths(spill, driver.device)
+        self.slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
+        self._to_host, self._from_host = (
+            StreamQueue(
+                f"penstock-host-{name}",
+                link,
+                driver.make_stream(),
+                functools.partial(self._issue, name == "out"),
+                events.free.append,
+                driver.marked,
+            )
+            for name, link in (("out", "device_to_host"), ("in", "host_to_device"))
+        )
+        self._staged_out, self._staged_in = (
+            Staging(out, spill, self.slab, bus, chunk_bytes, chunks)
+            for out, bus in ((True, self._to_host), (False, self._from_host))
+        )
+        self._to_disk, self._from_disk = (
+            CopyQueue(
+                f"penstock-disk-{name}",
+                functools.partial(self._move_disk, move, staged),
+                driver.marked,
+                staged.make_way,
+            )
+            for name, move, staged in (
+                ("out", self.paths.write, self._staged_out),
+                ("in", self.paths.read, self._staged_in),
+            )
+        )
+        # By key: the copy of it as it is to or from the host, and the event after which that is over.
+        self._issued: dict[int, tuple[Copy, Any]] = {}
+        self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
+        self._lock = threading.Lock()  # both, and how many copies use a block of the slab
+
+    def reserve(self, size_bytes: int, tier: str) -> Slot:
+        block = self.slab.try_allocate(size_bytes) if tier == "host" else None
+        if block is not None:
+            return Slot("host", block)
+        return Slot("disk", self.paths.allocate(size_bytes))
+
+    def forget(self, slot: Slot) -> None:
+        if slot.tier == "host":
+            with self._lock:
+                slot.is_forgotten = True
+                if not slot.copies:
+                    self.slab.release(slot.block)
+        else:
+            self._spill.release(slot.block)
+
+    def begin(
+        self,
+        out: bool,
+        managed: ManagedStorage,
+        content: torch.UntypedStorage,
+        ready: list[Any],
+        done: Done,
+        *,
+        joins: bool = False,
+        priority: int = EVICT,
+    ) -> None:
+        """Copy a storage's content, as it is or packed, to its slot, or back.
+
+        ready   events after which it may begin
+        joins   kernels may wait for it on the device, if it is to or from the host
+        """
+        slot: Slot = managed.slot
+        if slot.tier != "host":
+            waiting = self._to_disk if out else self._from_disk
+            waiting.put(priority, Copy(managed, content, slot.block, ready, done))
+            return
+
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            with self._lock:
+                if self._issued.get(managed.key) == (copy, event):
+                    del self._issued[managed.key]
+                self._joined.discard(event)
+                self._copy_over(slot)
+            self._events.free.extend(ready)
+            done(error, moved)
+
+        with self._lock:  # until `event` is known
+            slot.copies += 1
+            copy = Copy(managed, content, slot.block, ready, over)
+            try:
+                event = (self._to_host if out else self._from_host).put(copy)
+            except BaseException:
+                self._copy_over(slot)
+                raise
+            if joins:
+                self._issued[managed.key] = copy, event
+
+    def _copy_over(self, slot: Slot) -> None:
+        slot.copies -= 1
+        if slot.is_forgotten and not slot.copies:
+            self.slab.release(slot.block)
+
+    def join(self, managed: ManagedStorage) -> bool:
+        """Have kernels wait for the storage's copy. False: it is none that they can wait for."""
+        with self._lock:
+            issued = self._issued.pop(managed.key, None)
+            if issued is None:
+                return False
+            copy, event = issued
+            self._joined.add(event)
+            copy.storage = None  # who frees the memory from now on frees it behind the copy
+            for stream in {*self.streams, managed.place}:
+                stream.wait_event(event)
+        return True
+
+    def add_stream(self, stream: Any) -> None:
+        """Kernels run on it, too: it waits for what the others wait for."""
+        with self._lock:
+            self.streams.append(stream)
+            for event in self._joined:
+                stream.wait_event(event)
+
+    def hurry(self, managed: ManagedStorage) -> None:
+        self._from_disk.hurry(managed, DEMAND)
+
+    def close(self, timeout_s: float) -> None:
+        disk = self._to_disk, self._from_disk, self._staged_out, self._staged_in
+        for each in (*disk, self._to_host, self._from_host):
+            each.close(timeout_s)
+        self.slab.close()
+
+    def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
+        """Between the device and the host; the event after which it is over."""
+        content = as_bytes(copy.storage)[copy.begin : copy.begin + copy.size_bytes]
+        host = self.slab.tensor(copy.block, copy.size_bytes)
+        self._driver.copy(*((host, content) if out else (content, host)), stream)
+        return self._events.record(stream)
+
+    def _move_disk(
+        self,
+        move: Callable[[Copy, int, Bounce, Done], None],
+        staged: Staging,
+        copy: Copy,
+        priority: int,
+        done: Done,
+    ) -> None:
+        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
+            self._events.free.extend(copy.ready)
+            done(error, moved)
+
+        move(copy, priority, staged, over)
+
+
+def as_bytes(storage: torch.UntypedStorage | None) -> torch.Tensor:
+    """The storage as bytes. A tensor of its own: versions that autograd checks stay as they are."""
+    assert storage is not None
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return view.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]

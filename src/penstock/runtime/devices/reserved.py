@@ -1,0 +1,111 @@
+"""The budget of what an accelerator's allocator reserves: tensors, fragments, and what it keeps for later."""
+
+from __future__ import annotations
+
+from penstock.errors import InvalidArgument
+from penstock.runtime.devices.driver import Driver
+from penstock.runtime.schedule import LARGEST_SMALL_BYTES
+from penstock.units import format_bytes
+
+# torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
+# up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
+
+
+class ReservedMemory:
+    """Caps the allocator at the budget, beside what was there before the run; what the run moves of that
+    counts from when it meets it, and is reported from the next step on.
+
+    foreign_bytes     of what was there before, and is not the run's to move
+    above_limit_bytes   that stay reserved with it, as nothing more could leave
+    fragments_bytes   most that no tensor had, when the allocator was at its peak or found no room
+    small_bytes       most in segments of small blocks, ever
+
+    Raises InvalidArgument where the device has less.
+    """
+
+    def __init__(self, driver: Driver, budget_bytes: int) -> None:
+        if budget_bytes > driver.total_bytes:
+            raise InvalidArgument(
+                f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
+                f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
+            )
+        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
+        before = driver.memory()
+        if budget_bytes > (left_bytes := driver.free_bytes + before.reserved_bytes):
+            raise InvalidArgument(
+                f"device_budget is {format_bytes(budget_bytes)}, and other programs leave "
+                f"{format_bytes(left_bytes)} of {driver.device} ({driver.name}): give less, or end them"
+            )
+        self._driver = driver
+        self.budget_bytes = budget_bytes
+        self.foreign_bytes = before.allocated_bytes
+        self._reserved_for_each = before.reserved_bytes / max(before.allocated_bytes, 1)
+        self.above_limit_bytes = 0
+        self._beside_bytes = 0  # reserved for others when the step began
+        self._peak_bytes = self.fragments_bytes = self.small_bytes = 0
+
+    @property
+    def _foreign_reserved_bytes(self) -> int:
+        return int(self.foreign_bytes * self._reserved_for_each)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._foreign_reserved_bytes + self.above_limit_bytes + self.budget_bytes
+
+    @property
+    def over_bytes(self) -> int:
+        """Reserved above the budget now."""
+        own_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
+        return max(own_bytes - self.budget_bytes, 0)
+
+    def cap(self) -> None:
+        self._driver.limit(self.limit_bytes)
+
+    def take_over(self, size_bytes: int) -> None:
+        """The run moves so many bytes more of what was there before."""
+        self.foreign_bytes = max(self.foreign_bytes - size_bytes, 0)
+        self.cap()
+
+    def allow_above(self, size_bytes: int) -> None:
+        if size_bytes != self.above_limit_bytes:
+            self.above_limit_bytes = size_bytes
+            self.cap()
+
+    def begin_step(self) -> None:
+        self._beside_bytes = self._foreign_reserved_bytes + self.above_limit_bytes
+        self._peak_bytes = 0
+        self._driver.reset_peaks()
+
+    def measure(self) -> int:
+        """Most bytes reserved since `begin_step`."""
+        memory = self._driver.memory()
+        self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._beside_bytes)
+        self.small_bytes = max(self.small_bytes, memory.peak_small_bytes)
+        fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
+        self.fragments_bytes = max(self.fragments_bytes, fragments_bytes)
+        return self._peak_bytes
+
+    def was_refused(self) -> tuple[int, int]:
+        """The allocator found no room: bytes in the run's tensors, and in fragments."""
+        memory = self._driver.memory()
+        free_bytes = memory.reserved_bytes - memory.allocated_bytes
+        self.fragments_bytes = max(self.fragments_bytes, free_bytes)
+        return max(memory.allocated_bytes - self.foreign_bytes, 0), free_bytes
+
+    def segment_bytes(self) -> int:
+        """That one segment may have, beside those that there are and those for small blocks."""
+        self.measure()
+        memory = self._driver.memory()
+        later_bytes = self.small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
+        left_bytes = self.limit_bytes - memory.reserved_bytes - later_bytes
+        return left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+
+    def budget_for(self, size_bytes: int) -> int:
+        """The budget in which tensors of so many bytes together fit, whatever their sizes."""
+        self._driver.empty_cache()  # what stays reserved is in segments that tensors are in
+        kept_bytes = max(self._driver.memory().reserved_bytes - self._foreign_reserved_bytes, 0)
+        if size_bytes <= LARGEST_SMALL_BYTES:
+            return kept_bytes + SMALL_SEGMENT_BYTES
+        whole_bytes = -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+        return kept_bytes + whole_bytes + LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
