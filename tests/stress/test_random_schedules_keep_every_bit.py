@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def test_each_failure_says_how_to_repeat_it() -> None:
     )
     assert done.returncode == 1
     for seed in (1, 2):
-        assert f"FAILED: minimum, seed {seed}: status 1" in done.stdout
+        # By a signal where faulthandler reads frames amid their change: nothing keeps them still.
+        assert re.search(f"FAILED: minimum, seed {seed}: (status 1|signal 11)", done.stdout)
         assert f"-m tests.stress --programs minimum --seeds {seed}:{seed + 1}" in done.stdout
     assert "Timeout" in done.stdout and "tests/stress/programs.py" in done.stdout  # where it was
