@@ -27,7 +27,7 @@ import torch
 
 from penstock import _native
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.dispatch import Clock
+from penstock.runtime.clock import Clock
 from penstock.runtime.storages import (
     AWAY,
     COMING,

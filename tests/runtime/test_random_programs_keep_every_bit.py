@@ -13,7 +13,7 @@ import torch
 
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import (
     Action,
     Drop,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from penstock.capture import regions
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
+from penstock.capture.regions import compiled_regions_shown, region_inputs
 from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import join, slices
 from penstock.core.arguments import described
@@ -132,9 +131,9 @@ class Tracer(TorchDispatchMode):
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record one kernel."""
         entered_s = time.perf_counter()
-        told = describe(operator)
+        facts = describe(operator)
         inputs = tuple(self._tensor_of(tensor) for tensor in tensors_in((args, kwargs)))
-        region = regions.told(args) if told.is_opaque else None
+        region = region_inputs(args) if facts.is_opaque else None
         spare = {self._tensor_of(tensor) for tensor in region.spare} if region is not None else set()
         if self._meter is not None:
             self._meter.begin()
@@ -146,9 +145,9 @@ class Tracer(TorchDispatchMode):
         written = inputs  # whatever an operator without a schema does
         if region is not None:
             written = tuple(self._tensor_of(tensor) for tensor in region.written)
-        elif not told.is_opaque:
-            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
-        made = self._results(result, inputs, phase == FORWARD and told.can_run_again)
+        elif not facts.is_opaque:
+            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(facts, args, kwargs))
+        made = self._results(result, inputs, phase == FORWARD and facts.can_run_again)
         if spare:
             results = dict.fromkeys(self._tensor_of(tensor) for tensor in tensors_in(result))
             written += tuple(index for index in results if index in spare)
@@ -167,7 +166,7 @@ class Tracer(TorchDispatchMode):
         in_use_bytes = self._meter.in_use_bytes() if self._meter is not None else 0
         self._kernels.append(
             KernelRecord(
-                told.name, kernel_s, inputs, written + made, workspace_bytes, phase, begun_s, ended_s,
+                facts.name, kernel_s, inputs, written + made, workspace_bytes, phase, begun_s, ended_s,
                 in_use_bytes,
             )
         )  # fmt: skip
@@ -350,19 +349,6 @@ def _modules_restored() -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
-    """Let what `torch.compile` compiles inside run as one operator a region, which a mode can see."""
-    if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile
-        from torch._inductor import config
-
-        if hasattr(config, "wrap_inductor_compiled_regions"):
-            patched: contextlib.AbstractContextManager[object] = config.patch(
-                wrap_inductor_compiled_regions=True
-            )
-            return patched
-    return contextlib.nullcontext()
-
-
 def fake_mode() -> FakeTensorMode:
     """The mode in which tensors have shapes and no memory: build models inside it to trace them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -407,7 +393,7 @@ def trace(
     tracers = [_FakeTracer(fakes, estimate=estimator(sheet)) for _ in range(warmup + 1)]
     try:
         with (
-            _compiled_regions_shown(),
+            compiled_regions_shown(),
             _optimizers_restored(),
             _modules_restored(),
             torch.random.fork_rng(devices=[]),
@@ -430,7 +416,7 @@ def trace(
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     meter = None if device.type == "cpu" else DeviceMeter(driver_of(device))
     tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
-    with _compiled_regions_shown():
+    with compiled_regions_shown():
         for _ in range(warmup):
             step()
         begun_s = time.perf_counter()

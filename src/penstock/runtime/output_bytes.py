@@ -39,9 +39,10 @@ class Needs:
         self._workspaces: dict[Any, int] = {}  # by operator: most it was seen to take
         self.inferred = 0
 
-    def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
         """Bytes that the kernel takes beyond its arguments. Where its results cannot be told before it runs,
         it is what the operator took last, or as much as its arguments."""
+        kwargs = kwargs or {}
         key = (operator, *(_key(value) for value in args), *(_named(kwargs) if kwargs else ()))
         try:
             result_bytes = self._answers[key]

@@ -40,12 +40,12 @@ from penstock.machine import available_bytes
 from penstock.options import BatchOptions, Directories, Explorers, IoOptions, MicroBatch, PlanOptions
 from penstock.planners import refuse_below_minimum, require_policy
 from penstock.runtime import arena, failures, joint_planning, ranks, resident, timeline
+from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine, Moved
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cpu import CpuDevice
 from penstock.runtime.devices.drivers import device_of, driver_of
-from penstock.runtime.dispatch import Clock, Recording
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.micro_batches import (
     AUTO,
@@ -57,6 +57,7 @@ from penstock.runtime.micro_batches import (
     choose_order,
     data_sheet,
 )
+from penstock.runtime.recording import Recording
 from penstock.runtime.report import NO_POLICY, Report
 from penstock.runtime.requirements import require_torch
 from penstock.runtime.safetensors import read_in_pieces
@@ -635,7 +636,7 @@ class Offload:
             unavailable_transports=self._spill.unavailable,
             steps=self._steps,
             profiled_steps=self._kinds.recorded,
-            variants=dict(self._clock.variants),
+            variants=dict(self._clock.variants.counts),
             micro_batch=self._splitter.size,
             micro_batches=self._splitter.count,
             micro_batch_order=self._splitter.order,

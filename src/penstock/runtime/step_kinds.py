@@ -28,10 +28,10 @@ from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
 from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.copy_engine import Moved
-from penstock.runtime.dispatch import Recording
 from penstock.runtime.drift import Drift
 from penstock.runtime.joint_planning import Agreed, Joint, JointPlanning
 from penstock.runtime.ranks import WAIT_S
+from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import Schedule, schedule, unplanned
 from penstock.runtime.variants import RUNNERS
 from penstock.simulator import simulate

@@ -10,7 +10,7 @@ from penstock.core.hardware import LINKS
 from penstock.core.timeline import Sample, Span, Stall, Timeline, busy_s
 from penstock.core.trace import Trace
 from penstock.runtime.copy_engine import Moved, Wait
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 
 
 def rates(moved: Sequence[Moved]) -> dict[str, float]:
