@@ -690,7 +690,7 @@ class World:
             self.storages.bury()
             if notes:
                 operands = [torch.empty(0, dtype=torch.uint8).set_(self.storage[name]) for name in ("A", "B")]
-                self.recomputation.note(
+                self.recomputation.keep_recipe(
                     _computed, operands[:1], None, operands[1], None, 0, self.storages.meet
                 )
             over()

@@ -156,7 +156,7 @@ MUTANTS = [
         "recomputed",
         "recompute",
         "            self._finish(recipe)\n        if (own",
-        "            self._forget(recipe)\n        if (own",
+        "            self._remove(recipe)\n        if (own",
     ),
     Mutant(
         "packed bytes of what has other memory now are taken for its bytes",

@@ -40,7 +40,7 @@ from penstock.runtime.schedule import (
     LARGEST_SMALL_BYTES,
     Drop,
     Evict,
-    Note,
+    KeepRecipe,
     Prefetch,
     Recompute,
     Schedule,
@@ -113,7 +113,7 @@ class Clock(TorchDispatchMode):
         )
         needs = Needs()
         # What csrc/runtime/dispatch.cpp calls, too:
-        self._infer_need, self._note_need = needs.bytes, needs.note
+        self._infer_need, self._note_need = needs.bytes, needs.add
         self._begin_measuring, self._end_measuring = self._recorder.begin_kernel, self._recorder.end_kernel
         self._try_variants, self._record = self._recorder.measure, self._recorder.record
         self._run_variant, self._run_otherwise = self.variants.run, self.variants.run_otherwise
@@ -360,7 +360,9 @@ class Clock(TorchDispatchMode):
         with self._interrupts:
             schedule: Schedule | None = self._kernels.schedule
             need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
-            self.recomputation.note(operator, args, kwargs, result, before, need_bytes, self.storages.meet)
+            self.recomputation.keep_recipe(
+                operator, args, kwargs, result, before, need_bytes, self.storages.meet
+            )
 
     def _remark(self) -> str:
         """A program that caught an error may have forgotten the run."""
@@ -400,7 +402,7 @@ class Clock(TorchDispatchMode):
         engine = self._engine
         with self._interrupts:
             for action in self._kernels.schedule.before[kernel]:
-                if type(action) is Note:
+                if type(action) is KeepRecipe:
                     self._kernels.notes = True
                     continue
                 managed = self._tensor(action.tensor)

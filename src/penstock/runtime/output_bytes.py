@@ -58,7 +58,7 @@ class Needs:
                 result_bytes = sum(_bytes(tensor) for tensor in tensors_in((args, kwargs)))
         return result_bytes + self._workspaces.get(operator, 0)
 
-    def note(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
+    def add(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
         """What a kernel took."""
         self._results[operator] = result_bytes
         if workspace_bytes:
