@@ -58,31 +58,23 @@ class _TensorArgument(NamedTuple):
         return made.set_(storage, self.offset, self.size, self.stride)
 
 
-class _Switches(NamedTuple):
-    """What a user can switch that changes the bits of a kernel, for this thread or the process."""
+# What a user can switch that changes the bits of a kernel, for this thread or the process: read, and written.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
 
-    grad: bool
-    threads: int
-    onednn: bool
-    deterministic: bool
-    matmul_precision: str
 
-    @classmethod
-    def now(cls) -> _Switches:
-        return cls(
-            torch.is_grad_enabled(),
-            torch.get_num_threads(),
-            torch._C._get_mkldnn_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-        )
+def _switches() -> tuple[Any, ...]:
+    return tuple(read() for read, _ in _SWITCHES)
 
-    def set(self) -> None:
-        torch.set_grad_enabled(self.grad)
-        torch.set_num_threads(self.threads)
-        torch._C._set_mkldnn_enabled(self.onednn)
-        torch.use_deterministic_algorithms(self.deterministic)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+
+def _switch(values: tuple[Any, ...]) -> None:
+    for (_, write), value in zip(_SWITCHES, values, strict=True):
+        write(value)
 
 
 @dataclass(eq=False)
@@ -100,7 +92,7 @@ class _Recipe:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     generator: tuple[torch.Generator, torch.Tensor] | None
-    switches: _Switches
+    switches: tuple[Any, ...]
     reads: list[ManagedStorage]
     makes: dict[ManagedStorage, int]
     need_bytes: int
@@ -200,7 +192,7 @@ class Recomputation:
             return
         need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
         recipe = _Recipe(
-            operator, kept_args, kept_kwargs, before, _Switches.now(), list(reads), makes, need_bytes
+            operator, kept_args, kept_kwargs, before, _switches(), list(reads), makes, need_bytes
         )
         for managed in makes:
             if managed in self._recipes:
@@ -473,12 +465,12 @@ def _run(recipe: _Recipe) -> Any:
 @contextlib.contextmanager
 def _as_then(recipe: _Recipe) -> Iterator[None]:
     """Random numbers, and switches, as they were when the kernel ran first."""
-    switches = _Switches.now()
+    switches = _switches()
     generator, state = recipe.generator or (None, None)
     now = generator.get_state() if generator is not None else None
     try:
         if switches != recipe.switches:
-            recipe.switches.set()
+            _switch(recipe.switches)
         if generator is not None:
             generator.set_state(state)
         yield
@@ -486,4 +478,4 @@ def _as_then(recipe: _Recipe) -> Iterator[None]:
         if generator is not None:
             generator.set_state(now)
         if switches != recipe.switches:
-            switches.set()
+            _switch(switches)
