@@ -22,10 +22,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.recorder import make_trace
+from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.driver import Memory
-from penstock.runtime.dispatch import Clock, Recording
+from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import unplanned
 from penstock.storage.spill import SpillSpace
 

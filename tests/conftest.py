@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import penstock
-from penstock.runtime import run, step_kinds
+from penstock.runtime import open_runs, step_planner
 
 # Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones. No test
 # says how fast a machine is.
@@ -79,12 +79,12 @@ def pytest_collection_finish() -> None:
 def no_run_stays_open() -> Iterator[None]:
     """A test that fails amid a run leaves the next one a thread of its own."""
     yield
-    for left in list(run._open):
+    for left in list(open_runs.opened):
         left.close()
-    if run._lingering:  # their tensors are gone with the test
+    if open_runs.lingering:  # their tensors are gone with the test
         gc.collect()
-        for left in tuple(run._lingering):
-            left._settle()
+        for left in tuple(open_runs.lingering):
+            left._give_back()
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def steps_are_planned_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What steps of milliseconds compute does not depend on how good their plans are."""
-    least_s, most_s = step_kinds.PLANNING_LIMITS_S
-    monkeypatch.setattr(step_kinds, "PLANNING_LIMITS_S", (least_s / 10, most_s))
+    least_s, most_s = step_planner.PLANNING_LIMITS_S
+    monkeypatch.setattr(step_planner, "PLANNING_LIMITS_S", (least_s / 10, most_s))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 // What the clock of kernels does for every operator, as far as nothing has to move: finds the storages, numbers
 // them, keeps them where they are while the kernel runs, and reserves room. What takes more is asked of
-// penstock.runtime.dispatch, in Python.
+// penstock.runtime.clock, in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

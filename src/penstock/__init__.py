@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from penstock.core.trace import Trace
     from penstock.options import BatchOptions, IoOptions, PlanOptions, offload
     from penstock.planners import plan
+    from penstock.runtime.open_runs import close
     from penstock.runtime.report import Report
-    from penstock.runtime.run import Offload, close
+    from penstock.runtime.run import Offload
     from penstock.simulator import simulate
 else:
     _PACKAGES = (
@@ -79,7 +80,7 @@ else:
         "Timeline": "penstock.core.timeline",
         "Trace": "penstock.core.trace",
         "check": "penstock.core.check",
-        "close": "penstock.runtime.run",
+        "close": "penstock.runtime.open_runs",
         "fake_mode": "penstock.capture.tracer",
         "load": "penstock.checkpoint",
         "offload": "penstock.options",

@@ -570,7 +570,7 @@ class RankProgress:
 
 class KernelClock:
     """What the clock of kernels does for every operator: see csrc/runtime/dispatch.hpp. Called as the
-    __torch_dispatch__ of a penstock.runtime.dispatch.Clock, which it asks for what takes more."""
+    __torch_dispatch__ of a penstock.runtime.clock.Clock, which it asks for what takes more."""
 
     entered: bool  # operators are looked at
     in_step: bool

@@ -372,7 +372,7 @@ def offload(
             raise InvalidArgument(
                 f"{name} is of type {type(given[name]).__name__}: give penstock.{group.__name__}(...)"
             )
-    opened: Offload = import_module("penstock.runtime.run").open_run(**given)
+    opened: Offload = import_module("penstock.runtime.opening").open_run(**given)
     return opened
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import penstock
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import step_kinds
+from penstock.runtime import step_planner
 from penstock.runtime.schedule import Schedule
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
 from tests.support.accelerator import orders, wanted
@@ -118,10 +118,10 @@ def scheduled_at_random(seed: int) -> Iterator[None]:
     """Any actions at any kernel: a plan is advice, and these give the same bits."""
     rng = random.Random(seed)
 
-    def scheduled(kinds: Any, trace: Trace, plan: Any) -> Schedule:
+    def scheduled(trace: Trace, plan: Any, host_bytes: int) -> Schedule:
         return random_schedule(trace, rng)
 
-    with mock.patch.object(step_kinds.StepKinds, "_scheduled", scheduled):
+    with mock.patch.object(step_planner, "scheduled", scheduled):
         yield
 
 

@@ -28,7 +28,7 @@ import torch
 
 from penstock import _native
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.dispatch import Clock
+from penstock.runtime.clock import Clock
 from penstock.runtime.storages import (
     AWAY,
     COMING,
@@ -700,7 +700,7 @@ class World:
             self.storages.bury()
             if notes:
                 operands = [torch.empty(0, dtype=torch.uint8).set_(self.storage[name]) for name in ("A", "B")]
-                self.recomputation.note(
+                self.recomputation.keep_recipe(
                     _computed, operands[:1], None, operands[1], None, 0, self.storages.meet
                 )
             over()

@@ -156,7 +156,7 @@ MUTANTS = [
         "recomputed",
         "recompute",
         "            self._finish(recipe)\n        if (own",
-        "            self._forget(recipe)\n        if (own",
+        "            self._remove(recipe)\n        if (own",
     ),
     Mutant(
         "what keeps its memory is copied again at once, and lives for ever by that",

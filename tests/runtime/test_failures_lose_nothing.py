@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime import dispatch
+from penstock.runtime import recording
 from penstock.runtime.copy_engine import PREFETCH
 from penstock.storage.transports import TRANSPORTS, Request
 from penstock.storage.transports.native import PosixTransport
@@ -374,7 +374,7 @@ def test_what_is_looked_at_as_a_step_fails_is_given_back(
         looked_at.append(address)
         raise MemoryError("no room to look")
 
-    monkeypatch.setattr(dispatch, "sampled_density", fails)
+    monkeypatch.setattr(recording, "sampled_density", fails)
     with penstock.offload(device_budget=64 << 20, spill_dir=tmp_path, hardware=hardware) as run:
         with pytest.raises(MemoryError, match="to look"), run.step():
             torch.ones(1 << 20)

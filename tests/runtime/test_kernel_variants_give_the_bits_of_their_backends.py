@@ -18,7 +18,7 @@ from penstock import cli
 from penstock.capture.recorder import make_trace
 from penstock.planners import plan as make_plan
 from penstock.report import Record
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import Schedule, schedule
 from penstock.storage.spill import SpillSpace
 from tests.support import runs
@@ -253,7 +253,7 @@ def test_an_accelerator_measures_and_runs_them(tmp_path: Path) -> None:
                 trace = make_trace(recording.kernels, recording.tensors, measured=True)
                 assert sum(map(bool, trace.kernel_variants)) == 2
                 known = [schedule(trace, forced(trace, "without oneDNN"))]
-        assert run.clock.followed is known[0] and run.clock.variants == {"without oneDNN": 2}
+        assert run.clock.followed is known[0] and run.clock.variants.counts == {"without oneDNN": 2}
         assert all(map(torch.equal, by_hand, found))
 
 

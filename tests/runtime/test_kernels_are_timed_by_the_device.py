@@ -11,7 +11,7 @@ import torch
 
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedDriver, CheckedStream, checked_run
 

@@ -60,7 +60,7 @@ def test_other_shapes_and_values_are_other_questions() -> None:
 def test_what_depends_on_values_is_what_it_took_last() -> None:
     needs = Needs()
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 256  # as much as its arguments
-    needs.note(aten.nonzero.default, 1024, 0)
+    needs.add(aten.nonzero.default, 1024, 0)
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 1024
 
 
@@ -75,15 +75,15 @@ def test_collectives_are_not_tried(operator: Any, args: Any, caplog: pytest.LogC
     needs = Needs()
     with caplog.at_level(logging.WARNING):
         assert needs.bytes(operator, args, {}) == 0
-    needs.note(operator, 0, 4096)
+    needs.add(operator, 0, 4096)
     assert needs.bytes(operator, args, {}) == 4096
     assert needs.inferred == 0 and not caplog.records
 
 
 def test_workspace_is_learnt_by_operator() -> None:
     needs = Needs()
-    needs.note(aten.mm.default, 256, 4096)
-    needs.note(aten.mm.default, 256, 64)
+    needs.add(aten.mm.default, 256, 4096)
+    needs.add(aten.mm.default, 256, 64)
     assert needs.bytes(aten.mm.default, (X, X), {}) == 256 + 4096
 
 

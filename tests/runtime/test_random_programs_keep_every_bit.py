@@ -13,12 +13,12 @@ import torch
 
 from penstock.capture.recorder import make_trace
 from penstock.core.trace import Trace
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import (
     Action,
     Drop,
     Evict,
-    Note,
+    KeepRecipe,
     Prefetch,
     Recompute,
     Release,
@@ -56,7 +56,7 @@ def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
     for tensor in rng.sample(results, rng.randint(0, len(results))):
         producer = producers[tensor]
         if rng.random() < 0.9:
-            before[producer].append(Note())
+            before[producer].append(KeepRecipe())
         alive = range(producer + 1, max(schedule.uses[tensor], default=producer) + 1)
         for kernel in sorted(rng.sample(alive, min(rng.randint(1, 3), len(alive)))):
             before[kernel].append(rng.choice([Drop(tensor), Drop(tensor), Recompute(tensor)]))

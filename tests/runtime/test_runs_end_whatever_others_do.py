@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime import arena, run
+from penstock.runtime import arena, open_runs
 from tests.support.runs import (
     EVERYTHING,
     HARDWARE,
@@ -53,9 +53,9 @@ def all_is_given_back(tmp_path: Path) -> Iterator[None]:
     threads, files = set(threading.enumerate()), _files()
     yield
     gc.collect()
-    for left in tuple(run._lingering):
-        left._settle()
-    assert run._lingering == []
+    for left in tuple(open_runs.lingering):
+        left._give_back()
+    assert open_runs.lingering == []
     left_threads = [each.name for each in set(threading.enumerate()) - threads]
     assert [name for name in left_threads if "penstock" in name] == []
     assert _files() <= files
@@ -149,7 +149,7 @@ def test_the_next_run_works_beside_one_that_lingers(tmp_path: Path) -> None:
     """More is away than fits: its swap file stays, and is the only one."""
     with _offload(tmp_path, smallest_bytes=EVERYTHING):
         kept = [torch.full((MIB // 4,), float(i)) for i in range(12)]
-    assert len(run._lingering) == 1
+    assert len(open_runs.lingering) == 1
     for _ in range(2):
         with _offload(tmp_path, smallest_bytes=EVERYTHING) as second, second.step():
             others = [torch.full((MIB // 4,), float(i)) for i in range(8)]
@@ -159,7 +159,7 @@ def test_the_next_run_works_beside_one_that_lingers(tmp_path: Path) -> None:
     del kept
     with _offload(tmp_path, smallest_bytes=EVERYTHING):
         pass
-    assert run._lingering == []
+    assert open_runs.lingering == []
 
 
 def test_a_run_whose_disk_hangs_at_its_end_keeps_nobody_within_its_budget(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import penstock
 from penstock import _native
 from penstock.runtime import arena
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.recording import Recording
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT
 from tests.runtime.test_recomputed_tensors_keep_every_bit import chain_plan, chain_training
 from tests.support.runs import EVERYTHING, HARDWARE, differences, in_memory, offload

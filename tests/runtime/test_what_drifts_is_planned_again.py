@@ -16,7 +16,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.devices import Moved
-from penstock.runtime.drift import UNSETTLED_STEPS, WINDOW, Drift
+from penstock.runtime.drift import SKIPPED_STEPS, WINDOW, Drift
 from penstock.storage.transports import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
@@ -226,17 +226,17 @@ def test_rates_that_are_as_predicted_have_not_drifted(
     drift = Drift(*planned, GIVEN)
     for number in range(50):
         noise = (0.92, 1.0, 1.08, 0.3)[number % 4]  # one step in four is disturbed
-        drift.note(moves(*planned, disk_write=noise, disk_read=noise), 1e-3, 1.0 + 0.08 * (number % 2))
+        drift.add_step(moves(*planned, disk_write=noise, disk_read=noise), 1e-3, 1.0 + 0.08 * (number % 2))
         assert drift.measured() is None and not drift.kernels_have_drifted
 
 
 def test_a_rate_that_has_drifted_is_measured(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
     drift = Drift(*planned, GIVEN)
     measured = []
-    for _ in range(UNSETTLED_STEPS + WINDOW):
+    for _ in range(SKIPPED_STEPS + WINDOW):
         measured.append(drift.measured())
-        drift.note(moves(*planned, disk_write=1 / 3), 1e-3, 1.0)
-    assert measured == [None] * (UNSETTLED_STEPS + WINDOW)
+        drift.add_step(moves(*planned, disk_write=1 / 3), 1e-3, 1.0)
+    assert measured == [None] * (SKIPPED_STEPS + WINDOW)
     found = drift.measured()
     assert found is not None
     assert found.disk_write_bytes_per_s == pytest.approx(FAST / 3)
@@ -246,9 +246,9 @@ def test_a_rate_that_has_drifted_is_measured(planned: tuple[penstock.Trace, pens
 
 def test_codecs_are_measured_too(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
     drift = Drift(*planned, replace(GIVEN, compress_bytes_per_s=1e9, expand_bytes_per_s=2e9))
-    for _ in range(UNSETTLED_STEPS + WINDOW):
+    for _ in range(SKIPPED_STEPS + WINDOW):
         coded = [Moved("compress", 0.0, 2e-3, 1, 1_000_000), Moved("expand", 3e-3, 3.5e-3, 1, 1_000_000)]
-        drift.note(coded, 1e-2, 1.0)
+        drift.add_step(coded, 1e-2, 1.0)
     found = drift.measured()
     assert found is not None
     assert found.compress_bytes_per_s == pytest.approx(5e8)
@@ -261,16 +261,16 @@ def test_what_a_copy_costs_the_thread_of_the_kernels_is_measured_too(
     moved = moves(*planned, disk_write=1 / 3)
     for given_s, expected_s in ((1e-4, 3e-4), (0.0, 0.0)):  # 0: on a GPU, or where it is not known
         drift = Drift(*planned, replace(GIVEN, copy_overhead_s=given_s))
-        for _ in range(UNSETTLED_STEPS + WINDOW):
-            drift.note(moved, 1e-3, 1.0, 3e-4 * len(moved))
+        for _ in range(SKIPPED_STEPS + WINDOW):
+            drift.add_step(moved, 1e-3, 1.0, 3e-4 * len(moved))
         found = drift.measured()
         assert found is not None and found.copy_overhead_s == pytest.approx(expected_s)
 
 
 def test_what_is_hardly_used_decides_nothing(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
     drift = Drift(*planned, GIVEN)
-    for _ in range(UNSETTLED_STEPS + WINDOW):
-        drift.note(moves(*planned, disk_write=1 / 3), 1e3, 1.0)
+    for _ in range(SKIPPED_STEPS + WINDOW):
+        drift.add_step(moves(*planned, disk_write=1 / 3), 1e3, 1.0)
     assert drift.measured() is None
 
 
@@ -278,9 +278,9 @@ def test_kernels_that_take_longer_than_at_first_have_drifted(
     planned: tuple[penstock.Trace, penstock.Plan],
 ) -> None:
     drift = Drift(*planned, GIVEN)
-    for _ in range(UNSETTLED_STEPS + WINDOW):
-        drift.note((), 1.0, 1.0)
+    for _ in range(SKIPPED_STEPS + WINDOW):
+        drift.add_step((), 1.0, 1.0)
     for _ in range(WINDOW):
         assert not drift.kernels_have_drifted
-        drift.note((), 1.2, 1.2)
+        drift.add_step((), 1.2, 1.2)
     assert drift.kernels_have_drifted

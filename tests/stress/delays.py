@@ -15,7 +15,7 @@ import types
 from typing import Any
 
 import penstock.checkpoint.background
-import penstock.runtime.run  # noqa: F401  with all that have locks
+import penstock.runtime.opening  # noqa: F401  with all that have locks
 from penstock import _native
 
 SEAMS = hasattr(_native, "delay_at_random")

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from penstock.runtime import arena, run
+from penstock.runtime import arena, open_runs
 
 PATIENCE_S = 10.0  # threads end, and files are closed, a moment later
 
@@ -22,8 +22,8 @@ def count(place: Path) -> dict[str, object]:
         "foreign_bytes": stats.foreign_bytes,
         "out_bytes": stats.out_bytes,
         "swap_used_bytes": stats.swap_used_bytes,
-        "runs open": len(run._open),
-        "runs that linger": len(run._lingering),
+        "runs open": len(open_runs.opened),
+        "runs that linger": len(open_runs.lingering),
         "threads": len(_threads()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "files": sorted(os.listdir(place)),
@@ -48,8 +48,8 @@ def settled(place: Path) -> dict[str, object]:
 
 def _settle() -> None:
     gc.collect()
-    for left in tuple(run._lingering):
-        left._settle()
+    for left in tuple(open_runs.lingering):
+        left._give_back()
 
 
 def check(before: dict[str, object], place: Path) -> None:

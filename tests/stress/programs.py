@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import BudgetTooSmall
-from penstock.runtime import arena, step_kinds
+from penstock.runtime import arena, step_planner
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
 from tests.stress import delays
 from tests.support import runs
@@ -58,15 +58,15 @@ def inside(draw: Draw, place: Path, budget_bytes: int, **options: Any) -> Iterat
         "reexplore": 0,
     }
     rng, before = Draw(draw.random()), arena.stats()
-    scheduled = step_kinds.StepKinds._scheduled
+    scheduled = step_planner.scheduled
     if draw.random() < 0.5:
 
-        def scheduled(kinds: Any, trace: Any, plan: Any) -> Any:
+        def scheduled(trace: Any, plan: Any, host_bytes: int) -> Any:
             return random_schedule(trace, rng)
 
     with (
-        mock.patch.object(step_kinds.StepKinds, "_scheduled", scheduled),
-        mock.patch.object(step_kinds, "PLANNING_LIMITS_S", (0.01, 0.05)),
+        mock.patch.object(step_planner, "scheduled", scheduled),
+        mock.patch.object(step_planner, "PLANNING_LIMITS_S", (0.01, 0.05)),
         runs.offload(
             device_budget=budget_bytes,
             spill_dir=place,

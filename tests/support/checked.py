@@ -29,11 +29,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.operators import describe, tensors_in, written_tensors
+from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.driver import Memory
-from penstock.runtime.dispatch import Clock
 from penstock.runtime.storage_methods import held_bytes, resize
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.spill import SpillSpace

@@ -17,7 +17,8 @@ import torch
 
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.copy_engine import CopyEngine, Done, Moved
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import Done, Moved
 from penstock.runtime.storages import LEAVING, RESIDENT, ManagedStorage
 
 MOST_QUESTIONS = 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -126,6 +127,15 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
     elif isinstance(values, dict):
         for value in values.values():
             yield from tensors_in(value)
+
+
+def storages_in(values: object) -> list[torch.UntypedStorage]:
+    """The storages that hold the values of the tensors: none of an opaque one."""
+    found = []
+    for tensor in tensors_in(values):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            found.append(tensor.untyped_storage())
+    return found
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

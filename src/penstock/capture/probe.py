@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,16 +38,14 @@ CODED_BYTES = 8 * MIB  # on a CPU
 CODED_BYTES_THERE = (MIB, 8 * MIB, 64 * MIB)  # on an accelerator, one after the other while it is fast
 CODED_S = 0.03
 
-Rates = tuple[tuple[int, float], ...]
+Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), ascending
 
 
 class Disk(NamedTuple):
-    """What was measured of the spill space. Rates are (transfer bytes, bytes per second), ascending."""
+    """What was measured of the spill space. Rates and latencies are by link."""
 
-    write: Rates
-    read: Rates
-    write_latency_s: float
-    read_latency_s: float
+    rates: dict[str, Rates]
+    latency_s: dict[str, float]
     duplex: float
     copy_overhead_s: float
     free_bytes: int
@@ -72,19 +70,28 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     if not time_budget_s > 0:
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
     target = device_of(device)
-    disk = _measure_disk(spill_dir, time_budget_s * (1 if target.type == "cpu" else 0.8))
-    path = "direct I/O" if disk.direct else "through the page cache"
-    if target.type == "cpu":
-        return _hardware(target, disk, memory_bytes(), {}, name=f"{_cpu_name()}, disk by {path}")
-    driver = driver_of(target)
-    copies = _measure_copies(driver, time_budget_s * 0.2)
-    return _hardware(
-        target,
-        disk,
-        driver.total_bytes,
-        copies,
-        host_bytes=available_bytes(),
-        name=f"{driver.name}, {_cpu_name()}, disk by {path}",
+    driver = None if target.type == "cpu" else driver_of(target)
+    disk = _measure_disk(spill_dir, time_budget_s * (1 if driver is None else 0.8))
+    copies = {} if driver is None else _measure_copies(driver, time_budget_s * 0.2)
+    rates = {**copies, **disk.rates}
+    latency_s = {link: points[0][0] / points[0][1] for link, points in copies.items()} | disk.latency_s
+    links: dict[str, Any] = {f"{link}_bytes_per_s": points[-1][1] for link, points in rates.items()}
+    links |= {f"{link}_latency_s": took_s for link, took_s in latency_s.items()}
+    compress_bytes_per_s, expand_bytes_per_s = _measure_codec(target, "csr")
+    path = f"disk by {'direct I/O' if disk.direct else 'through the page cache'}"
+    return Hardware(
+        device_bytes=memory_bytes() if driver is None else driver.total_bytes,
+        host_bytes=0 if driver is None else available_bytes(),
+        disk_bytes=disk.free_bytes,
+        compress_bytes_per_s=compress_bytes_per_s,
+        expand_bytes_per_s=expand_bytes_per_s,
+        disk_shares_bus=driver is not None,
+        duplex=disk.duplex,
+        copy_overhead_s=disk.copy_overhead_s if driver is None else 0.0,
+        measured_rates=rates,
+        measured_codecs={codec: _measure_codec(target, codec) for codec in LOSSY},
+        name=", ".join([*([] if driver is None else [driver.name]), _cpu_name(), path]),
+        **links,
     )
 
 
@@ -92,42 +99,6 @@ def device_name(device: str) -> str:
     """The model of a device, the same for all devices that are equal. Raises as `probe`."""
     target = device_of(device)
     return _cpu_name() if target.type == "cpu" else driver_of(target).name
-
-
-def _hardware(
-    device: torch.device,
-    disk: Disk,
-    device_bytes: int,
-    copies: dict[str, Rates],
-    host_bytes: int = 0,
-    *,
-    name: str,
-) -> Hardware:
-    rates = {**copies, "disk_write": disk.write, "disk_read": disk.read}
-    best = {link: points[-1][1] for link, points in rates.items()}
-    first = {link: points[0][0] / points[0][1] for link, points in copies.items()}
-    compress_bytes_per_s, expand_bytes_per_s = _measure_codec(device, "csr")
-    return Hardware(
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        disk_bytes=disk.free_bytes,
-        device_to_host_bytes_per_s=best.get("device_to_host", 0.0),
-        host_to_device_bytes_per_s=best.get("host_to_device", 0.0),
-        disk_read_bytes_per_s=best["disk_read"],
-        disk_write_bytes_per_s=best["disk_write"],
-        device_to_host_latency_s=first.get("device_to_host", 0.0),
-        host_to_device_latency_s=first.get("host_to_device", 0.0),
-        disk_read_latency_s=disk.read_latency_s,
-        disk_write_latency_s=disk.write_latency_s,
-        compress_bytes_per_s=compress_bytes_per_s,
-        expand_bytes_per_s=expand_bytes_per_s,
-        disk_shares_bus=bool(copies),
-        duplex=disk.duplex,
-        copy_overhead_s=0.0 if copies else disk.copy_overhead_s,
-        measured_rates=rates,
-        measured_codecs={codec: _measure_codec(device, codec) for codec in LOSSY},
-        name=name,
-    )
 
 
 class _Batches:
@@ -243,7 +214,7 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
     target.view()[:] = source.view()  # touched before it is timed
     write: list[tuple[int, float]] = []
     read: list[tuple[int, float]] = []
-    latency_s = {"write": 0.0, "read": 0.0}
+    latency_s: dict[str, float] = {}
     duplex, overhead_s = 1.0, 0.0
     start_s = time.perf_counter()
     with SpillSpace(directories) as spill:
@@ -264,23 +235,15 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
             write.append((size, batches.rate_bytes_per_s("write", half_s)))
             read.append((size, batches.rate_bytes_per_s("read", until_s)))
             if index == 0:
-                latency_s = {kind: batches.latency_s(kind, until_s) for kind in latency_s}
+                latency_s = {f"disk_{kind}": batches.latency_s(kind, until_s) for kind in ("write", "read")}
             if size == STARTED_BYTES:
                 overhead_s = batches.overhead_s()
             if size in (SURE_BYTES, DUPLEX_BYTES):
                 duplex = _duplex(batches, write[-1][1], read[-1][1])
             _verify(batches, source, target)
             batches.close()
-        return Disk(
-            tuple(write),
-            tuple(read),
-            latency_s["write"],
-            latency_s["read"],
-            duplex,
-            overhead_s,
-            free_bytes,
-            spill.direct,
-        )
+        rates = {"disk_write": tuple(write), "disk_read": tuple(read)}
+        return Disk(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
 
 
 def _affordable(

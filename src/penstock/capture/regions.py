@@ -1,8 +1,10 @@
-"""What a region of torch.compile does to its inputs, told by the graph that it was compiled from."""
+"""Regions of torch.compile: what each does to its inputs, by the graph that it was compiled from."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -12,7 +14,21 @@ from torch.fx import Node
 from penstock.capture.operators import describe
 
 
-class Told(NamedTuple):
+def compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
+    """Let what `torch.compile` compiles inside run as one operator a region, which a mode can see. What was
+    compiled before runs unseen."""
+    if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile
+        from torch._inductor import config
+
+        if hasattr(config, "wrap_inductor_compiled_regions"):
+            patched: contextlib.AbstractContextManager[object] = config.patch(
+                wrap_inductor_compiled_regions=True
+            )
+            return patched
+    return contextlib.nullcontext()
+
+
+class RegionInputs(NamedTuple):
     """Tensors among a region's inputs. All others are read, and nothing else.
 
     written   by the graph
@@ -34,7 +50,7 @@ class _Graph(NamedTuple):
 _graphs: weakref.WeakKeyDictionary[Any, _Graph | None] = weakref.WeakKeyDictionary()
 
 
-def told(args: tuple[Any, ...]) -> Told | None:
+def region_inputs(args: tuple[Any, ...]) -> RegionInputs | None:
     """What is known of the inputs of an operator without a schema; None where any may be written. Asked
     before it runs, as a region empties its list of inputs."""
     if len(args) != 2 or not isinstance(args[1], list | tuple):
@@ -48,7 +64,7 @@ def told(args: tuple[Any, ...]) -> Told | None:
         return None
     tensors = {number: value for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     used = graph.written | graph.returned
-    return Told(
+    return RegionInputs(
         [tensor for number, tensor in tensors.items() if number in graph.written],
         [tensor for number, tensor in tensors.items() if number not in used],
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from penstock.capture import regions
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
+from penstock.capture.regions import compiled_regions_shown, region_inputs
 from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import join, slices
 from penstock.core.arguments import described
@@ -42,11 +41,11 @@ class Costs(NamedTuple):
     passed_s   for each operator that is no kernel, such as a view
     """
 
-    traced_s: float
-    passed_s: float
+    traced_s: float = 0.0
+    passed_s: float = 0.0
 
 
-NO_COSTS = Costs(0.0, 0.0)
+NO_COSTS = Costs()
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
@@ -60,7 +59,9 @@ class _Watch(weakref.ref):  # type: ignore[type-arg]
 class Tracer(TorchDispatchMode):
     """Records every kernel that runs while it is entered, and the life of every storage.
 
-    meter      waits for real kernels; None where there is nothing to wait for, or nothing is executed
+    driver     of the accelerator that kernels are executed on: each is waited for. None: there is none, or
+               nothing is executed
+    fakes      take the places of real tensors, where nothing is executed
     costs      what tracing itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     density    measure which fraction of each activation's elements is not zero, when backward begins
@@ -74,15 +75,17 @@ class Tracer(TorchDispatchMode):
 
     def __init__(
         self,
-        meter: DeviceMeter | None = None,
+        driver: Driver | None = None,
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
         *,
+        fakes: _FakeTensors | None = None,
         costs: Costs = NO_COSTS,
         density: bool = False,
     ) -> None:
         super().__init__()
-        self._meter = meter
+        self._driver = driver
         self._estimate = estimate
+        self._fakes = fakes
         self._costs = costs
         self._counts_zeros = density
         self._phases = Phases(self._has_kind)
@@ -118,6 +121,8 @@ class Tracer(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._fakes is not None and operator not in _LIFTS:
+            args, kwargs = tree_map_only(torch.Tensor, self._fakes.of, (args, kwargs))
         if not describe(operator).is_kernel:
             self._passed += 1
             return operator(*args, **kwargs)
@@ -132,23 +137,28 @@ class Tracer(TorchDispatchMode):
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record one kernel."""
         entered_s = time.perf_counter()
-        told = describe(operator)
+        facts = describe(operator)
         inputs = tuple(self._tensor_of(tensor) for tensor in tensors_in((args, kwargs)))
-        region = regions.told(args) if told.is_opaque else None
+        region = region_inputs(args) if facts.is_opaque else None
         spare = {self._tensor_of(tensor) for tensor in region.spare} if region is not None else set()
-        if self._meter is not None:
-            self._meter.begin()
+        driver, workspace_bytes, in_use_bytes = self._driver, 0, 0
+        if driver is not None:
+            driver.reset_peaks()
+            before_bytes = driver.allocated_bytes()
         begun_s = time.perf_counter()
         result = operator(*args, **kwargs)
-        workspace_bytes = self._meter.end() if self._meter is not None else 0
+        if driver is not None:
+            driver.synchronize()
+            after, in_use_bytes = driver.memory(), driver.allocated_bytes()
+            workspace_bytes = max(0, after.peak_allocated_bytes - max(after.allocated_bytes, before_bytes))
         ended_s = time.perf_counter()
         phase = self._phases.current()
         written = inputs  # whatever an operator without a schema does
         if region is not None:
             written = tuple(self._tensor_of(tensor) for tensor in region.written)
-        elif not told.is_opaque:
-            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(told, args, kwargs))
-        made = self._results(result, inputs, phase == FORWARD and told.can_run_again)
+        elif not facts.is_opaque:
+            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(facts, args, kwargs))
+        made = self._results(result, inputs, phase == FORWARD and facts.can_run_again)
         if spare:
             results = dict.fromkeys(self._tensor_of(tensor) for tensor in tensors_in(result))
             written += tuple(index for index in results if index in spare)
@@ -164,10 +174,9 @@ class Tracer(TorchDispatchMode):
             gap_s = entered_s - self._left_s - self._excluded_s if self._left_s is not None else 0.0
             cost_s = self._costs.traced_s + self._passed * self._costs.passed_s
             kernel_s = max(ended_s - begun_s + max(gap_s, 0.0) - cost_s, 0.0)
-        in_use_bytes = self._meter.in_use_bytes() if self._meter is not None else 0
         self._kernels.append(
             KernelRecord(
-                told.name, kernel_s, inputs, written + made, workspace_bytes, phase, begun_s, ended_s,
+                facts.name, kernel_s, inputs, written + made, workspace_bytes, phase, begun_s, ended_s,
                 in_use_bytes,
             )
         )  # fmt: skip
@@ -197,7 +206,7 @@ class Tracer(TorchDispatchMode):
 
     def _tensor_of(self, tensor: torch.Tensor) -> int:
         """Position of the record of the tensor's storage; one not seen before was there already."""
-        storage = tensor.untyped_storage()
+        storage = (tensor if self._fakes is None else self._fakes.of(tensor)).untyped_storage()
         watch = self._watches.get(storage._cdata)
         return watch.tensor if watch is not None else self._born(storage, INPUT, before=True)
 
@@ -236,27 +245,6 @@ class Tracer(TorchDispatchMode):
         self._excluded_s += time.perf_counter() - begun_s
 
 
-class DeviceMeter:
-    """Waits for each kernel on an accelerator and reads what the allocator saw: bytes that lived during the
-    kernel only, and bytes in use."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._before_bytes = 0
-
-    def begin(self) -> None:
-        self._driver.reset_peaks()
-        self._before_bytes = self._driver.allocated_bytes()
-
-    def end(self) -> int:
-        self._driver.synchronize()
-        after = self._driver.memory()
-        return max(0, after.peak_allocated_bytes - max(after.allocated_bytes, self._before_bytes))
-
-    def in_use_bytes(self) -> int:
-        return self._driver.allocated_bytes()
-
-
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
@@ -284,24 +272,6 @@ class _FakeTensors:
     def restore_gradients(self) -> None:
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
-
-
-class _FakeTracer(Tracer):
-    """A tracer that puts fake tensors in the place of real tensors."""
-
-    def __init__(self, fakes: _FakeTensors, **options: Any) -> None:
-        super().__init__(**options)
-        self._fakes = fakes
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if operator not in _LIFTS:
-            args, kwargs = tree_map_only(torch.Tensor, self._fakes.of, (args, kwargs or {}))
-        return super().__torch_dispatch__(operator, types, args, kwargs)
-
-    def _tensor_of(self, tensor: torch.Tensor) -> int:
-        return super()._tensor_of(self._fakes.of(tensor))
 
 
 @contextlib.contextmanager
@@ -350,19 +320,6 @@ def _modules_restored() -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
-    """Let what `torch.compile` compiles inside run as one operator a region, which a mode can see."""
-    if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile
-        from torch._inductor import config
-
-        if hasattr(config, "wrap_inductor_compiled_regions"):
-            patched: contextlib.AbstractContextManager[object] = config.patch(
-                wrap_inductor_compiled_regions=True
-            )
-            return patched
-    return contextlib.nullcontext()
-
-
 def fake_mode() -> FakeTensorMode:
     """The mode in which tensors have shapes and no memory: build models inside it to trace them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -404,10 +361,10 @@ def trace(
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
     mode = mode or fake_mode()
     fakes = _FakeTensors(mode)
-    tracers = [_FakeTracer(fakes, estimate=estimator(sheet)) for _ in range(warmup + 1)]
+    tracers = [Tracer(estimate=estimator(sheet), fakes=fakes) for _ in range(warmup + 1)]
     try:
         with (
-            _compiled_regions_shown(),
+            compiled_regions_shown(),
             _optimizers_restored(),
             _modules_restored(),
             torch.random.fork_rng(devices=[]),
@@ -428,9 +385,9 @@ def trace(
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
-    meter = None if device.type == "cpu" else DeviceMeter(driver_of(device))
-    tracer = Tracer(meter, costs=costs_of_tracing(meter), density=True)
-    with _compiled_regions_shown():
+    driver = None if device.type == "cpu" else driver_of(device)
+    tracer = Tracer(driver, costs=_costs_of_tracing(driver), density=True)
+    with compiled_regions_shown():
         for _ in range(warmup):
             step()
         begun_s = time.perf_counter()
@@ -444,12 +401,12 @@ def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -
 _known_costs: dict[type, Costs] = {}
 
 
-def costs_of_tracing(meter: DeviceMeter | None) -> Costs:
-    """What tracing with such a meter costs, by a kernel and a view that do next to nothing.
+def _costs_of_tracing(driver: Driver | None) -> Costs:
+    """What tracing with such a driver costs, by a kernel and a view that do next to nothing.
 
     Measured once in a process, in some 10 ms.
     """
-    kind = type(meter)
+    kind = type(driver)
     if kind not in _known_costs:
         tensor = torch.zeros(1)
         count = 200
@@ -467,12 +424,12 @@ def costs_of_tracing(meter: DeviceMeter | None) -> Costs:
             return time.perf_counter() - begun_s
 
         def traced_kernels() -> float:
-            with Tracer(meter) as tracer:
+            with Tracer(driver) as tracer:
                 kernels()
             return tracer.kernel_time_s
 
         def traced_views() -> float:
-            with Tracer(meter):
+            with Tracer(driver):
                 return views()
 
         with torch.no_grad():

@@ -122,22 +122,21 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
         )
         shown: list[str | Table] = []
 
-        def choose(batch: Any, samples: int) -> int:
-            chosen = micro_batches.choose(
-                training.loss_of, batch, hardware, options.device_budget, options.policy, mode=mode
-            )
-            shown.append(_micro_batch_table(chosen))
-            return chosen.size
-
-        parts = list(splitter.parts(batch, choose))
+        machine = {
+            "hardware": hardware,
+            "budget_bytes": options.device_budget,
+            "policy": options.policy,
+            "mode": mode,
+        }
+        parts = list(splitter.parts(batch, training.loss_of, lambda: machine))
+        if splitter.chosen is not None:
+            shown.append(_micro_batch_table(splitter.chosen))
 
     def accumulate(order: str) -> Any:
         return micro_batches.accumulate(parts, training.loss_of, order, training.model)
 
     if splitter.order == micro_batches.AUTO:
-        splitter.order = micro_batches.choose_order(
-            accumulate, hardware, options.device_budget, options.policy, mode=mode
-        )
+        splitter.order = micro_batches.choose_order(accumulate, **machine)
         shown.append(f"micro-batches {splitter.order} by {splitter.order}")
     captured = penstock.trace(lambda: training.step(batch, lambda *_: accumulate(splitter.order)), mode=mode)
     return dataclasses.replace(captured, notes={**captured.notes, **splitter.notes}), shown

@@ -40,8 +40,9 @@ from penstock.options import (
 )
 from penstock.report import Record
 from penstock.report.summary import Summary
+from penstock.runtime.opening import PROBE_S
 from penstock.runtime.resident import default_spill_dir
-from penstock.runtime.run import PROBE_S, Offload
+from penstock.runtime.run import Offload
 from penstock.units import counted, format_bytes, format_bytes_up, format_seconds
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from penstock.integrations.versions import missing
 from penstock.options import FineTuneOptions, PlanOptions
 from penstock.report.summary import Summary, summarise
 from penstock.runtime.run import Offload
-from penstock.runtime.step_kinds import planning_s
+from penstock.runtime.step_planner import planning_s
 from penstock.units import format_bytes_up, parse_bytes
 
 try:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock._native import KernelClock
 from penstock.capture.operators import COLLECTIVES, Operator
 from penstock.core.columns import BoolArray
 from penstock.core.memory_profile import minimum_bytes
@@ -74,8 +75,8 @@ class Collectives:
     allowed_bytes   they may keep so much on the device where room is short; what is more is waited for
     """
 
-    def __init__(self, device: Device, budget_bytes: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, budget_bytes: int, kernels: KernelClock) -> None:
+        self._device, self._kernels = device, kernels
         self._budget_bytes = budget_bytes
         self._flights: list[_Flight] = []
         self._held: list[ManagedStorage] = []  # for the one that is being launched
@@ -89,9 +90,6 @@ class Collectives:
     @property
     def _bytes(self) -> int:
         return sum(managed.size_bytes for flight in self._flights for managed in flight.storages)
-
-    def __bool__(self) -> bool:
-        return bool(self._flights)
 
     def launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
         """A collective is about to begin. Threads of its own have the system read and write the bytes, which
@@ -126,6 +124,7 @@ class Collectives:
             managed.pins += 1
         self._held.clear()  # they are held until it is done
         self._flights.append(flight)
+        self._kernels.in_flight = True
         while (size_bytes := self._bytes) > self.allowed_bytes:
             if self._device.in_memory_bytes() + size_bytes <= self._budget_bytes or not self.wait():
                 break
@@ -138,6 +137,7 @@ class Collectives:
                 for managed in flight.storages:
                     managed.pins -= 1
                     self._device.hold(managed, -1)
+        self._kernels.in_flight = bool(self._flights)
 
     def wait(self) -> bool:
         """Wait until one of them is done; False: none of them tells, or it takes too long."""

@@ -18,7 +18,7 @@ DRIFT = 0.1  # so much more or less has to be seen in each of WINDOW steps, one 
 WINDOW = 5
 
 # The first steps under a plan begin where the last plan left tensors.
-UNSETTLED_STEPS = 2
+SKIPPED_STEPS = 2
 
 # The clock's own work for a kernel for which nothing moves: the rest of it is what copies cost.
 KERNEL_CLOCK_S = 2e-6
@@ -51,7 +51,7 @@ class Drift:
         self._overheads_s: deque[float] = deque(maxlen=WINDOW)
         self._usual_s = 0.0
 
-    def note(
+    def add_step(
         self,
         moved: Sequence[Moved],
         step_s: float,
@@ -66,7 +66,7 @@ class Drift:
         clock_s     the part of it that the clock took, for so many ``operators``
         """
         self._steps += 1
-        if self._steps <= UNSETTLED_STEPS:
+        if self._steps <= SKIPPED_STEPS:
             return
         by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
         factors = {}

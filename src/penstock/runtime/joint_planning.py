@@ -38,7 +38,7 @@ _runs = itertools.count()
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What a rank says of a step, as in its trace, and the machine it would plan for."""
+    """A step as a rank has recorded it, with columns of its trace, and the machine it would plan for."""
 
     kernel_time_s: FloatArray
     kernel_workspace_bytes: IntArray
@@ -202,7 +202,7 @@ class JointPlanning:
             return None
         key = f"{self._key}/{next(self._rounds)}"
         step = self._digest(trace)
-        said = _Recorded(
+        recorded = _Recorded(
             trace.kernel_time_s,
             trace.kernel_workspace_bytes,
             trace.tensor_bytes,
@@ -213,7 +213,7 @@ class JointPlanning:
         )
         ranks = range(self._ranks)
         try:
-            self._store.set(f"{key}/recorded/{self._rank}", files.encoded(said))
+            self._store.set(f"{key}/recorded/{self._rank}", files.encoded(recorded))
             self._store.set(f"{key}/step/{self._rank}", step)
             steps = [f"{key}/step/{rank}" for rank in ranks]
             if not wait_until(lambda: self._store.check(steps), WAIT_S):
@@ -223,10 +223,8 @@ class JointPlanning:
         except RuntimeError as error:  # of the store
             self._end(str(error))
             return None
-        recorded = [f"{key}/recorded/{rank}" for rank in alike]
-        return Joint(
-            self._store, f"{key}/plan/{step}", step, trace, recorded if alike[0] == self._rank else []
-        )
+        keys = [f"{key}/recorded/{rank}" for rank in alike] if alike[0] == self._rank else []
+        return Joint(self._store, f"{key}/plan/{step}", step, trace, keys)
 
     def _digest(self, trace: Trace) -> str:
         """Of what has to be equal in the ranks' traces for one plan to fit them."""

@@ -50,6 +50,7 @@ class Splitter:
              "auto": to choose that for the first batch, which makes it one of the others
     size     samples of a part, 0 where that is not known or batches are not divided
     count    parts of the latest batch
+    chosen   how the size was, None where it was given
 
     Raises InvalidArgument where the two contradict each other, or whole batches have an order of parts.
     """
@@ -74,6 +75,7 @@ class Splitter:
         self.wanted = wanted
         self.size = wanted if isinstance(wanted, int) else 0
         self.count = 0
+        self.chosen: MicroBatch | None = None
         self._most = 0  # samples of a batch so far
         self._inspects = wanted is not None
         self._inexact = Noted(_inexact)
@@ -93,7 +95,7 @@ class Splitter:
             stack.enter_context(self._inexact)
         return stack
 
-    def note_random(self) -> contextlib.AbstractContextManager[object]:
+    def finding_random(self) -> contextlib.AbstractContextManager[object]:
         """While parts run: what they draw, in the step that is inspected."""
         return self._random if self._inspects and self.order == LAYER else contextlib.nullcontext()
 
@@ -106,11 +108,27 @@ class Splitter:
             for what in self._random.found:
                 logger.warning("micro-batches layer by layer give other results: %s", what)
 
-    def parts(self, batch: Any, choose: Callable[[Any, int], int]) -> Iterator[Any]:
-        """The parts of the batch. ``choose`` gives the size, from a batch and the number of its samples."""
+    def parts(self, batch: Any, loss: Loss | None, machine: Callable[[], dict[str, Any]]) -> Iterator[Any]:
+        """The parts of the batch.
+
+        loss      of a part, where the size is to be chosen
+        machine   gives the other arguments of `choose`
+        """
         count = samples(batch)
-        if self.wanted == "auto" and not self.size:
-            self.size = choose(batch, count)
+        if self.wanted == AUTO and not self.size:
+            if loss is None:
+                raise InvalidArgument(
+                    'micro_batch="auto" traces the loss of several sizes before it decides: give it, as in '
+                    "run.micro_batches(batch, loss), or give micro_batch as a number"
+                )
+            self.chosen = chosen = choose(loss, batch, **machine())
+            logger.info(
+                "batches of %d samples are divided into micro-batches of %d; moDNN's equation 8 says %d",
+                count,
+                chosen.size,
+                chosen.working_set_size,
+            )
+            self.size = chosen.size
         self._most = max(self._most, count)
         if self.size > self._most:
             raise InvalidArgument(

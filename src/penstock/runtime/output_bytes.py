@@ -6,7 +6,6 @@ each set of shapes, types and other arguments; workspace is what the operator wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from penstock.capture.operators import tensors_in
+from penstock.capture.operators import storages_in, tensors_in
 
 # So many answers are kept: shapes that change at every step must not fill memory.
 MOST_ANSWERS = 1 << 14
@@ -39,10 +38,11 @@ class Needs:
         self._workspaces: dict[Any, int] = {}  # by operator: most it was seen to take
         self.inferred = 0
 
-    def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
         """Bytes that the kernel takes beyond its arguments. Where its results cannot be told before it runs,
         it is what the operator took last, or as much as its arguments."""
-        key = (operator, *(_key(value) for value in args), *(_named(kwargs) if kwargs else ()))
+        kwargs = kwargs or {}
+        key = (operator, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
         try:
             result_bytes = self._answers[key]
         except KeyError:
@@ -54,10 +54,12 @@ class Needs:
         if result_bytes is None:
             result_bytes = self._results.get(operator)
             if result_bytes is None:
-                result_bytes = sum(_bytes(tensor) for tensor in tensors_in((args, kwargs)))
+                result_bytes = sum(
+                    tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs))
+                )
         return result_bytes + self._workspaces.get(operator, 0)
 
-    def note(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
+    def add(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
         """What a kernel took."""
         self._results[operator] = result_bytes
         if workspace_bytes:
@@ -74,18 +76,13 @@ class Needs:
             # Other modes of the program must not see what is only tried.
             with _disable_current_modes(), mode, torch.no_grad():
                 fake_args, fake_kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
-                given = {id_ for tensor in tensors_in((fake_args, fake_kwargs)) for id_ in _storage(tensor)}
+                given = {storage._cdata for storage in storages_in((fake_args, fake_kwargs))}
                 result = operator(*fake_args, **fake_kwargs)
-                made = {
-                    id_: tensor.untyped_storage().nbytes()
-                    for tensor in tensors_in(result)
-                    for id_ in _storage(tensor)
-                    if id_ not in given
-                }
+                made = {storage._cdata: storage.nbytes() for storage in storages_in(result)}
         except Exception:  # results that depend on values, or an operator that fake tensors do not know
             return None
         try:
-            return sum(map(int, made.values()))
+            return sum(int(size_bytes) for key, size_bytes in made.items() if key not in given)
         except Exception:  # a size that is a symbol
             return None
 
@@ -93,21 +90,6 @@ class Needs:
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape, with a storage of its own. Called inside the mode."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _storage(tensor: torch.Tensor) -> Iterator[int]:
-    if tensor.layout is torch.strided:
-        yield tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _named(kwargs: dict[str, Any]) -> Iterator[Any]:
-    for name, value in kwargs.items():
-        yield name
-        yield _key(value)
 
 
 def _key(value: Any) -> Any:

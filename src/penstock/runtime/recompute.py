@@ -1,23 +1,18 @@
 """Recomputation: kernels run again, to make what was dropped once more, with the same bits.
 
-When a kernel has run whose result the schedule drops later, it is noted how to run it again: a recipe. A
-recipe holds while nobody writes to what it reads and makes; each write is announced, by the clock or by the
+When a kernel has run whose result the schedule drops later, a recipe is kept: how to run it again. A recipe
+holds while nobody writes to what it reads and makes; each write is announced, by the clock or by the
 device, and what was dropped is made again before it. A recipe keeps the storages it reads alive only once
 something was dropped for its sake.
-
-On a CPU an access that nobody announced, such as NumPy's, waits in the device until a thread of this module
-has made what is missing: the thread that waits may hold the interpreter, and gives it up meanwhile.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import logging
 import operator
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,13 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock import _native
 from penstock.capture.operators import Operator, tensors_in
 from penstock.errors import PenstockError
+from penstock.runtime.answers import start_answering, stop_answering
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
 
 logger = logging.getLogger("penstock")
 
-# What is noted runs below autocast: its arguments were cast already.
+# What runs again runs below autocast: its arguments were cast already.
 _BELOW_AUTOCAST = functools.reduce(
     operator.or_,
     (
@@ -46,7 +42,7 @@ _BELOW_AUTOCAST = functools.reduce(
 )
 
 
-class _Described(NamedTuple):
+class _TensorArgument(NamedTuple):
     """A tensor among the arguments, by its storage."""
 
     managed: ManagedStorage
@@ -62,31 +58,23 @@ class _Described(NamedTuple):
         return made.set_(storage, self.offset, self.size, self.stride)
 
 
-class _Switches(NamedTuple):
-    """What a user can switch that changes the bits of a kernel, for this thread or the process."""
+# What a user can switch that changes the bits of a kernel, for this thread or the process: read, and written.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
 
-    grad: bool
-    threads: int
-    onednn: bool
-    deterministic: bool
-    matmul_precision: str
 
-    @classmethod
-    def now(cls) -> _Switches:
-        return cls(
-            torch.is_grad_enabled(),
-            torch.get_num_threads(),
-            torch._C._get_mkldnn_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-        )
+def _switches() -> tuple[Any, ...]:
+    return tuple(read() for read, _ in _SWITCHES)
 
-    def set(self) -> None:
-        torch.set_grad_enabled(self.grad)
-        torch.set_num_threads(self.threads)
-        torch._C._set_mkldnn_enabled(self.onednn)
-        torch.use_deterministic_algorithms(self.deterministic)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+
+def _switch(values: tuple[Any, ...]) -> None:
+    for (_, write), value in zip(_SWITCHES, values, strict=True):
+        write(value)
 
 
 @dataclass(eq=False)
@@ -104,7 +92,7 @@ class _Recipe:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     generator: tuple[torch.Generator, torch.Tensor] | None
-    switches: _Switches
+    switches: tuple[Any, ...]
     reads: list[ManagedStorage]
     makes: dict[ManagedStorage, int]
     need_bytes: int
@@ -117,7 +105,7 @@ class _Recipe:
 
 
 class Recomputation:
-    """Notes kernels, drops what they made, and runs them again.
+    """Keeps recipes of kernels, drops what they made, and runs them again.
 
     recomputed_bytes, recompute_s   since `begin_step`; seconds without waits
     kept                            tensors that should have been dropped, and could not be recomputed; since
@@ -140,7 +128,7 @@ class Recomputation:
         self.recompute_s = 0.0
         self.kept = 0
 
-    # -- noting --------------------------------------------------------------------------------
+    # -- recipes -------------------------------------------------------------------------------
 
     @staticmethod
     def state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -153,7 +141,7 @@ class Recomputation:
             generator = _default_generator((kwargs or {}).get("device") or device)
         return generator, generator.get_state()
 
-    def note(
+    def keep_recipe(
         self,
         operator: Callable[..., Any],
         args: tuple[Any, ...],
@@ -177,7 +165,7 @@ class Recomputation:
                     raise _NotRepeatable
                 managed = find(value.untyped_storage())
                 reads[managed] = None
-                return _Described(
+                return _TensorArgument(
                     managed,
                     tuple(value.shape),
                     value.stride(),
@@ -204,11 +192,11 @@ class Recomputation:
             return
         need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
         recipe = _Recipe(
-            operator, kept_args, kept_kwargs, before, _Switches.now(), list(reads), makes, need_bytes
+            operator, kept_args, kept_kwargs, before, _switches(), list(reads), makes, need_bytes
         )
         for managed in makes:
             if managed in self._recipes:
-                self._forget(self._recipes[managed])
+                self._remove(self._recipes[managed])
             self._recipes[managed] = recipe
             self._watch(managed, +1)
         for managed in reads:
@@ -222,8 +210,8 @@ class Recomputation:
         if storage is not None and managed.movable:
             self._device.watch_writes(managed, storage, change)
 
-    def _forget(self, recipe: _Recipe) -> None:
-        """Nothing of it is dropped."""
+    def _remove(self, recipe: _Recipe) -> None:
+        """The recipe, of which nothing is dropped, is of no use any more."""
         for managed in recipe.makes:
             if self._recipes.pop(managed, None) is not None:
                 self._watch(managed, -1)
@@ -314,7 +302,7 @@ class Recomputation:
             engine.make_room(managed.size_bytes)
         while not self._device.fill(managed, target, result):
             engine.make_some_room(managed.size_bytes)
-        self._is_back(managed, recipe)
+        self._mark_resident(managed, recipe)
 
     def _free_for(self, recipe: _Recipe, error: Exception) -> None:
         """Where the kernel lacked memory, let more leave: it wrote nothing, and can run again. Else raise."""
@@ -322,7 +310,7 @@ class Recomputation:
             self._device.kernel_failed(error, recipe.need_bytes)
             raise error
 
-    def _is_back(self, managed: ManagedStorage, recipe: _Recipe) -> None:
+    def _mark_resident(self, managed: ManagedStorage, recipe: _Recipe) -> None:
         managed.state = RESIDENT
         managed.clean = False
         self.recomputed_bytes += managed.size_bytes
@@ -330,7 +318,7 @@ class Recomputation:
             recipe.held.clear()
 
     def will_write(self, managed: ManagedStorage) -> None:
-        """The storage is about to be written: make what depends on it first, and forget how."""
+        """The storage is about to be written: make what depends on it first. Then nobody can any more."""
         for recipe in list(self._readers.get(managed, ())):
             self._finish(recipe)
         if (own := self._recipes.get(managed)) is not None:
@@ -340,12 +328,12 @@ class Recomputation:
         for made in recipe.makes:
             if made.state == DROPPED and made.storage() is not None:
                 self.recompute(made)
-        self._forget(recipe)
+        self._remove(recipe)
 
     def recompute_all(self) -> None:
         """Make everything that was dropped again. Raises what `recompute` raises."""
         with _disable_current_modes(), self._engine.lock:
-            for recipe in self._each():
+            for recipe in dict.fromkeys(self._recipes.values()):
                 self._finish(recipe)
 
     def close(self) -> None:
@@ -354,24 +342,21 @@ class Recomputation:
 
     def end_step(self) -> None:
         """Forget recipes of which nothing is dropped."""
-        for recipe in self._each():
+        for recipe in dict.fromkeys(self._recipes.values()):
             if not recipe.is_needed:
-                self._forget(recipe)
-
-    def _each(self) -> list[_Recipe]:
-        return list(dict.fromkeys(self._recipes.values()))
+                self._remove(recipe)
 
     def bury(self, managed: ManagedStorage) -> None:
         """The storage has died."""
         for recipe in list(self._readers.get(managed, ())):
-            self._forget(recipe)  # it kept nothing alive, and so nothing was dropped
+            self._remove(recipe)  # it kept nothing alive, and so nothing was dropped
         own = self._recipes.get(managed)
         if own is None:
             return
         if not own.is_needed:
             own.held.clear()
         if all(made.storage() is None for made in own.makes):
-            self._forget(own)
+            self._remove(own)
 
     # -- accesses that nobody announced --------------------------------------------------------
 
@@ -380,7 +365,7 @@ class Recomputation:
         storage of ours, or it cannot be made."""
         try:
             with self._engine.lock:
-                managed = self._at(address)
+                managed = self.at(address)
                 if managed is not None and managed.state == DROPPED:
                     self.recompute(managed)
                 if managed is not None and is_write:
@@ -395,7 +380,7 @@ class Recomputation:
         of the engine. It waits, and so nobody else is at work. Nothing is moved: what it left half done is
         not touched, and what is away comes by itself."""
         try:
-            managed = self._at(address)
+            managed = self.at(address)
             if managed is not None:
                 self._make_for_holder(managed)
             if managed is None or (is_write and managed.recipes):
@@ -416,9 +401,10 @@ class Recomputation:
         for read in recipe.reads:
             self._make_for_holder(read)
         if self._device.fill(managed, storage, _made_again(recipe, managed)):
-            self._is_back(managed, recipe)
+            self._mark_resident(managed, recipe)
 
-    def _at(self, address: int) -> ManagedStorage | None:
+    def at(self, address: int) -> ManagedStorage | None:
+        """The storage whose bytes lie there."""
         block, storages = _native.arena_block(address), self._device.storages
         return storages.at(block[0]) if block is not None and storages is not None else None
 
@@ -440,18 +426,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _made_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
-    result = _storage_at(tensors_in(_run(recipe)), recipe.makes[managed])
+    tensor = next(itertools.islice(tensors_in(_run(recipe)), recipe.makes[managed], None), None)
+    result = None if tensor is None else tensor.untyped_storage()
     if result is None or result.nbytes() != managed.size_bytes:
         raise PenstockError(
             f"{recipe.operator} gives other results when it runs again: train with "
             "PlanOptions(recompute=False)"
         )
     return result
-
-
-def _storage_at(tensors: Iterator[torch.Tensor], position: int) -> torch.UntypedStorage | None:
-    tensor = next(itertools.islice(tensors, position, None), None)
-    return None if tensor is None else tensor.untyped_storage()
 
 
 def _default_generator(device: Any) -> torch.Generator:
@@ -468,7 +450,7 @@ def _run(recipe: _Recipe) -> Any:
     """The kernel once more. Modes that the program entered before the run see it, as they saw it first."""
 
     def restored(value: Any) -> Any:
-        if isinstance(value, _Described):
+        if isinstance(value, _TensorArgument):
             return value.tensor()
         if isinstance(value, tuple | list):
             return type(value)(map(restored, value))
@@ -483,12 +465,12 @@ def _run(recipe: _Recipe) -> Any:
 @contextlib.contextmanager
 def _as_then(recipe: _Recipe) -> Iterator[None]:
     """Random numbers, and switches, as they were when the kernel ran first."""
-    switches = _Switches.now()
+    switches = _switches()
     generator, state = recipe.generator or (None, None)
     now = generator.get_state() if generator is not None else None
     try:
         if switches != recipe.switches:
-            recipe.switches.set()
+            _switch(recipe.switches)
         if generator is not None:
             generator.set_state(state)
         yield
@@ -496,68 +478,4 @@ def _as_then(recipe: _Recipe) -> Iterator[None]:
         if generator is not None:
             generator.set_state(now)
         if switches != recipe.switches:
-            switches.set()
-
-
-# -- the thread that answers -------------------------------------------------------------------
-
-_answering: list[Recomputation] = []
-_thread: threading.Thread | None = None
-_guard = threading.Lock()
-
-ANSWER_S = 1.0  # the thread looks so often whether it is still needed
-
-
-def start_answering(recomputation: Recomputation) -> None:
-    """From now on accesses that nobody announced are answered, on a CPU."""
-    global _thread
-    if recomputation in _answering:
-        return
-    with _guard:
-        _answering.append(recomputation)
-        if _thread is None:
-            _native.arena_compute_dropped(True)
-            _thread = threading.Thread(target=_answer, name="penstock-recompute", daemon=True)
-            _thread.start()
-
-
-def stop_answering(recomputation: Recomputation) -> None:
-    """Nothing of it is dropped any more."""
-    global _thread
-    with _guard:
-        if recomputation in _answering:
-            _answering.remove(recomputation)
-        ended = _thread if not _answering else None
-        if ended is not None:
-            _thread = None
-            _native.arena_compute_dropped(False)
-    if ended is not None:
-        ended.join(2 * ANSWER_S)
-
-
-@atexit.register  # a thread that waits in native code cannot be ended by the interpreter
-def _stop_answering_all() -> None:
-    for recomputation in list(_answering):
-        stop_answering(recomputation)
-
-
-def _answer() -> None:
-    while _thread is threading.current_thread():
-        question = _native.arena_wait_for_question(ANSWER_S)
-        if question is None:
-            continue
-        number, address, is_write, asker = question
-        owner = next((known for known in list(_answering) if known._at(address) is not None), None)
-        if owner is not None and owner.is_held_by(asker):
-            _native.arena_answer(number, owner.answer_holder(address, is_write))
-        else:  # on a thread of its own: who has the lock that it waits for may ask too
-            thread = threading.Thread(target=_answer_one, args=(owner, *question[:3]), daemon=True)
-            thread.start()
-
-
-def _answer_one(owner: Recomputation | None, number: int, address: int, is_write: bool) -> None:
-    done = False
-    try:
-        done = owner is not None and owner.answer(address, is_write)
-    finally:
-        _native.arena_answer(number, done)
+            _switch(switches)

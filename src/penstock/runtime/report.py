@@ -61,15 +61,15 @@ class Report:
     device_budget_bytes: int
     minimum_bytes: int
     peak_bytes: int
-    predicted_peak_bytes: int
+    predicted_peak_bytes: int = 0
     peak_resident_bytes: int
     step_s: float
-    predicted_step_s: float
+    predicted_step_s: float = 0.0
     stall_s: float
-    predicted_stall_s: float
+    predicted_stall_s: float = 0.0
     ideal_s: float
     evicted_bytes: int
-    predicted_evicted_bytes: int
+    predicted_evicted_bytes: int = 0
     loaded_bytes: int
     disk_bytes: int
     steps: int

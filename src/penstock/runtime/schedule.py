@@ -56,8 +56,8 @@ class Prefetch(NamedTuple):
     keeps_copy: bool = True
 
 
-class Note(NamedTuple):
-    """Note how to run the kernel again: what it makes is dropped later."""
+class KeepRecipe(NamedTuple):
+    """Keep what it takes to run the kernel again: what it makes is dropped later."""
 
 
 class Drop(NamedTuple):
@@ -72,7 +72,7 @@ class Recompute(NamedTuple):
     tensor: int
 
 
-Action = Evict | Release | Prefetch | Note | Drop | Recompute
+Action = Evict | Release | Prefetch | KeepRecipe | Drop | Recompute
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
         before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
     for producer in sorted({int(trace.tensor_recompute[entry.tensor]) for entry in plan.recomputations}):
-        before[producer].append(Note())
+        before[producer].append(KeepRecipe())
     for entry in plan.recomputations:
         before[entry.begin % count].append(Drop(entry.tensor))
     for entry in plan.recomputations:

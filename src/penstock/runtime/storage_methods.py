@@ -1,17 +1,29 @@
-"""Methods of torch.UntypedStorage in a run on an accelerator, where what is away has a storage of 0 bytes.
+"""Methods of torch.UntypedStorage, in a run: they are no operators.
 
-torch.save, pickle and copy.deepcopy copy storages by these methods, and by no operator that the clock would
-see. In a run they say how large a storage is when it is there, and find its bytes.
+Some give a storage other memory. On an accelerator what is away has a storage of 0 bytes, and torch.save,
+pickle and copy.deepcopy copy storages by such methods: in a run they say how large a storage is when it is
+there, and find its bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+from penstock.capture.operators import storages_in
+from penstock.errors import BudgetTooSmall
+from penstock.runtime.replacements import replace
+from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
+
+if TYPE_CHECKING:
+    from penstock.runtime.copy_engine import CopyEngine
+    from penstock.runtime.devices import Device
+    from penstock.runtime.interrupts import Interrupts
+    from penstock.runtime.recompute import Recomputation
 
 Storage: TypeAlias = torch.UntypedStorage
 
@@ -31,24 +43,175 @@ _ACCESSES = {
 _NO_ADDRESS = 1 << 63  # no device has memory there
 
 
-class Clock(Protocol):
+class StorageAccess:
+    """Accesses to storages that are no operators: the clock sees none of them. On any thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        engine: CopyEngine,
+        storages: Storages,
+        recomputation: Recomputation,
+        interrupts: Interrupts,
+        end_kernel: Callable[[], None],
+    ) -> None:
+        self._device, self._engine, self._storages = device, engine, storages
+        self._recomputation, self._interrupts, self._end_kernel = recomputation, interrupts, end_kernel
+
+    @contextlib.contextmanager
     def present(
         self, storages: Iterable[Storage], written: Sequence[Storage] = (), stays: bool = False
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """The bytes of these are on the device meanwhile.
 
         written   of them, what is written to
         stays     they do not leave any more
         """
-        ...
+        used: list[ManagedStorage] = []
+        with self._interrupts:
+            with self._engine.lock:
+                within = self._engine.memory.reserved_bytes  # of a kernel that does this
+                self._device.begin_kernel()
+                self._storages.bury()
+                used += dict.fromkeys(filter(None, map(self._movable, storages)))
+                for managed in used:
+                    managed.pins += 1
+                try:
+                    self._bring(used, written)
+                except BaseException:
+                    self._unpin(used)
+                    self._end_kernel()
+                    raise
+            try:
+                self._device.synchronize()  # kernels wait for what comes, and this may be none
+                yield
+            finally:
+                with self._engine.lock:
+                    for managed in used:
+                        managed.pins += stays
+                    self._unpin(used)
+                    if not within:
+                        self._end_kernel()
+
+    def _movable(self, storage: Storage) -> ManagedStorage | None:
+        managed = self._storages.find(storage)
+        return managed if managed is not None and managed.movable else None
+
+    def _bring(self, used: list[ManagedStorage], written: Sequence[Storage]) -> None:
+        if any(managed.state > LEAVING for managed in used):
+            self._engine.demand(used)
+        for managed in filter(None, map(self._movable, written)):
+            self._recomputation.will_write(managed)
+            self._engine.will_write(managed)
+
+    def _unpin(self, used: Iterable[ManagedStorage]) -> None:
+        for managed in used:
+            managed.pins -= 1
+            self._storages.move_to_end(managed)
 
     def away_bytes(self, storage: Storage) -> int:
         """That the storage has when it is on the device; 0: there it is."""
-        ...
+        with self._engine.lock:
+            self._storages.bury()
+            managed = self._storages.find(storage)
+            return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
+
+    def replace_methods(self, undo: contextlib.ExitStack, resized: Callable[[ManagedStorage], None]) -> None:
+        """Take the places of torch's own methods until ``undo`` is closed.
+
+        resized   is told of each storage that got other memory
+        """
+        methods = {"resize_": self._resizing(resized)}
+        if self._device.memory.in_arena:
+            for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
+                methods[name] = self._sharing(getattr(Storage, name))
+        elif self._device.empties_storages:
+            methods |= _methods_of_empty_storages(self)
+            replace(undo, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
+        for name, method in methods.items():
+            replace(undo, Storage, name, method)
+
+    def _printing(self, text: Callable[..., str]) -> Callable[..., str]:
+        """In the place of what makes the text of a tensor, and turns all modes off for it."""
+
+        def text_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            with self.present(storages_in(tensor)):
+                return text(tensor, *args, **kwargs)
+
+        return text_of
+
+    def _resizing(self, resized: Callable[[ManagedStorage], None]) -> Callable[[Storage, int], Storage]:
+        """In the place of UntypedStorage.resize_: FSDP2 frees gathered parameters with it, and allocates them
+        again. To the run it is another storage then."""
+
+        def resize_(storage: Storage, size: int) -> Storage:
+            if not self._device.has(storage):
+                return resize(storage, size)
+            # What is away on an accelerator is empty, and neither freed nor allocated by the program.
+            needed = size > 0 or self._device.empties_storages
+            with self._interrupts, self._engine.lock:
+                self._storages.bury()
+                managed = self._storages.find(storage)
+                if managed is not None:
+                    managed.pins += 1
+            try:
+                with self._interrupts, self._engine.lock:
+                    if managed is not None:
+                        self._recomputation.will_write(managed)
+                        self._engine.settle(managed, needed)
+                    self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
+                while not self._device.resize(storage, size):
+                    with self._interrupts, self._engine.lock:
+                        self._engine.make_some_room(size)
+            finally:
+                if managed is not None:
+                    managed.pins -= 1
+            with self._interrupts, self._engine.lock:
+                if managed is not None:
+                    self._storages.renew(storage)
+                resized(self._storages.meet(storage, made=True))
+                self._end_kernel()
+            return storage
+
+        return resize_
+
+    def _sharing(self, share: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of what gives a storage memory that other processes have too, and frees what it had,
+        as queues of multiprocessing do. To the run it is another storage then."""
+
+        def shared(storage: Storage, *args: Any, **kwargs: Any) -> Any:
+            with self._interrupts, self._engine.lock:
+                self._storages.bury()
+                managed = self._movable(storage)
+                if managed is not None:
+                    managed.pins += 1
+            if managed is None:
+                return share(storage, *args, **kwargs)
+            try:
+                with self._interrupts, self._engine.lock:
+                    try:
+                        self._recomputation.will_write(managed)
+                        self._engine.settle(managed, needed=True)
+                    except BudgetTooSmall:  # the arena brings it in while it is copied
+                        self._engine.settle(managed, needed=False)
+                    self._engine.make_room(managed.size_bytes, expected=True)
+                return share(storage, *args, **kwargs)
+            finally:
+                with self._interrupts, self._engine.lock:
+                    managed.pins -= 1
+                    if managed.address and storage.data_ptr() != managed.address:
+                        self._recomputation.will_write(managed)
+                        self._engine.settle(managed, needed=False)  # another thread may have demanded it
+                        self._storages.renew(storage)
+                        self._storages.bury()
+                        with contextlib.suppress(BudgetTooSmall):  # what is shared is there
+                            self._storages.meet(storage)
+
+        return shared
 
 
-def methods(clock: Clock) -> dict[str, Callable[..., Any]]:
-    """By name, what takes the places of torch's."""
+def _methods_of_empty_storages(access: StorageAccess) -> dict[str, Callable[..., Any]]:
+    """By name, what takes the places of torch's on an accelerator."""
     replaced: dict[str, Callable[..., Any]] = {}
 
     def replaces(*names: str) -> Callable[[Callable[..., Any]], None]:
@@ -59,19 +222,19 @@ def methods(clock: Clock) -> dict[str, Callable[..., Any]]:
 
     @replaces("nbytes", "size", "__len__")
     def size(storage: Storage) -> int:
-        return held_bytes(storage) or clock.away_bytes(storage)
+        return held_bytes(storage) or access.away_bytes(storage)
 
     @replaces("data_ptr")
     def data_ptr(storage: Storage) -> int:
         """Storages are told apart by it: torch.save and safetensors do. What is away has no address."""
-        if not held_bytes(storage) and clock.away_bytes(storage):
+        if not held_bytes(storage) and access.away_bytes(storage):
             return _NO_ADDRESS | storage._cdata
         return torch._C.StorageBase.data_ptr(storage)
 
     @replaces("clone")
     def clone(storage: Storage) -> Storage:
         """By an operator, for which there is room."""
-        with clock.present([storage]):
+        with access.present([storage]):
             view = torch.empty(0, dtype=torch.uint8, device=storage.device)
             return view.set_(storage, 0, (held_bytes(storage),), (1,)).clone().untyped_storage()  # type: ignore[call-overload, no-any-return]
 
@@ -86,19 +249,19 @@ def methods(clock: Clock) -> dict[str, Callable[..., Any]]:
     @replaces("_share_cuda_")
     def share(storage: Storage, *args: Any, **kwargs: Any) -> Any:
         """Other processes have its memory from now on."""
-        with clock.present([storage], stays=True):
+        with access.present([storage], stays=True):
             return torch._C.StorageBase._share_cuda_(storage, *args, **kwargs)
 
     for name, writes in _ACCESSES.items():
-        replaced[name] = _accessing(clock, getattr(Storage, name), writes)
+        replaced[name] = _accessing(access, getattr(Storage, name), writes)
     return replaced
 
 
-def _accessing(clock: Clock, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+def _accessing(access: StorageAccess, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def accessing(storage: Storage, *args: Any, **kwargs: Any) -> Any:
         others = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.UntypedStorage))
-        with clock.present([storage, *others], written=[storage] if writes else ()):
+        with access.present([storage, *others], written=[storage] if writes else ()):
             return method(storage, *args, **kwargs)
 
     return accessing

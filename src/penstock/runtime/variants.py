@@ -9,28 +9,26 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.capture.operators import describe, tensors_in
+from penstock.core.trace import Variant
 from penstock.errors import PenstockError
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import Device
+from penstock.runtime.interrupts import Interrupts
 
 AS_TRACED = ""
 TIMES = 2  # each is run so often, and the best time counts
 NOISE = 0.05  # of a time: what is no difference
 
 Arguments = Mapping[str, Any]
-
-
-class Cost(NamedTuple):
-    """Measured, with what the kernel reads in the caches."""
-
-    time_s: float
-    workspace_bytes: int
 
 
 # -- how each runs ---------------------------------------------------------------------------------
@@ -178,70 +176,104 @@ def named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
     return given | (kwargs or {})
 
 
-def run(name: str, operator: Any, given: Arguments) -> Any:
+def run_as(name: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel as the alternative of this name."""
-    return RUNNERS[name](operator, given)
+    return RUNNERS[name](operator, named(operator, args, kwargs))
 
 
 # -- what each costs -------------------------------------------------------------------------------
 
 
-class Costs:
-    """Costs of kernels and their alternatives, each shape of each operator measured once.
+class Variants:
+    """What the kernels of a run run as, and could run as: each shape of each operator is measured once.
 
-    make_room      so many bytes are wanted beside what is there
-    measured       calls what it is given, and gives its result and the bytes that lived during it only
+    ran      what the kernel ran as that was recorded last
+    counts   kernels of this step that ran as another algorithm, by its name
     """
 
-    def __init__(
-        self,
-        make_room: Callable[[int], None],
-        measured: Callable[[Callable[[], Any]], tuple[Any, int]],
+    def __init__(self, device: Device, engine: CopyEngine, interrupts: Interrupts, allowed: bool) -> None:
+        self._device, self._engine, self._interrupts, self._allowed = device, engine, interrupts, allowed
+        self._known: dict[Any, dict[str, Variant]] = {}
+        self._costs: dict[str, Variant] = {}  # of the kernel that was recorded last
+        self.ran = AS_TRACED
+        self.counts: Counter[str] = Counter()
+
+    def run(self, name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """The kernel as the plan chose; as it is where the program gave it other arguments since."""
+        given = named(operator, args, kwargs)
+        if name not in alternatives(operator, given):
+            self.ran = AS_TRACED
+            return operator(*args, **(kwargs or {}))
+        result = RUNNERS[name](operator, given)
+        self.ran = name
+        self.counts[name] += 1
+        return result
+
+    def run_otherwise(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, error: BaseException
+    ) -> Any:
+        """The kernel, which failed, as another algorithm, which may need less memory; None: none can run."""
+        if self._allowed and isinstance(error, RuntimeError) and has_alternatives(operator):
+            for name in alternatives(operator, named(operator, args, kwargs)):
+                with contextlib.suppress(RuntimeError):  # as torch's errors are, of every kind
+                    return self.run(name, operator, args, kwargs)
+        return None
+
+    def measure(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
-        self._make_room = make_room
-        self._measured = measured
-        self._known: dict[Any, dict[str, Cost]] = {}
-
-    def of(self, operator: Any, given: Arguments, result: Any) -> dict[str, Cost]:
-        """By name, AS_TRACED among them; empty where the kernel can run in one way only.
-
-        result   of the kernel, which others must have the layout of
-        """
+        """Measure what the kernel that gave this result could have run as instead. Nothing made is kept."""
+        self._costs = {}
+        if not self._allowed or not has_alternatives(operator):
+            return
+        self._device.synchronize()  # nothing runs beside what is measured
+        given = named(operator, args, kwargs)
         if not (names := alternatives(operator, given)):
-            return {}
+            return
         key = (operator, *names, *map(_signature, given.values()))
         if key not in self._known:
-            runs = {name: partial(run, name, operator, given) for name in names}
+            runs = {name: partial(RUNNERS[name], operator, given) for name in names}
             runs[AS_TRACED] = partial(operator, **given)
-            found = {name: cost for name, call in runs.items() if (cost := self._cost(call, result))}
+            found = {name: cost for name, call in runs.items() if (cost := self._cost(name, call, result))}
             self._known[key] = found if AS_TRACED in found and len(found) > 1 else {}
-        return self._known[key]
+        self._costs = self._known[key]
 
-    def _cost(self, call: Callable[[], Any], result: Any) -> Cost | None:
-        """None where it cannot run here, or gives another layout."""
+    def _cost(self, name: str, call: Callable[[], Any], result: Any) -> Variant | None:
+        """With what the kernel reads in the caches. None where it cannot run here, or gives another layout
+        than the result."""
         layout = _signature(result)
         times_s: list[float] = []
-        workspace_bytes = 0
         try:
             for _ in range(TIMES):
-                self._make_room(sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(result)))
+                with self._interrupts, self._engine.lock:
+                    needed_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(result))
+                    self._engine.make_room(needed_bytes, expected=True)
                 begun_s = time.perf_counter()
-                made, workspace_bytes = self._measured(call)
+                self._device.begin_measuring()
+                made = call()
+                self._device.end_measuring()
+                self._device.synchronize()
+                workspace_bytes = self._device.workspace_bytes()
                 times_s.append(time.perf_counter() - begun_s)
                 if _signature(made) != layout:
                     return None
                 del made
         except (RuntimeError, MemoryError, PenstockError):  # it does not fit, or does not support this
             return None
-        return Cost(min(times_s), workspace_bytes)
+        return Variant(name, min(times_s), workspace_bytes)
 
-
-def as_traced(costs: Mapping[str, Cost], chosen: str, time_s: float) -> dict[str, float]:
-    """Seconds by name, for a kernel that took ``time_s`` as ``chosen``: what differs by noise does not."""
-    base_s = costs[AS_TRACED].time_s
-    ratios = {name: cost.time_s / base_s for name, cost in costs.items()}
-    ratios = {name: 1.0 if abs(ratio - 1) <= NOISE else ratio for name, ratio in ratios.items()}
-    return {name: time_s * ratio / ratios[chosen] for name, ratio in ratios.items()}
+    def of_kernel(self, time_s: float, workspace_bytes: int) -> dict[str, Variant]:
+        """All that the kernel recorded last can run as, by name. As what it ran it took so much; times that
+        differ by noise do not differ."""
+        costs = self._costs
+        if self.ran not in costs:
+            return {AS_TRACED: Variant(AS_TRACED, time_s, workspace_bytes)}
+        ratios = {name: cost.time_s / costs[AS_TRACED].time_s for name, cost in costs.items()}
+        ratios = {name: 1.0 if abs(ratio - 1) <= NOISE else ratio for name, ratio in ratios.items()}
+        return {
+            name: cost._replace(time_s=time_s * ratios[name] / ratios[self.ran])
+            for name, cost in costs.items()
+        }
 
 
 def _signature(value: Any) -> Any:

@@ -1,17 +1,22 @@
-"""Graphs of kernels, which are recorded with their tensors' addresses and replayed: refused in a run on an
-accelerator, where an address lasts until its tensor leaves."""
+"""What a run puts in the places of torch's and Triton's own functions while it is open.
+
+On an accelerator graphs of kernels are refused: they are recorded with their tensors' addresses and replayed,
+and an address lasts until its tensor leaves. Kernels of Triton that the program launches itself are seen, as
+torch sees none of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch._inductor.config as inductor
 
+from penstock.capture.operators import tensors_in
 from penstock.errors import InvalidArgument
-from penstock.runtime.replacing import replace
 
 # What records or replays: an object of torch's, and its names.
 _ENTRIES = (
@@ -23,6 +28,15 @@ _ENTRIES = (
     ("xpu.XPUGraph", ("capture_begin", "replay")),
     ("xpu.graph", ("__enter__",)),
 )
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until ``undo`` is closed ``owner`` has this by that name; then what it had, or inherited, again."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def _refuse(name: str, instead: str) -> NoReturn:
@@ -49,8 +63,8 @@ class _NoGraphs:
 
 
 @contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """Recording and replaying raise InvalidArgument meanwhile."""
+def graphs_refused() -> Iterator[None]:
+    """Meanwhile recording and replaying raise InvalidArgument."""
     with contextlib.ExitStack() as undo:
         for path, names in _ENTRIES:
             module, _, kind = path.partition(".")
@@ -72,3 +86,26 @@ def _refusing(path: str, name: str) -> Callable[..., NoReturn]:
         _refuse(path if name == "__enter__" else f"{path}.{name}", "Run the kernels without one.")
 
     return refusing
+
+
+@contextlib.contextmanager
+def triton_kernels_seen(present: Callable[..., contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Meanwhile the tensors that such a kernel is given are on the device when it is launched, and count as
+    written: nobody knows which are."""
+    try:
+        kind = importlib.import_module("triton.runtime.jit").JITFunction
+    except ImportError:
+        yield
+        return
+    run = kind.run
+
+    @functools.wraps(run)
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [getattr(value, "base", value) for value in (*args, *kwargs.values())]  # of a descriptor
+        storages = [tensor.untyped_storage() for tensor in tensors_in(given)]
+        with present(storages, written=storages):
+            return run(kernel, *args, **kwargs)
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, kind, "run", launched)
+        yield

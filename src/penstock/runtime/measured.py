@@ -1,17 +1,80 @@
-"""What was measured of a step, in the terms of the simulator."""
+"""What was measured of steps, in the terms of the simulator."""
 
 from __future__ import annotations
 
 import bisect
+import statistics
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from penstock.core.columns import KINDS
 from penstock.core.hardware import LINKS
 from penstock.core.timeline import Sample, Span, Stall, Timeline, busy_s
 from penstock.core.trace import Trace
 from penstock.runtime.copy_engine import Wait
-from penstock.runtime.devices import Moved
-from penstock.runtime.dispatch import Recording
+from penstock.runtime.devices import Device, Moved
+from penstock.runtime.recording import Recording
+
+# Medians are over so many steps, the latest ones.
+LAST_STEPS = 1000
+
+
+class MeasuredStep(NamedTuple):
+    """What one step did, but for the time that it took.
+
+    moved                          copied, compressed and expanded
+    stall_s                        kernels waited
+    clock_s                        spent by the clock, on so many ``operators``
+    recomputed_bytes, recompute_s  made by running kernels again
+    unrecomputed                   tensors that moved instead
+    swapped_out_bytes, swapped_in_bytes   moved by the arena itself, unplanned
+    """
+
+    moved: Sequence[Moved]
+    stall_s: float
+    clock_s: float
+    operators: int
+    recomputed_bytes: int
+    recompute_s: float
+    unrecomputed: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+
+
+class MeasuredSteps:
+    """What the steps of one kind took: the latest ones, and the last of them.
+
+    planned_s   of those that followed a plan, and were not recorded
+    stalls_s    of those that followed a plan
+    clock_s     of those that were not recorded
+    """
+
+    last: MeasuredStep
+
+    def __init__(self) -> None:
+        self.planned_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self.stalls_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self.clock_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self.last_step_s = 0.0
+
+    def figures(self, device: Device) -> dict[str, Any]:
+        """For a report, by name."""
+        last, moved = self.last, self.last.moved
+        return {
+            "step_s": statistics.median(self.planned_s or [self.last_step_s]),
+            "stall_s": statistics.median(self.stalls_s or [0.0]),
+            "clock_s": statistics.median(self.clock_s or [last.clock_s]),
+            "operators": last.operators,
+            "evicted_bytes": moved_bytes(moved, device.evict_link) + last.swapped_out_bytes,
+            "loaded_bytes": moved_bytes(moved, device.prefetch_link) + last.swapped_in_bytes,
+            "disk_written_bytes": moved_bytes(moved, "disk_write") + last.swapped_out_bytes,
+            "recomputed_bytes": last.recomputed_bytes,
+            "recompute_s": last.recompute_s,
+            "unrecomputed": last.unrecomputed,
+            "moved_bytes_by_kind": moved_bytes_by_kind(moved, device.evict_link),
+            "rates_bytes_per_s": rates(moved),
+        }
 
 
 def rates(moved: Sequence[Moved]) -> dict[str, float]:
@@ -41,7 +104,7 @@ def moved_bytes_by_kind(moved: Sequence[Moved], link: str) -> dict[str, int]:
     return totals
 
 
-def timeline(
+def measured_timeline(
     trace: Trace,
     recording: Recording,
     moved: Sequence[Moved],

@@ -1,0 +1,471 @@
+"""The clock of kernels: sees every operator that runs, and keeps the storages that it touches on the device.
+
+Before a kernel: the actions that are due, the residency of every storage that it touches, room for what it
+makes. After it: what it wrote is dirty, what it made is managed. Autograd's saved tensors are storages like
+any other, and autograd's own checks stay on.
+
+What is done for every operator is C++: csrc/runtime/dispatch.cpp. It asks this class where something has to
+move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock import _native
+from penstock.capture.operators import describe, storages_in
+from penstock.capture.phases import ACTIVATION, GRADIENT, OPTIMIZER_STATE, WEIGHT, Phases
+from penstock.capture.regions import region_inputs
+from penstock.capture.slices import join, slices
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.runtime.devices import Device
+from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.output_bytes import Needs
+from penstock.runtime.recompute import Recomputation
+from penstock.runtime.recording import Recorder, Recording
+from penstock.runtime.replacements import graphs_refused, triton_kernels_seen
+from penstock.runtime.schedule import (
+    LARGEST_SMALL_BYTES,
+    Drop,
+    Evict,
+    KeepRecipe,
+    Prefetch,
+    Recompute,
+    Schedule,
+)
+from penstock.runtime.storage_methods import StorageAccess
+from penstock.runtime.storages import DROPPED, LEAVING, NEVER, ManagedStorage, Storages
+from penstock.runtime.variants import AS_TRACED, Variants, run_as
+
+
+class Clock(TorchDispatchMode):
+    """Carries out a schedule while kernels run, and enforces the budget where none is followed."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's own way to keep torch.compile out takes 2 us an operator
+
+    def __init__(
+        self,
+        device: Device,
+        engine: CopyEngine,
+        smallest_bytes: int,
+        interrupts: Interrupts | None = None,
+        variants: bool = False,
+    ) -> None:
+        super().__init__()
+        self._interrupts = interrupts or Interrupts()
+        engine.check_interrupt = self._interrupts.check
+        self._device = device
+        self._engine = engine
+        self._lock = engine.lock
+        self.storages = Storages(device.adopt, self._died, smallest_bytes, device.first_serial)
+        self.storages.tells_all = False
+        if not device.memory.in_arena:
+            self.storages.adopt_results(device.device, device.memory)
+        device.storages = self.storages
+        engine.victims = self._victims
+        engine.wait_for_others = self._wait_for_a_collective
+        engine.remark = self._remark
+        self.recomputation = Recomputation(device, engine)
+        self._kernels = _native.KernelClock(
+            storages=self.storages,
+            memory=device.memory,
+            lock=engine.lock,
+            prefetches=engine.prefetches,
+            unpinned=engine.unpinned_later,
+            tensor=torch.Tensor,
+            parameter=torch.nn.Parameter,
+            buffer=torch.nn.Buffer,
+            storage=torch.UntypedStorage,
+            overload=torch._ops.OpOverload,
+            untyped_storage=torch.Tensor.untyped_storage,
+            set_compiler=set_eval_frame,
+            current_stream=device.current_stream,
+        )
+        self._kernels.activation = ACTIVATION
+        self._kernels.views_need_bytes = device.empties_storages
+        self._kernels.asks_needs = device.infers_needs
+        self._collectives = Collectives(device, engine.budget_bytes, self._kernels)
+        self._phases = Phases(self.know)
+        self.variants = Variants(device, engine, self._interrupts, variants)
+        self._recorder = Recorder(device, self._kernels, self.storages, self.variants, self._phases)
+        self._access = StorageAccess(
+            device, engine, self.storages, self.recomputation, self._interrupts, self._kernel_over
+        )
+        needs = Needs()
+        # What csrc/runtime/dispatch.cpp calls, too:
+        self._infer_need, self._note_need = needs.bytes, needs.add
+        self._begin_measuring, self._end_measuring = self._recorder.begin_kernel, self._recorder.end_kernel
+        self._try_variants, self._record = self._recorder.measure, self._recorder.record
+        self._run_variant, self._run_otherwise = self.variants.run, self.variants.run_otherwise
+        self._launching, self._launched = self._collectives.launching, self._collectives.launched
+        self._not_launched, self._land = self._collectives.not_launched, self._collectives.land
+        self._cannot_use, self._kernel_failed = device.cannot_use, device.kernel_failed
+        self._in_memory_bytes = device.in_memory_bytes
+        # Where nothing is planned, so much more leaves, in the background, than room is needed for.
+        self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
+        self._alternatives: tuple[Schedule, ...] = ()
+        self._carried: dict[int, ManagedStorage] = {}
+        self._replaced = contextlib.ExitStack()  # gives torch back what is its own
+        self.rests = False
+
+    # -- on and off ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """See every operator of this thread from now on."""
+        # What torch calls. On the class it would be one more frame of Python for every operator.
+        self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
+        self.__enter__()
+        self._kernels.entered = True
+        self._access.replace_methods(self._replaced, self._recorder.resized)
+        if self._device.empties_storages:
+            self._replaced.enter_context(graphs_refused())
+            self._replaced.enter_context(triton_kernels_seen(self._access.present))
+
+    def stop(self) -> None:
+        """See no more. Where another mode was entered since, this one lies still below it."""
+        self._replaced.close()
+        if self._is_innermost():
+            self.__exit__(None, None, None)
+        self._kernels.entered = False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._kernels(self, operator, types, args, kwargs)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> int:
+        """That have run in this step."""
+        return self._kernels.kernels
+
+    @property
+    def operators(self) -> int:
+        """That were seen in this step."""
+        return self._kernels.operators
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds spent on operators in this step, the kernels themselves and waits excluded."""
+        return self._kernels.clock_s
+
+    def begin_step(self, known: Iterable[Schedule], recording: Recording | None) -> None:
+        """A step begins.
+
+        known       schedules it may follow, the likeliest first
+        recording   where to note what happens
+        """
+        with self._interrupts, self._lock:
+            self.recomputation.begin_step()
+            schedules = tuple(known)
+            first = schedules[0] if schedules else None
+            self._alternatives = schedules[1:]
+            self.variants.counts.clear()
+            self._recorder.begin_step(recording)
+            self._kernels.begin_step(first)
+            self._collectives.follow(first.budget_bytes if first is not None else 0)
+            if first is not None:
+                for tensor, tier in first.away_at_start:
+                    if (managed := self._tensor(tensor)) is not None:
+                        self._engine.release(managed, tier)
+                self._rest_if_nothing_moves(first)
+            self._phases.enter()
+
+    def _rest_if_nothing_moves(self, schedule: Schedule) -> None:
+        """Do not look at kernels in a step for which everything is there and stays, on a device that keeps
+        the budget by itself if the step should turn out another."""
+        self.rests = (
+            self._recorder.recording is None
+            and self._device.keeps_budget
+            and schedule.is_still
+            and self._is_innermost()
+            and self.storages.all_resident()
+        )
+        if self.rests:
+            self.__exit__(None, None, None)
+
+    def _is_innermost(self) -> bool:
+        return self._kernels.entered and _python_dispatch._get_current_dispatch_mode() is self
+
+    def end_step(self) -> None:
+        """The step is over: what lasts keeps its number for the next one."""
+        with self._interrupts, self._lock:
+            if self.rests:
+                self.__enter__()
+            self._phases.exit()
+            self.storages.bury()
+            self._land([])
+            self.recomputation.end_step()
+            self._kernels.in_step = False
+            if not self.rests:
+                self._carried = {
+                    managed.index: managed
+                    for managed in self._kernels.numbered()
+                    if managed.storage() is not None
+                }
+            self.rests = False
+            self._recorder.end_step()
+
+    def know(self, tensor: torch.Tensor, kind: int) -> None:
+        """The tensor is a weight, a gradient, or the optimizer's."""
+        for storage in storages_in(tensor):
+            with self._interrupts, self._lock:
+                self.storages.bury()
+                managed = self.storages.meet(storage)
+                managed.kind = kind
+                managed.lasts = kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE)
+
+    @property
+    def followed(self) -> Schedule | None:
+        """The schedule that the step has followed to its end; None where it did something else."""
+        schedule: Schedule | None = self._kernels.schedule
+        if schedule is not None and (self.rests or self.kernels == schedule.kernels):
+            return schedule
+        return None
+
+    @property
+    def touched_bytes(self) -> int:
+        """Of all storages that the step has touched."""
+        return self._kernels.touched_bytes()
+
+    # -- what the C++ part asks ----------------------------------------------------------------
+
+    _describe = staticmethod(describe)
+    _storages_in = staticmethod(storages_in)
+    _told = staticmethod(region_inputs)
+    _state_before = staticmethod(Recomputation.state_before)
+
+    def _has_written(self, written: list[ManagedStorage]) -> None:
+        """A kernel has, of which that was not known before."""
+        for managed in written:
+            self._engine.will_write(managed)
+
+    def _run_slices(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """An operator on lists of tensors, in parts that fit. Ctrl-C comes before it or after it, as it does
+        for the operator in one piece; only one that meets a wait ends it half done."""
+        parts = slices(operator, args, kwargs or {})
+        if parts is None:
+            return self._kernels.run(self, operator, args, kwargs)
+        with self._interrupts:
+            return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
+
+    def _bring(self, used: list[ManagedStorage]) -> None:
+        with self._interrupts:
+            self._engine.demand(used)
+
+    def _record_stream(self, used: list[ManagedStorage], stream: Any) -> None:
+        for managed in used:
+            self._device.record_stream(managed, stream)
+
+    def _begin_kernel(self) -> None:
+        with self._interrupts:
+            self._device.begin_kernel()
+
+    def _make_ready(
+        self,
+        used: list[ManagedStorage],
+        away: bool,
+        written: list[ManagedStorage],
+        need_bytes: int,
+        pieces: Sequence[int] | None = None,
+    ) -> None:
+        """Bring what is away, give up copies of what the kernel writes, and make room: in pieces of these
+        sizes, where they are known."""
+        engine = self._engine
+        waits = len(engine.waits)
+        recompute_s = self.recomputation.recompute_s
+        with self._interrupts:
+            if self._recompute_before(used, written):
+                away = any(managed.state > LEAVING for managed in used)
+                self._device.use(used)  # others were in use meanwhile
+            if away:
+                engine.demand(used)
+            for managed in written:
+                if managed.clean or managed.guarded or managed.state or managed.writing:
+                    engine.will_write(managed)
+            if need_bytes or away:
+                ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
+                # A device that keeps the budget by itself refuses what does not fit when it is asked for.
+                engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
+                if pieces:
+                    self._device.make_holes(pieces)
+        self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
+        self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
+
+    def _secure(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
+        """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
+        has, is asked before."""
+        sizes = (need_bytes,) if pieces is None else pieces
+        small_bytes = need_bytes - sum(sizes)
+        if small_bytes > 0:  # together they may be more than one block has
+            sizes = (*sizes, min(small_bytes, LARGEST_SMALL_BYTES))
+        has_room = self._device.has_room
+        assert has_room is not None
+        with self._interrupts:
+            while not has_room(sizes):
+                if not (self._engine.free(need_bytes) or self._device.make_room(need_bytes)):
+                    return
+
+    def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
+        """Make what the kernel uses and was dropped, and what can be made no more once it has run. What else
+        it uses may leave meanwhile. False: there was nothing to make."""
+        dropped = [managed for managed in used if managed.state == DROPPED]
+        ending = [managed for managed in written if managed.recipes]
+        if not dropped and not ending:
+            return False
+        for managed in used:
+            managed.pins -= 1
+        try:
+            for managed in dropped:
+                self.recomputation.recompute(managed)
+            for managed in ending:
+                self.recomputation.will_write(managed)
+        finally:
+            for managed in used:
+                managed.pins += 1
+        return True
+
+    def _note(
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        result: Any,
+        before: Any,
+        varies: bool,
+    ) -> None:
+        if varies and self.variants.ran != AS_TRACED:
+            operator = functools.partial(run_as, self.variants.ran, operator)
+        with self._interrupts:
+            schedule: Schedule | None = self._kernels.schedule
+            need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
+            self.recomputation.keep_recipe(
+                operator, args, kwargs, result, before, need_bytes, self.storages.meet
+            )
+
+    def _remark(self) -> str:
+        """A program that caught an error may have forgotten the run."""
+        if self._kernels.in_step:
+            return ""
+        return (
+            " This run is still open, though none of its steps is: penstock.close() ends it, and its budget."
+        )
+
+    def _wait_for_a_collective(self) -> bool:
+        with self._interrupts:
+            return self._collectives.wait()
+
+    def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
+        """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
+        with self._interrupts, self._lock:
+            return self._device.frees_enough(error, need_bytes)
+
+    def _kernel_over(self) -> None:
+        with self._interrupts:
+            self._device.end_kernel()
+            self._engine.end_kernel()
+
+    # -- the schedule --------------------------------------------------------------------------
+
+    def _tensor(self, index: int) -> ManagedStorage | None:
+        """The storage that is the trace's tensor ``index``: of this step, or kept from the last one."""
+        managed = self._kernels.tensor(index)
+        if managed is None:
+            managed = self._carried.get(index)
+            if managed is not None and managed.step == self._kernels.step:
+                return None
+        return managed
+
+    def _act(self, kernel: int) -> None:
+        """Do what the schedule says is to be done before the kernel."""
+        engine = self._engine
+        with self._interrupts:
+            for action in self._kernels.schedule.before[kernel]:
+                if type(action) is KeepRecipe:
+                    self._kernels.notes = True
+                    continue
+                managed = self._tensor(action.tensor)
+                if managed is None or not managed.movable:
+                    continue
+                if type(action) is Evict:
+                    if action.packs:
+                        engine.wait_for_room(action.packed_bytes)
+                    engine.evict(
+                        managed,
+                        action.tier,
+                        release=action.packs > 0,
+                        packs=action.packs,
+                        codec=action.codec,
+                        writes=action.writes,
+                    )
+                elif type(action) is Prefetch:
+                    engine.prefetch(managed, action.keeps_copy)
+                elif type(action) is Drop:
+                    self.recomputation.drop(managed)
+                elif type(action) is Recompute:
+                    self._recompute(managed)
+                else:
+                    engine.release(managed)
+
+    def _recompute(self, managed: ManagedStorage) -> None:
+        begun_s = time.perf_counter()
+        if managed.state == DROPPED:
+            self.recomputation.recompute(managed)
+        else:  # it could not be dropped
+            self._engine.prefetch(managed)
+        self._kernels.excluded_s += time.perf_counter() - begun_s
+
+    def _change(self, name: str) -> None:
+        """Follow another schedule that agrees with the step so far; none where there is none."""
+        seen = (*self._kernels.seen(), name)
+        agrees = (other for other in self._alternatives if other.names[: len(seen)] == seen)
+        found = next(agrees, None)
+        self._kernels.follow(found)
+        self._collectives.follow(found.budget_bytes if found is not None else 0)
+
+    def _victims(self) -> Sequence[ManagedStorage]:
+        """What leaves first where no plan says so, or memory is short in spite of one: what is used furthest
+        in the future, where that is known, else what was used least recently."""
+        self.storages.bury()  # a copy that is over may have been the last to hold one
+        kernels, by_use = self._kernels, self.storages.by_use()
+        schedule: Schedule | None = kernels.schedule
+        if schedule is None:
+            return by_use
+
+        def next_use(managed: ManagedStorage) -> int:
+            is_numbered = managed.step == kernels.step or self._carried.get(managed.index) is managed
+            return schedule.next_use(managed.index, kernels.kernels) if is_numbered else NEVER
+
+        return sorted(by_use, key=next_use, reverse=True)
+
+    def _died(self, managed: ManagedStorage) -> None:
+        """The storage has."""
+        with self._interrupts:
+            self._recorder.died(managed)
+            if managed.recipes:
+                self.recomputation.bury(managed)
+            self._device.bury(managed)
+
+
+skip_code(Clock.__torch_dispatch__.__code__)

@@ -1,0 +1,208 @@
+"""Opening a run: what was given is checked, the machine probed, and the parts of the run made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.capture.operators import storages_in
+from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
+from penstock.capture.probe import device_name, probe
+from penstock.capture.roofline import measure_cpu
+from penstock.core.arguments import described, require_kinds
+from penstock.core.hardware import LINKS, Hardware
+from penstock.core.plan import Plan
+from penstock.errors import InvalidArgument, SpillError
+from penstock.machine import available_bytes
+from penstock.options import BatchOptions, Directories, IoOptions, PlanOptions
+from penstock.planners import require_policy
+from penstock.runtime import failures, joint_planning, open_runs, ranks, resident
+from penstock.runtime.devices import Device
+from penstock.runtime.devices.accelerator import AcceleratorDevice
+from penstock.runtime.devices.cpu import CpuDevice
+from penstock.runtime.devices.drivers import device_of, driver_of
+from penstock.runtime.micro_batches import AUTO, Splitter
+from penstock.runtime.requirements import require_torch
+from penstock.runtime.run import Offload
+from penstock.runtime.steps import StepKinds
+from penstock.storage.nvme import Url
+from penstock.storage.spill import SpillSpace, as_paths
+from penstock.units import format_bytes
+
+PROBE_S = 2.0
+
+logger = logging.getLogger("penstock")
+
+
+def open_run(
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    device_budget: int,
+    spill_dir: Directories | None,
+    host_budget: int | None,
+    disk_budget: int | None,
+    device: str | torch.device | None,
+    plan: Plan | None,
+    hardware: Hardware | None,
+    io: IoOptions,
+    planning: PlanOptions,
+    batches: BatchOptions,
+) -> Offload:
+    """What `penstock.offload` returns, of what it was given."""
+    with failures.told(), _system_errors_hidden(), contextlib.ExitStack() as undo:
+        _require_kinds(model, optimizer, plan, hardware)
+        require_policy(planning.policy)
+        if plan is not None and plan.lossy not in (None, planning.lossy):
+            raise InvalidArgument(
+                f"this plan rounds what is saved for backward to {plan.lossy}: say "
+                f"PlanOptions(lossy={plan.lossy!r}) if that is what you want"
+            )
+        splitter = Splitter(batches, plan)
+        spill_dirs = as_paths(resident.default_spill_dir() if spill_dir is None else spill_dir)
+        require_torch()
+        open_runs.require_none()
+        if device_budget <= 0:
+            raise InvalidArgument(f"a device_budget of {device_budget} bytes is not one: give more than 0")
+        open_runs.give_back_lingering()
+        processes = ranks.on_this_machine()
+        remote = next((place for place in spill_dirs if isinstance(place, Url)), None)
+        if remote is not None and processes > 1:
+            raise InvalidArgument(
+                f"{remote} cannot be shared by the {processes} processes that torchrun has started on "
+                "this machine: each would overwrite what the others spill. Give a directory as spill_dir"
+            )
+        if disk_budget is not None:
+            disk_budget //= processes
+        name = _device_of(model, device)
+        on_cpu = name.type == "cpu"
+        failures.listen(to_signals=on_cpu)  # on a GPU, a collective that hangs could hold them up
+        if on_cpu and AUTO in (splitter.wanted, splitter.order):
+            measure_cpu()  # now, while there is no budget to keep
+        resident.release_free_memory()
+        held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
+        resident_before_bytes = resident.resident_bytes() - held_bytes
+        if on_cpu:
+            _warn_if_memory_ends_before(device_budget, held_bytes)
+        # Before the run has the spill space: a namespace is one run's alone.
+        machine = hardware or _probe_together(spill_dirs, name, processes)
+        accelerator = device_name(str(name))
+        spill = SpillSpace(
+            spill_dirs, io, capacity_bytes=disk_budget, accelerator=accelerator, gpu=not on_cpu
+        )
+        undo.callback(spill.close)
+        host_bytes = machine.host_bytes // 8 if host_budget is None else host_budget
+        made, host_tier_bytes = _make_device(
+            name, spill, device_budget, 0 if on_cpu else host_bytes // processes
+        )
+        undo.callback(made.close)
+        ranks.share_io_costs(spill, io.explorers)
+        hardware = replace(
+            machine,
+            device_bytes=device_budget,
+            host_bytes=host_tier_bytes,
+            disk_bytes=machine.disk_bytes // processes if disk_budget is None else disk_budget,
+        )
+        peak_is_known = resident.reset_peak()
+        kinds = StepKinds(planning, hardware, joint_planning.with_ranks(f"{device_budget} {planning}"))
+        if plan is not None:
+            kinds.follow_given(plan)
+        run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
+        run._know(_known_tensors(model, optimizer))
+        resident.release_free_memory()  # what they took before
+        undo.pop_all()
+        run._begin()
+        return run
+
+
+@contextlib.contextmanager
+def _system_errors_hidden() -> Iterator[None]:
+    try:
+        yield
+    except SpillError as error:
+        raise error from None  # it names the system's own error
+
+
+def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
+    """The machine as this process gets it, where each of them uses its links at the same time."""
+    together = ranks.meet(processes)
+    machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)
+    return (
+        machine
+        if together
+        else machine.scaled({link: 1 / processes for link in LINKS if machine.rate_bytes_per_s(link)})
+    )
+
+
+def _warn_if_memory_ends_before(budget_bytes: int, held_bytes: int) -> None:
+    """Where the system would end this process. ``held_bytes`` of the budget are in use already."""
+    left_bytes = available_bytes() + held_bytes
+    if budget_bytes > left_bytes:
+        logger.warning(
+            "device_budget is %s, and %s of memory can be had here: the system may end this process before "
+            "the budget is full. Lower it, or raise the limit of the container",
+            format_bytes(budget_bytes),
+            format_bytes(left_bytes),
+        )
+
+
+def _make_device(
+    name: torch.device, spill: SpillSpace, budget_bytes: int, host_bytes: int
+) -> tuple[Device, int]:
+    """The device, and bytes of the host tier below it."""
+    if name.type == "cpu":
+        return CpuDevice(spill, budget_bytes), 0
+    left_bytes = available_bytes()
+    if host_bytes > left_bytes:
+        raise InvalidArgument(
+            f"host_budget is {format_bytes(host_bytes)}, all of it page-locked, and there are "
+            f"{format_bytes(left_bytes)} of memory to be had here: give less"
+        )
+    device = AcceleratorDevice(spill, driver_of(name), budget_bytes, host_bytes)
+    return device, device.host_tier_bytes
+
+
+def _known_tensors(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[torch.Tensor, int]]:
+    if model is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            yield tensor, WEIGHT
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value, OPTIMIZER_STATE
+
+
+def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> int:
+    tensors = (tensor for tensor, _ in _known_tensors(model, optimizer))
+    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_in(tensor)}
+    return sum(storages.values())
+
+
+def _require_kinds(model: object, optimizer: object, plan: object, hardware: object) -> None:
+    given = {"plan": plan, "hardware": hardware}
+    require_kinds(**{name: value for name, value in given.items() if value is not None})
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"model is {described(model)}: give a torch.nn.Module; of several, a torch.nn.ModuleList"
+        )
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+        raise InvalidArgument(f"optimizer is {described(optimizer)}: give a torch.optim.Optimizer")
+
+
+def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:
+    found = {parameter.device for parameter in model.parameters()} if model is not None else set()
+    if device is not None:
+        return device_of(device)
+    if len(found) > 1:
+        named = ", ".join(sorted(map(str, found)))
+        raise InvalidArgument(f"the model's parameters are on {named}: put all of them on one device")
+    return device_of(found.pop() if found else "cpu")

@@ -1,0 +1,141 @@
+"""Plans that are made again while a run goes on, since rates or kernel times have drifted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.runtime import resident
+from penstock.runtime.drift import Drift
+from penstock.runtime.measured import MeasuredStep
+from penstock.runtime.step_planner import MOST_STEPS, StepKind, StepPlanner
+
+# Of steps whose kernel times have drifted, so many are recorded.
+RECORDINGS_OF_DRIFT = 2
+
+# Ranks take a new plan so many steps after it was announced: by then each of them has seen it.
+STEPS_AHEAD = 2
+
+logger = logging.getLogger("penstock")
+
+
+class NewPlan(NamedTuple):
+    """A kind of step, the same kind with a new plan, and the step that is first to follow it."""
+
+    before: StepKind
+    after: StepKind
+    at_step: int
+
+
+class Replanning:
+    """Makes new plans in the background, one at a time, and has them followed between two steps."""
+
+    def __init__(self, planner: StepPlanner) -> None:
+        self._planner = planner
+        self._thread: _Planning | None = None
+        self._steps = 0  # that have begun
+        self._ready: list[NewPlan] = []
+
+    def add_step(self, kind: StepKind, step: MeasuredStep, step_s: float) -> None:
+        """A step of this kind that was not recorded is over: plan again where something has drifted."""
+        plan = kind.plan
+        if kind.fixed or kind.recordings_left or plan is None or not (plan.evictions or plan.recomputations):
+            return
+        if kind.joint is not None and not kind.joint.leads:  # the rank that does announces new plans
+            return
+        if kind.drift is None:
+            kind.drift = Drift(kind.trace, plan, kind.hardware)
+        kind.drift.add_step(step.moved, step_s, step_s - step.stall_s, step.clock_s, step.operators)
+        kind.steps += 1
+        if self._thread is not None or kind.steps < kind.least_steps:
+            return
+        if kind.drift.kernels_have_drifted:
+            kind.recordings_left = RECORDINGS_OF_DRIFT
+        elif (hardware := kind.drift.measured()) is not None:
+            self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware))
+
+    def recorded(self, kind: StepKind) -> None:
+        """All steps of this kind are recorded that were to be, since kernel times had drifted."""
+        trace, drift = kind.recorded, kind.drift
+        assert trace is not None and drift is not None
+        kind.recorded = None
+        if self._thread is None:
+            hardware = drift.measured() or kind.hardware
+            self._begin(kind, lambda: self._planner.again(kind, trace, hardware))
+
+    def _begin(self, kind: StepKind, make: Callable[[], StepKind]) -> None:
+        """The plan in force is followed meanwhile."""
+        self._thread = _Planning(kind, make)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives no thread
+            self._thread.error = error
+
+    def begin_step(self, kinds: Sequence[StepKind]) -> list[NewPlan]:
+        """The plans that are followed from this step on, made here or by another rank. Called between two
+        steps.
+
+        kinds   all that are known
+        """
+        self._steps += 1
+        if self._thread is not None and not self._thread.is_alive():
+            planned, self._thread = self._thread, None
+            self._take(planned, planned.kind in kinds)
+        for kind in kinds:
+            if kind.joint is not None and not kind.joint.leads:
+                self._ask_leader(kind)
+        due = [plan for plan in self._ready if plan.at_step <= self._steps]
+        self._ready = [plan for plan in self._ready if plan.at_step > self._steps]
+        return due
+
+    def _take(self, planned: _Planning, is_known: bool) -> None:
+        """A plan was made, or could not be."""
+        kind, made = planned.kind, planned.made
+        kind.steps, kind.least_steps, kind.drift = 0, min(2 * kind.least_steps, MOST_STEPS), None
+        if made is None:
+            logger.warning("no new plan could be made, and the one in force is kept: %s", planned.error)
+            return
+        at_step = self._steps
+        if made.joint is not None and is_known:
+            assert made.plan is not None
+            at_step += STEPS_AHEAD
+            made.joint.announce(made.trace, made.hardware, made.plan, at_step)
+        self._ready.append(NewPlan(kind, made, at_step))
+
+    def _ask_leader(self, kind: StepKind) -> None:
+        """Whether the rank that leads has planned again for all."""
+        try:
+            if (announced := self._planner.announced(kind)) is not None:
+                self._ready.append(NewPlan(kind, *announced))
+        except PenstockError as error:
+            logger.warning("the other ranks' new plan does not fit here, and the last one is kept: %s", error)
+
+    def close(self) -> None:
+        """Wait until nothing is planned any more: no longer than planning may take."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self._thread = None
+
+
+class _Planning(threading.Thread):
+    """Makes a plan for a kind of step.
+
+    made    that kind of step with the plan; None where none could be made
+    error   why
+    """
+
+    def __init__(self, kind: StepKind, make: Callable[[], StepKind]) -> None:
+        super().__init__(name="penstock-planning", daemon=True)
+        self.kind, self._make = kind, make
+        self.made: StepKind | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.made = self._make()
+        except Exception as error:  # whatever it is, the plan in force is good
+            self.error = error
+        resident.release_free_memory()  # what the solver took
