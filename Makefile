@@ -6,6 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_FOR_DEMO := .venv/.installed-for-demo
 
 CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
@@ -15,12 +16,16 @@ GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=im
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/nvme/* csrc/planning/* csrc/runtime/* csrc/samples/*)
+SOURCES = pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/nvme/* csrc/planning/* csrc/runtime/* csrc/samples/*)
+$(INSTALLED): EXTRAS := plan,report,dev
+$(INSTALLED_FOR_DEMO): EXTRAS := demo
+$(INSTALLED) $(INSTALLED_FOR_DEMO): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[plan,report,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[$(EXTRAS)]'
 	touch $@
 
-demo: setup
+# Only what it needs, unless all is there.
+demo: $(if $(wildcard $(INSTALLED)),setup,$(INSTALLED_FOR_DEMO))
 	$(BIN)/python examples/demo.py
 
 # Two processes, one thread each: about four minutes.

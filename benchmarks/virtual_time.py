@@ -44,7 +44,7 @@ from emu.driver import EmuDriver
 
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 6  # recorded, and one more
-HOST_BYTES = 20 << 30  # of address space: nothing is written to it
+HOST_BYTES = 64 << 30  # of address space: nothing is written to it
 LARGE_BYTES = 1 << 40  # of the device, where nothing has to leave
 
 Train = Callable[[], None]
