@@ -1,4 +1,4 @@
-"""Penstock on a GPU against what else there is, in one table. No GPU has run this yet.
+"""Penstock on a GPU against what else there is, in one table.
 
     python benchmarks/gpu.py --size small --methods penstock -o out/gpu-small-penstock.json
     python benchmarks/gpu.py --size small --methods others -o out/gpu-small-others.json
