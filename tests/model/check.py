@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from tests.model.engine_world import Checker
 from tests.model.explorer import Search
 from tests.model.layer import Layer
 from tests.model.mutants import MUTANTS, Mutant
+from tests.support.apart import context
 
 EXPLORED_S = 25.0  # most for one configuration
 FOUND_S = 60.0  # for one mutant
@@ -55,10 +55,8 @@ def seek(mutant: Mutant, most_s: float | None = FOUND_S) -> Search:
 def alone(call: Callable[[], Search]) -> tuple[str, bool | None]:
     """In a process of its own: what is wrong may crash it. What was found, and whether something was; None:
     the checker itself failed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    came, send = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(send, call))
+    came, send = context().Pipe(duplex=False)
+    process = context().Process(target=_tell, args=(send, call))
     process.start()
     send.close()
     told: tuple[str, bool | None] | None = None

@@ -16,7 +16,7 @@ QUICK = ("an overtaken write becomes a copy", "a staging area is given to others
 
 
 def test_no_order_gives_other_bytes_or_stands_still(tmp_path: Path) -> None:
-    done = explore(build(tmp_path), "--seconds", "10")
+    done = explore(build(tmp_path), "--seconds", "3")
     assert done.returncode == 0, done.stdout
     assert "programs" in done.stdout
 

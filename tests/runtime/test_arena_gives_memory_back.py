@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +15,7 @@ import torch
 from penstock import _native
 from penstock.runtime import arena
 from tests.runtime.paging import Limits
+from tests.support import apart
 
 if arena.unavailable() is not None:
     pytest.skip(f"no arena here: {arena.unavailable()}", allow_module_level=True)
@@ -45,14 +43,7 @@ def resident_bytes() -> int:
 
 def python(code: str, **environment: str) -> str:
     """Run ``code`` in a process of its own; give what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = apart.python(code, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -431,9 +422,7 @@ def test_an_access_that_the_system_refuses_says_why() -> None:
     tensor[0].item()
     """
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
+    ended = apart.python(script)
     assert ended.returncode == -signal.SIGSEGV
     assert f"penstock: there is no memory for {20 * MIB} bytes at 0x" in ended.stderr
 

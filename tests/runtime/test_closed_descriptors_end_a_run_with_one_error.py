@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.storage.transports.contract import TransportUnavailable
 from penstock.storage.transports.native import UringTransport
+from tests.support import apart
 
 SCRIPT = """
 import os, sys, torch, penstock
-with penstock.offload(device_budget="4MiB", spill_dir=sys.argv[1],
+from tests.support.runs import HARDWARE
+with penstock.offload(device_budget="4MiB", spill_dir=sys.argv[1], hardware=HARDWARE,
                       io=penstock.IoOptions(paths=sys.argv[2])) as run:
     tensors = [torch.full((1 << 18,), float(i)) for i in range(12)]
     for number in range(6):
@@ -33,8 +33,7 @@ def test_a_step_says_that_transfers_broke(tmp_path: Path, path: str) -> None:
             UringTransport().close()
         except TransportUnavailable as error:
             pytest.skip(str(error))
-    command = [sys.executable, "-c", SCRIPT, tmp_path, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = apart.python(SCRIPT, tmp_path, path)
     assert done.stdout == "closed\n"
     assert done.returncode == 1
     error = next(line for line in done.stderr.splitlines() if line.startswith("penstock.errors."))

@@ -297,9 +297,9 @@ def test_a_step_inside_a_step_and_a_step_after_close_are_refused(
         pass
 
 
-def test_a_second_run_at_once_is_refused(tmp_path: Path) -> None:
+def test_a_second_run_at_once_is_refused(tmp_path: Path, hardware: penstock.Hardware) -> None:
     with (
-        penstock.offload(device_budget="1GiB", spill_dir=tmp_path),
+        penstock.offload(device_budget="1GiB", spill_dir=tmp_path, hardware=hardware),
         pytest.raises(penstock.InvalidArgument, match="another run is open"),
     ):
         penstock.offload(device_budget="1GiB", spill_dir=tmp_path)
@@ -349,7 +349,7 @@ def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: Path) -> None:
-    process = training.start(budget="200MiB", spill_dir=str(tmp_path), steps=10_000)
+    process = training.start(budget="100MiB", spill_dir=str(tmp_path), steps=10_000, batch=1)
     assert process.stderr is not None
     for line in process.stderr:
         if line.strip() == "step 4":

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from penstock import _native
 from penstock.runtime import arena
 from tests.runtime.paging import Away, Limits, random_bytes, tensor_of, unnamed_file
+from tests.support import apart
 
 if arena.unavailable() is not None:
     pytest.skip(f"no paging here: {arena.unavailable()}", allow_module_level=True)
@@ -51,13 +51,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         file = unnamed_file(tempfile.gettempdir())
         away = Away(file)
     """
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return apart.python(textwrap.dedent(start) + textwrap.dedent(code))
 
 
 def test_least_recently_used_tensors_leave_first_and_come_back_when_touched(swap: int) -> None:
