@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import penstock
 from penstock.checkpoint.dcp import INDEX, Reader, Writer
 from penstock.errors import CheckpointError, InvalidFile
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "shards.py"
 
@@ -81,7 +81,7 @@ def test_tied_weights_are_written_once_and_come_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shards_of_four_ranks_come_back_on_two_and_on_one(tmp_path: Path) -> None:
     def digests(ranks: int, action: str) -> list[str]:
-        return torchrun(ranks, SCRIPT, action, tmp_path).split()[1:]
+        return together(ranks, SCRIPT, action, tmp_path).split()[1:]
 
     wanted = digests(4, "save")
     for how in ("now", "later"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.accelerator import orders, wanted
-from tests.support.ranks import ROOT, torchrun
+from tests.support.ranks import ROOT, together
 
 DEVICE = wanted("emu")
 SCRIPT = ROOT / "tests" / "distributed" / "training.py"
@@ -40,7 +40,7 @@ def test_same_bits(how: str, then: str, order: str, tmp_path: Path) -> None:
         f"{how} {common} --host 256MiB",
         f"{then} {common} --host 128MiB --policy evict_all --precision autocast",  # all of that is staging
     ]
-    printed = torchrun(2, SCRIPT, *" --then ".join(programs).split(" "), timeout_s=600).splitlines()
+    printed = together(2, SCRIPT, *" --then ".join(programs).split(" "), timeout_s=600).splitlines()
     found = [json.loads(line.removeprefix("rows ")) for line in printed if line.startswith("rows ")]
     assert len(found) == len(programs)
     for every in found:

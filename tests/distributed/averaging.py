@@ -1,4 +1,4 @@
-"""Run by torchrun: averages tensors in host memory, as each argument says, and prints what was found."""
+"""Run on each rank: averages tensors in host memory, as each argument says, and prints what was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: collectives read and write tensors that other threads press out of memory meanwhile."""
+"""Run on each rank: collectives read and write tensors that other threads press out of memory meanwhile."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
                 # A thread of the process group's makes one tensor of them all, for the system to write to.
                 gathered = [torch.empty(LARGE) for _ in range(ranks)]
                 if number % 4 == rank:
-                    time.sleep(0.3)  # meanwhile that of the others becomes the oldest
+                    time.sleep(0.1)  # meanwhile that of the others becomes the oldest
                 dist.all_gather(gathered, torch.full((LARGE,), float(number + rank)))
                 for r, each in enumerate(gathered):
                     assert float(each.min()) == float(each.max()) == number + r, (number, r)

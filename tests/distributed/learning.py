@@ -1,4 +1,4 @@
-"""Run by torchrun: ranks train, and say which of them tried which I/O path for which size."""
+"""Run on each rank: they train, and say which of them tried which I/O path for which size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: trains until the disk's new rate has been planned for; prints what each step followed."""
+"""Run on each rank: trains until the disk's new rate has been planned for; prints what each step followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: several ranks save and load one file."""
+"""Run on each rank: they save and load one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: saves or loads a sharded model and its optimizer, and prints a digest of the state."""
+"""Run on each rank: saves or loads a sharded model and its optimizer, and prints a digest of the state."""
 
 from __future__ import annotations
 

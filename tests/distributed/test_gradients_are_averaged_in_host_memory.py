@@ -19,7 +19,7 @@ import torch.distributed as dist
 import penstock
 from penstock.distributed import HostAccumulation
 from penstock.units import format_bytes
-from tests.support.ranks import ROOT, started, torchrun
+from tests.support.ranks import ROOT, started, together
 
 AVERAGING = Path(__file__).parent / "averaging.py"
 TRAINING = Path(__file__).parent / "training.py"
@@ -42,7 +42,7 @@ def found_in(printed: str) -> dict[str, dict[int, Any]]:
 def test_the_same_bits_within_budgets_and_as_without_the_hook(tmp_path: Path) -> None:
     """On two ranks, whose sum has one order only."""
     arguments = " --then ".join(f"{program} --spill {tmp_path}" for program in PROGRAMS).split(" ")
-    printed = torchrun(2, TRAINING, *arguments)
+    printed = together(2, TRAINING, *arguments)
     assert printed.count("as plain True") == len(PROGRAMS)
     found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("rows ")]
     assert len(found) == len(PROGRAMS)
@@ -60,7 +60,7 @@ def test_the_same_bits_within_budgets_and_as_without_the_hook(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_exact_on_three_ranks() -> None:
-    found = found_in(torchrun(3, AVERAGING, "exact", "checked", "auto"))
+    found = found_in(together(3, AVERAGING, "exact", "checked", "auto"))
     # Many tensors of all types in flight, in the order of the ranks; nothing is left when it is closed.
     exact = {"cases": 24, "inside": 1, "after": 0, "order shows": True}
     assert found["exact"] == dict.fromkeys(range(3), exact)

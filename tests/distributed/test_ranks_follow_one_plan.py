@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.planning import FAST
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parent / "planning.py"
 
 
 @pytest.mark.slow
 def test_ranks_follow_one_plan(tmp_path: Path) -> None:
-    (line,) = (line for line in torchrun(2, SCRIPT, tmp_path).splitlines() if line.startswith("ranks "))
+    (line,) = (line for line in together(2, SCRIPT, tmp_path).splitlines() if line.startswith("ranks "))
     first, second = json.loads(line.removeprefix("ranks "))
     assert first["plans"] == second["plans"] and first["rates"][1:] == second["rates"][1:]
     assert first["rates"][0] != second["rates"][0], "nothing is planned yet"

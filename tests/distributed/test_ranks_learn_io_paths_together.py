@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parent / "learning.py"
 
 
 @pytest.mark.slow
 def test_each_size_is_explored_by_one_of_two_ranks(tmp_path: Path) -> None:
-    printed = torchrun(2, SCRIPT, tmp_path, "divided", "one", "each", "by-hand")
+    printed = together(2, SCRIPT, tmp_path, "divided", "one", "each", "by-hand")
     (found,) = [json.loads(line.removeprefix("rows ")) for line in printed.splitlines() if "rows " in line]
     for mode in ("divided", "one", "each", "by-hand"):
         first, second = (rank[mode] for rank in found)

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parent / "training.py"
 
-# Started together: a process takes longer to begin than to train.
 PROGRAMS = ("ddp --clip", "fsdp --clip --parts 2")
 MORE = ("ddp_views --parts 2", "ddp --precision autocast --parts 2", "fsdp --precision bf16")
 
 
 def same_bits(ranks: int, programs: tuple[str, ...], spill_dir: Path) -> None:
     arguments = " --then ".join(f"{program} --spill {spill_dir}" for program in programs).split(" ")
-    printed = torchrun(ranks, SCRIPT, *arguments).splitlines()
+    printed = together(ranks, SCRIPT, *arguments).splitlines()
     found = [json.loads(line.removeprefix("rows ")) for line in printed if line.startswith("rows ")]
     assert len(found) == len(programs)
     for every in found:
@@ -54,4 +53,4 @@ def test_same_bits_on_four(tmp_path: Path) -> None:
 def test_what_a_collective_uses_stays_where_the_system_finds_it(tmp_path: Path, recompute: str) -> None:
     """Another thread presses tensors out of memory while gloo has the system read and write them: an access
     to what is away, or protected, would not be served there."""
-    torchrun(2, Path(__file__).parent / "evicting.py", tmp_path, recompute)
+    together(2, Path(__file__).parent / "evicting.py", tmp_path, recompute)

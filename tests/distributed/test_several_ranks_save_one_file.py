@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parent / "saving.py"
 
 
 @pytest.mark.slow
 def test_several_ranks_save_one_file(tmp_path: Path) -> None:
-    printed = torchrun(2, SCRIPT, tmp_path)
+    printed = together(2, SCRIPT, tmp_path)
     assert {line for line in printed.splitlines() if "saved" in line} == {"rank 0 saved", "rank 1 saved"}
     assert penstock.load(tmp_path / "subgroup") == {"by": 1}
     assert not any((tmp_path / name).exists() for name in ("bad", "x", "shards"))

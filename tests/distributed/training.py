@@ -1,4 +1,4 @@
-"""Run by torchrun: trains on several ranks with and without penstock, and compares the bits."""
+"""Run on each rank: trains on several ranks with and without penstock, and compares the bits."""
 
 from __future__ import annotations
 

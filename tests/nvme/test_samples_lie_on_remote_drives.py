@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -19,8 +18,9 @@ from torch.utils.data import DataLoader
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples import Loader, Store, discover, info, mount, unpack, upload, verify
 from penstock.samples.reader.places import places_of
+from tests.support.apart import context
 from tests.support.nvme_target.process import NQN, Target
-from tests.support.ranks import torchrun
+from tests.support.ranks import together
 from tests.support.remote_stores import MIB, TIMEOUT_S, image_of, serving, url_of
 from tests.support.sample_stores import epoch, some_samples
 from tests.support.stores import extract_namespace, read_store, write_store
@@ -285,10 +285,9 @@ def read_pickled(data: bytes, queue: Any) -> None:
 
 
 def test_a_store_goes_to_other_processes_by_name(target: Target) -> None:
-    context = multiprocessing.get_context("spawn")
     with mounted(url_of(target, 0), url_of(target, 1)) as store:
-        queue = context.Queue()
-        process = context.Process(target=read_pickled, args=(pickle.dumps(store), queue))
+        queue = context().Queue()
+        process = context().Process(target=read_pickled, args=(pickle.dumps(store), queue))
         process.start()
         assert queue.get(timeout=120) == [data for _, data in CONTENT]
         process.join(60)
@@ -327,7 +326,7 @@ def test_every_rank_reads_from_every_target(target: Target, tmp_path: Path) -> N
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     before = target.stats()["io_connects"]
-    torchrun(2, script, json.dumps([url_of(target, 0), url_of(target, 1)]), tmp_path / "found")
+    together(2, script, json.dumps([url_of(target, 0), url_of(target, 1)]), tmp_path / "found")
     for how in ("alone", "together"):
         found: dict[int, bytes] = {}
         for rank in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from penstock.storage.autotune.tables import Entry, Tables
 from penstock.storage.io_paths import IoPaths, _log_once
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
+from tests.support.apart import context
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
 from tests.support.runs import PAGED
@@ -103,8 +103,7 @@ def _add(path: Path, number: int) -> None:
 
 def test_processes_share_one_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_add, args=(path, number)) for number in range(3)]
+    processes = [context().Process(target=_add, args=(path, number)) for number in range(3)]
     for process in processes:
         process.start()
     for process in processes:

@@ -12,12 +12,16 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NamedTuple
 
-IMPORTED = ["numpy", "torch._dynamo", "torch.distributed.fsdp", "penstock.runtime.run", "tests.support.runs"]
+from penstock.runtime import step_planner
+
+ROOT = Path(__file__).parents[2]
+IMPORTED = ["numpy", "torch._dynamo", "torch.distributed.fsdp", "penstock.runtime.run", __name__]
 
 
 class Program(NamedTuple):
@@ -32,6 +36,12 @@ def context() -> ForkServerContext:
     """What makes processes that have imported."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(IMPORTED)
+    before = os.getcwd()
+    os.chdir(ROOT)  # from where the tests are imported
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
     return found
 
 
@@ -43,7 +53,7 @@ def ended(*programs: Program, timeout_s: float = 120) -> list[subprocess.Complet
         processes = []
         for program, paths in zip(programs, outputs, strict=True):
             environment = {**os.environ, **program.environment}
-            processes.append(context().Process(target=_run, args=(program, environment, *paths)))
+            processes.append(context().Process(target=_run, args=(program, os.getcwd(), environment, *paths)))
             processes[-1].start()
         latest_s = time.monotonic() + timeout_s
         while left := [process for process in processes if process.exitcode is None]:
@@ -63,10 +73,13 @@ def python(source: str, *arguments: object, **environment: str) -> subprocess.Co
     return ended(Program(textwrap.dedent(source), arguments, environment))[0]
 
 
-def _run(program: Program, environment: Mapping[str, str], *paths: Path) -> None:
+def _run(program: Program, folder: str, environment: Mapping[str, str], *paths: Path) -> None:
     for number, path in enumerate(paths, 1):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
+    least_s, most_s = step_planner.PLANNING_LIMITS_S
+    step_planner.PLANNING_LIMITS_S = (least_s / 10, most_s)  # as in the tests' own process
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [str(program.source), *map(str, program.arguments)]

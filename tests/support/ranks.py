@@ -1,4 +1,4 @@
-"""Several processes, started as users start them: with torchrun."""
+"""Several processes: started as users start them, with torchrun, or forked as it would start them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+
+from tests.support import apart
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +42,21 @@ def started(
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
     )
+
+
+def together(ranks: int, script: Path, *args: object, timeout_s: float = 600) -> str:
+    """What the script's processes print, of which none imports torch. Raises AssertionError as `torchrun`."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    places |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1"}
+    places |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    programs = [
+        apart.Program(script, args, {**places, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    done = apart.ended(*programs, timeout_s=timeout_s)
+    assert not any(each.returncode for each in done), "\n".join(
+        f"rank {rank} ends with {each.returncode}\n{each.stdout}{each.stderr}"
+        for rank, each in enumerate(done)
+    )
+    return "".join(each.stdout for each in done)
