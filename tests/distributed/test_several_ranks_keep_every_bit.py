@@ -12,8 +12,12 @@ from tests.support.ranks import together
 
 SCRIPT = Path(__file__).parent / "training.py"
 
-PROGRAMS = ("ddp --clip", "fsdp --clip --parts 2")
-MORE = ("ddp_views --parts 2", "ddp --precision autocast --parts 2", "fsdp --precision bf16")
+PROGRAMS = ("ddp --clip --depth 3", "fsdp --clip --parts 2 --depth 3")
+MORE = (
+    "ddp_views --parts 2",
+    "ddp --precision autocast --parts 2 --depth 3",
+    "fsdp --precision bf16 --depth 3",
+)
 
 
 def same_bits(ranks: int, programs: tuple[str, ...], spill_dir: Path) -> None:

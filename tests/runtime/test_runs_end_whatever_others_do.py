@@ -30,6 +30,7 @@ from tests.support.runs import (
 )
 
 MIB = 1 << 20
+PIECE = 1 << 18  # the least that has an address range of its own
 
 
 def _files() -> set[str]:
@@ -75,7 +76,7 @@ def test_a_thread_allocates_while_runs_close(tmp_path: Path) -> None:
         number = 0
         while not ended.is_set():
             try:
-                kept.append(torch.full((MIB,), number % 100, dtype=torch.uint8))
+                kept.append(torch.full((PIECE,), number % 100, dtype=torch.uint8))
             except RuntimeError:  # no room just now
                 kept.clear()
             number += 1
@@ -87,8 +88,8 @@ def test_a_thread_allocates_while_runs_close(tmp_path: Path) -> None:
     thread.start()
     try:
         for _ in range(100):
-            with _offload(tmp_path, 8 * MIB):
-                mine = [torch.full((MIB,), float(i)) for i in range(1, 2)]
+            with _offload(tmp_path, 8 * PIECE):
+                mine = [torch.full((PIECE,), float(i)) for i in range(1, 2)]
             assert all(float(tensor[-1]) == i for i, tensor in enumerate(mine, 1))
     finally:
         ended.set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -127,15 +129,22 @@ def training(family: Family, steps: int, device: str = "cpu", way: Way = AS_USUA
     return program
 
 
+@functools.cache
 def family_training(name: str, steps: int, device: str = "cpu") -> Program:
     """Some steps of a model of `tests.support.families`, with AdamW."""
     return training(FAMILIES[name], steps, device)
 
 
+_plain: WeakKeyDictionary[Program, Bits] = WeakKeyDictionary()
+_range: WeakKeyDictionary[Program, dict[str, tuple[int, int]]] = WeakKeyDictionary()
+
+
 def in_memory(program: Program) -> Bits:
-    """Run the program without penstock."""
-    torch.manual_seed(7)
-    return program(lambda kind=None: contextlib.nullcontext())
+    """Run the program without penstock, once for all who ask."""
+    if program not in _plain:
+        torch.manual_seed(7)
+        _plain[program] = program(lambda kind=None: contextlib.nullcontext())
+    return _plain[program]
 
 
 def offload(*known: Any, **options: Any) -> penstock.Offload:
@@ -155,9 +164,13 @@ def offloaded(
 
 
 def budgets(program: Program, spill_dir: Path | str, *shares: float, **options: Any) -> list[int]:
-    """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1)."""
-    _, report = offloaded(program, "1GiB", spill_dir, **options)
-    least, most = report.minimum_bytes, report.peak_bytes
+    """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1), which
+    are found once."""
+    known = _range.setdefault(program, {})
+    if (how := repr(sorted(options.items()))) not in known:
+        _, report = offloaded(program, "1GiB", spill_dir, **options)
+        known[how] = report.minimum_bytes, report.peak_bytes
+    least, most = known[how]
     return [int(least + share * (most - least)) for share in shares]
 
 
