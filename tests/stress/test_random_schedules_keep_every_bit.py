@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.stress.programs import PROGRAMS
+from tests.support.apart import Program, ended
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.runtime
@@ -23,7 +24,9 @@ def run(*arguments: str) -> str:
 
 
 def test_a_few_schedules() -> None:
-    assert run("--work", "--seeds", "1:3").count("passed") == 2 * len(PROGRAMS)
+    (done,) = ended(Program(ROOT / "tests/stress/__main__.py", ("--work", "--seeds", "1:3")), timeout_s=600)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("passed") == 2 * len(PROGRAMS)
 
 
 @pytest.mark.slow
