@@ -3,6 +3,9 @@
 # torch comes from pip's own index. Without a GPU its CPU build is smaller, and enough: point
 # PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds.
 
+# Tests are hundreds of processes: each module is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
