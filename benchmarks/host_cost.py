@@ -46,6 +46,7 @@ class IdleDriver:
 
     device = torch.device("cpu")
     memory_manager = "idle"
+    total_bytes = 1 << 40
 
     def __init__(self) -> None:
         self.stream = _Idle()

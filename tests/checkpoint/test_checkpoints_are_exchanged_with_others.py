@@ -15,6 +15,7 @@ import torch
 import penstock
 from penstock import checkpoint, cli
 from penstock.checkpoint import loading
+from penstock.checkpoint.file import writing
 from tests.support.families import FAMILIES
 from tests.support.states import STATES, numbers, same, trained_gpt
 
@@ -47,6 +48,43 @@ def test_safetensors_opens_every_state(name: str, tmp_path: Path) -> None:
         assert set(file.keys()) == {tensor.name for tensor in info.tensors}
         for tensor in info.tensors:
             assert file.get_slice(tensor.name).get_dtype() == tensor.dtype
+
+
+@pytest.mark.parametrize(
+    "loader", ["accelerate.utils.modeling:load_state_dict", "transformers.modeling_utils:load_state_dict"]
+)
+def test_loaders_of_others_read_what_penstock_wrote(loader: str, tmp_path: Path) -> None:
+    module, _, name = loader.partition(":")
+    checkpoint.save(FLAT, tmp_path / "model.safetensors", metadata={"run": "17"})
+    loaded = getattr(pytest.importorskip(module), name)(str(tmp_path / "model.safetensors"))
+    assert loaded.keys() == FLAT.keys() and all(same(loaded[key], FLAT[key]) for key in FLAT)
+    assert checkpoint.info(tmp_path / "model.safetensors").metadata == {"run": "17"}
+
+
+def test_transformers_and_accelerate_load_a_model_that_penstock_saved(tmp_path: Path) -> None:
+    transformers, accelerate = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path)
+    checkpoint.save(model.state_dict(), tmp_path / "model.safetensors")
+    with accelerate.init_empty_weights():
+        empty = transformers.LlamaForCausalLM(config)
+    dispatched = accelerate.load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"})
+    for other in (transformers.LlamaForCausalLM.from_pretrained(tmp_path), dispatched):
+        assert all(same(other.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_files_without_the_format_of_torch_are_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "FOR_TORCH", {})
+    checkpoint.save(FLAT, tmp_path / "state")
+    with safetensors.safe_open(tmp_path / "state", "pt") as file:
+        assert "format" not in file.metadata()
+    assert checkpoint.verify(tmp_path / "state").checksummed
+    assert all(same(tensor, FLAT[name]) for name, tensor in checkpoint.load(tmp_path / "state").items())
 
 
 @pytest.mark.parametrize("mmap", [True, False, None])

@@ -11,6 +11,7 @@ import torch
 
 import penstock
 from penstock.errors import DeviceUnavailable, InvalidArgument
+from penstock.runtime import opening
 from tests.support.accelerator import wanted
 from tests.support.runs import offload
 
@@ -68,14 +69,14 @@ def test_devices(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(penstock.runtime.opening, "PROBE_S", 0.05)
+    monkeypatch.setattr(opening, "PROBE_S", 0.05)
     with pytest.raises(error) as refused:
         call(tmp_path)
     assert said in str(refused.value)
 
 
 def test_a_run_inside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.runtime.opening, "PROBE_S", 0.05)
+    monkeypatch.setattr(opening, "PROBE_S", 0.05)
     again = offloaded(device=DEVICE)
     with penstock.offload(device=DEVICE, device_budget="32MiB", spill_dir=tmp_path) as run:
         with pytest.raises(InvalidArgument, match=r"another run is open.*penstock\.close\(\)"):
@@ -87,7 +88,7 @@ def test_a_run_inside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_programs_own_limit_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.runtime.opening, "PROBE_S", 0.05)
+    monkeypatch.setattr(opening, "PROBE_S", 0.05)
     module = torch.get_device_module(DEVICE)
     total_bytes = module.get_device_properties(0).total_memory
     module.set_per_process_memory_fraction(0.5)

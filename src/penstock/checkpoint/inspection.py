@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.checkpoint.file.header import DEVICES
+from penstock.checkpoint.file.header import DEVICES, FOR_TORCH
 from penstock.checkpoint.file.source import Source
 
 Format = Literal["penstock", "safetensors", "torch"]
@@ -99,7 +99,10 @@ def _info(source: Source) -> CheckpointInfo:
         for entry in header.entries
     )
     kind: Format = "penstock" if header.written_by_penstock else "safetensors"
-    metadata = {key: value for key, value in header.metadata.items() if key != DEVICES}  # of the user
+    own = FOR_TORCH.items() if header.written_by_penstock else ()
+    metadata = {
+        key: value for key, value in header.metadata.items() if key != DEVICES and (key, value) not in own
+    }
     return CheckpointInfo(
         str(source.path), kind, source.size_bytes, entries, metadata, header.written_by_penstock
     )

@@ -27,6 +27,9 @@ LENGTH_BYTES = 8
 # Key of the metadata that says which tensors were not in the memory of the CPU.
 DEVICES = "penstock.devices"
 
+# Metadata that the loaders of transformers and accelerate ask for.
+FOR_TORCH = {"format": "pt"}
+
 # The largest JSON text that the safetensors library reads.
 MAX_TEXT_BYTES = 100_000_000
 

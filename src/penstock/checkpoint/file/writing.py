@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.checkpoint.failures import cannot_write, error_of
-from penstock.checkpoint.file.header import DEVICES, Entry, encode
+from penstock.checkpoint.file.header import DEVICES, FOR_TORCH, Entry, encode
 from penstock.checkpoint.file.memory import host_bytes, is_on_host
 from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
 from penstock.checkpoint.file.replace import Replacement
@@ -69,7 +69,7 @@ class Contents:
 def contents_of(state: Any, metadata: Mapping[str, str] | None) -> Contents:
     """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument."""
     stored, tree = flatten(state)
-    own = dict(metadata or {})
+    own = {**FOR_TORCH, **(metadata or {})}
     if DEVICES in own:
         raise InvalidArgument(f"metadata {DEVICES!r} cannot be saved: penstock keeps devices there")
     elsewhere = {item.name: str(item.tensor.device) for item in stored if not is_on_host(item.tensor)}
