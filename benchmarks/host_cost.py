@@ -40,13 +40,16 @@ class _Idle:
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
+    def elapsed_time(self, other: _Idle) -> float:
+        return 0.0
+
 
 class IdleDriver:
     """See penstock.runtime.devices.driver.Driver: copies and waits do nothing."""
 
     device = torch.device("cpu")
     memory_manager = "idle"
-    total_bytes = 1 << 40
+    total_bytes = free_bytes = 1 << 40
 
     def __init__(self) -> None:
         self.stream = _Idle()
@@ -54,7 +57,8 @@ class IdleDriver:
     def make_stream(self) -> Any:
         return _Idle()
 
-    make_event = make_stream
+    def make_event(self, timed: bool = False) -> Any:
+        return _Idle()
 
     def current_stream(self) -> Any:
         return self.stream

@@ -51,7 +51,10 @@ from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 
 class Clock(TorchDispatchMode):
-    """Carries out a schedule while kernels run, and enforces the budget where none is followed."""
+    """Carries out a schedule while kernels run, and enforces the budget where none is followed.
+
+    native   counts kernels and operators of this step, and the seconds that the clock took for them
+    """
 
     supports_higher_order_operators = True
 
@@ -86,7 +89,7 @@ class Clock(TorchDispatchMode):
         engine.wait_for_others = self._wait_for_a_collective
         engine.remark = self._remark
         self.recomputation = Recomputation(device, engine)
-        self._kernels = _native.KernelClock(
+        self.native = self._kernels = _native.KernelClock(
             storages=self.storages,
             memory=device.memory,
             lock=engine.lock,
@@ -154,21 +157,6 @@ class Clock(TorchDispatchMode):
         return self._kernels(self, operator, types, args, kwargs)
 
     # -- steps ---------------------------------------------------------------------------------
-
-    @property
-    def kernels(self) -> int:
-        """That have run in this step."""
-        return self._kernels.kernels
-
-    @property
-    def operators(self) -> int:
-        """That were seen in this step."""
-        return self._kernels.operators
-
-    @property
-    def clock_s(self) -> float:
-        """Seconds spent on operators in this step, the kernels themselves and waits excluded."""
-        return self._kernels.clock_s
 
     def begin_step(self, known: Iterable[Schedule], recording: Recording | None) -> None:
         """A step begins.
@@ -240,14 +228,9 @@ class Clock(TorchDispatchMode):
     def followed(self) -> Schedule | None:
         """The schedule that the step has followed to its end; None where it did something else."""
         schedule: Schedule | None = self._kernels.schedule
-        if schedule is not None and (self.rests or self.kernels == schedule.kernels):
+        if schedule is not None and (self.rests or self._kernels.kernels == schedule.kernels):
             return schedule
         return None
-
-    @property
-    def touched_bytes(self) -> int:
-        """Of all storages that the step has touched."""
-        return self._kernels.touched_bytes()
 
     # -- what the C++ part asks ----------------------------------------------------------------
 
@@ -359,7 +342,7 @@ class Clock(TorchDispatchMode):
             operator = functools.partial(run_as, self.variants.ran, operator)
         with self._interrupts:
             schedule: Schedule | None = self._kernels.schedule
-            need_bytes = schedule.needs_bytes[self.kernels] if schedule is not None else 0
+            need_bytes = schedule.needs_bytes[self._kernels.kernels] if schedule is not None else 0
             self.recomputation.keep_recipe(
                 operator, args, kwargs, result, before, need_bytes, self.storages.meet
             )

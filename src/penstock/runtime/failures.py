@@ -65,7 +65,7 @@ class Job:
             store.set(self._process_key(self.rank), f"{self.pid} {begun}")
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """What fails inside is told to the others. Where another rank is the cause, RankFailed is raised."""
         if self._has_failed:  # and the program goes on
             self._has_failed = False
@@ -170,10 +170,10 @@ def _joined() -> Job | None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def shared() -> Iterator[None]:
     """What fails inside is told to the other ranks. Where one of them is the cause, RankFailed is raised."""
     job = _joined()
-    with job.told() if job is not None else contextlib.nullcontext():
+    with job.shared() if job is not None else contextlib.nullcontext():
         yield
 
 

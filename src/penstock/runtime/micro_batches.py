@@ -78,8 +78,8 @@ class Splitter:
         self.chosen: MicroBatch | None = None
         self._most = 0  # samples of a batch so far
         self._inspects = wanted is not None
-        self._inexact = Noted(_inexact)
-        self._random = Noted(_random)
+        self._inexact = OperatorFinder(_inexact)
+        self._random = OperatorFinder(_random)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -336,7 +336,7 @@ def choose_order(
 
     Raises what `penstock.trace` raises, and what `penstock.plan` raises where no order fits.
     """
-    random = Noted(_random)
+    random = OperatorFinder(_random)
 
     def traced(order: str) -> Trace:
         def step() -> None:
@@ -380,7 +380,7 @@ def data_sheet(device: torch.device) -> str:
 # -- what parts cannot give ------------------------------------------------------------------------
 
 
-class Noted(TorchDispatchMode):
+class OperatorFinder(TorchDispatchMode):
     """Notes what ``look`` finds in the operators of forward, while it is entered."""
 
     supports_higher_order_operators = True

@@ -55,7 +55,7 @@ def open_run(
     batches: BatchOptions,
 ) -> Offload:
     """What `penstock.offload` returns, of what it was given."""
-    with failures.told(), _system_errors_hidden(), contextlib.ExitStack() as undo:
+    with failures.shared(), _system_errors_hidden(), contextlib.ExitStack() as undo:
         _require_kinds(model, optimizer, plan, hardware)
         require_policy(planning.policy)
         if plan is not None and plan.lossy not in (None, planning.lossy):
@@ -113,7 +113,8 @@ def open_run(
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
-        run._know(_known_tensors(model, optimizer))
+        for tensor, kind in _known_tensors(model, optimizer):
+            run._clock.know(tensor, kind)
         resident.release_free_memory()  # what they took before
         undo.pop_all()
         run._begin()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -85,11 +85,6 @@ class Offload:
         self._time_step: Callable[[], None] | None = None
         self._warned = self._warned_of_prefetches = False
 
-    def _know(self, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Tensors that are there, and what they are: see Clock.know."""
-        for tensor, kind in tensors:
-            self._clock.know(tensor, kind)
-
     def _begin(self) -> None:
         """From now on the run has every operator of this thread."""
         if self._device.memory.in_arena:
@@ -118,7 +113,7 @@ class Offload:
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        with failures.told(), self._device.marked(f"penstock step {kind or ''}".rstrip()):
+        with failures.shared(), self._device.marked(f"penstock step {kind or ''}".rstrip()):
             yield from self._step(kind)
 
     def _step(self, kind: str | None) -> Iterator[None]:
@@ -152,7 +147,7 @@ class Offload:
         self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
         steps = self._measured[kind] = self._measured.pop(kind, MeasuredSteps())
         steps.last, steps.last_step_s = self._measure(), step_s
-        planned = self._kinds.followed(kind, followed, self._clock.touched_bytes)
+        planned = self._kinds.followed(kind, followed, self._clock.native.touched_bytes())
         if planned is not None:
             steps.stalls_s.append(steps.last.stall_s)
         if recording is not None:
@@ -171,8 +166,8 @@ class Offload:
         return MeasuredStep(
             self._engine.moved,
             self._engine.stall_s,
-            clock.clock_s,
-            clock.operators,
+            clock.native.clock_s,
+            clock.native.operators,
             again.recomputed_bytes,
             again.recompute_s,
             again.kept,

@@ -34,27 +34,20 @@ Arguments = Mapping[str, Any]
 # -- how each runs ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _switched(read: Callable[[], bool], write: Callable[[bool], None], on: bool) -> Iterator[None]:
-    before = read()
-    write(on)
-    try:
-        yield
-    finally:
-        write(before)
+def _under(
+    read: Callable[[], bool], write: Callable[[bool], None], on: bool
+) -> Callable[[Any, Arguments], Any]:
+    """As under a setting of torch.backends, without its warnings."""
 
+    def run(operator: Any, given: Arguments) -> Any:
+        before = read()
+        write(on)
+        try:
+            return operator(**given)
+        finally:
+            write(before)
 
-def _onednn(on: bool) -> contextlib.AbstractContextManager[None]:
-    """As torch.backends.mkldnn.flags(enabled=on), without its warnings."""
-    return _switched(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, on)
-
-
-def _cudnn(on: bool) -> contextlib.AbstractContextManager[None]:
-    return _switched(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, on)
-
-
-def _deterministic_cudnn(on: bool) -> contextlib.AbstractContextManager[None]:
-    return _switched(torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, on)
+    return run
 
 
 def _math_attention(operator: Any, given: Arguments) -> Any:
@@ -114,17 +107,12 @@ def _laid_out(tensor: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _under(setting: contextlib.AbstractContextManager[None], operator: Any, given: Arguments) -> Any:
-    with setting:
-        return operator(**given)
-
-
 # What a plan may name, and how it runs.
 RUNNERS: dict[str, Callable[[Any, Arguments], Any]] = {
-    "without oneDNN": lambda operator, given: _under(_onednn(False), operator, given),
-    "with oneDNN": lambda operator, given: _under(_onednn(True), operator, given),
-    "without cuDNN": lambda operator, given: _under(_cudnn(False), operator, given),
-    "deterministic cuDNN": lambda operator, given: _under(_deterministic_cudnn(True), operator, given),
+    "without oneDNN": _under(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "with oneDNN": _under(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
+    "without cuDNN": _under(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),
+    "deterministic cuDNN": _under(torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True),
     "math attention": _math_attention,
 }
 
