@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+
+from tests.support import apart
 
 SCRIPT = """
 import contextlib, json, resource, sys
@@ -56,23 +55,14 @@ print(json.dumps({
 }))
 """
 
-ROOT = Path(__file__).parents[2]
 
-
-def start(**options: Any) -> subprocess.Popen[str]:
+def start(**options: Any) -> apart.Running:
     """Begin to train. Steps are announced on stderr, the outcome is printed on stdout."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, json.dumps(options)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return apart.Running(apart.Program(SCRIPT, (json.dumps(options),)))
 
 
 def outcome(**options: Any) -> dict[str, Any]:
     """Train to the end."""
-    process = start(**options)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return dict(json.loads(output))
+    ended = start(**options).end(300)
+    assert ended.returncode == 0, ended.stderr
+    return dict(json.loads(ended.stdout))
