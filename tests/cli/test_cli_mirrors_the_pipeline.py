@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import penstock
 from penstock import cli
 from penstock.report import Record
+from tests.support.apart import Program, Running
 
 SCRIPT = """
 import torch
@@ -309,23 +309,15 @@ def test_people_read_tables_and_the_files_written(folder: Path, capsys: pytest.C
     assert "the plan is legal" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_cleanly(folder: Path) -> None:
-    command = [sys.executable, "-m", "penstock"]
+    command = "import sys; from penstock.cli import main; sys.exit(main())"
     options = ("--device-budget", BUDGET, "--spill-dir", ".", "--hardware", "given.json")
-    process = subprocess.Popen(
-        [*command, "run", "model.py:endless", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for _ in range(3):
-        assert process.stdout.readline() == "step\n"
-    process.send_signal(signal.SIGINT)
-    said, shown = process.communicate(timeout=60)
-    assert process.returncode == 130, shown
-    assert "Traceback" not in shown
+    running = Running(Program(command, ("run", "model.py:endless", *options)))
+    running.wait_for("step\n", 3)
+    os.kill(running.process.pid, signal.SIGINT)
+    ended = running.end(60)
+    assert ended.returncode == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
     assert names_in(folder) == {"model.py", "given.json", "penstock-run"}
     kept = Record.load(folder / "penstock-run")
-    assert kept.report.steps >= 1 and "wrote penstock-run/report.json" in said
+    assert kept.report.steps >= 1 and "wrote penstock-run/report.json" in ended.stdout

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import apart
+
 HEADER = "import ctypes, os, sys, torch\nsys.path.insert(0, 'tests/device')\nimport emu\n"
 pytestmark = pytest.mark.usefixtures("emu")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", HEADER + textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return apart.python(HEADER + textwrap.dedent(code))
 
 
 @pytest.mark.parametrize(

@@ -346,22 +346,15 @@ def test_a_graph_outlives_its_step(tmp_path: Path, hardware: penstock.Hardware) 
     assert gradients[0] == gradients[1]
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_a_process_that_is_ended_leaves_nothing(kind: signal.Signals, tmp_path: Path) -> None:
-    process = training.start(budget="100MiB", spill_dir=str(tmp_path), steps=10_000, batch=1)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.strip() == "step 4":
-            break
-    process.send_signal(kind)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert process.returncode not in (None, 0)
+    running = training.start(budget="100MiB", spill_dir=str(tmp_path), steps=10_000, batch=1)
+    running.wait_for("step 4\n")
+    os.kill(running.process.pid, kind)
+    ended = running.end(60)
+    assert ended.returncode == (1 if kind is signal.SIGINT else -kind)
     assert not list(tmp_path.iterdir())
-    if kind is signal.SIGINT:
-        assert "KeyboardInterrupt" in process.stderr.read()
+    assert ("KeyboardInterrupt" in ended.stderr) == (kind is signal.SIGINT)
 
 
 def test_what_is_looked_at_as_a_step_fails_is_given_back(

@@ -51,10 +51,9 @@ def test_a_limit_of_the_operating_system_is_kept_where_the_in_memory_run_is_refu
     growth_limit = least + CODE_BYTES + 12 * 8 * MIB
     assert most > growth_limit + 32 * MIB
 
-    refused = training.start(growth_limit=growth_limit, **size)
-    _, errors = refused.communicate(timeout=300)
-    assert refused.returncode != 0
-    assert "memory" in errors.lower()
+    refused = training.start(growth_limit=growth_limit, **size).end(300)
+    assert refused.returncode > 0
+    assert "memory" in refused.stderr.lower()
 
     finished = training.outcome(budget=least, spill_dir=str(tmp_path), growth_limit=growth_limit, **size)
     assert finished["losses"] == generous["losses"]

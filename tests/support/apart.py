@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,27 +46,46 @@ def context() -> ForkServerContext:
     return found
 
 
+class Running:
+    """A program that has begun."""
+
+    def __init__(self, program: Program) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._folder.name, name) for name in ("out", "err")]
+        environment = {**os.environ, **program.environment}
+        arguments = (program, os.getcwd(), environment, *self._outputs)
+        self.process = context().Process(target=_run, args=arguments)
+        self.process.start()
+
+    @property
+    def said(self) -> list[str]:
+        """What it has printed so far, and its errors."""
+        return [path.read_text() if path.exists() else "" for path in self._outputs]
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until it has printed that so often. Raises AssertionError where it has ended."""
+        while sum(said.count(text) for said in self.said) < times:
+            assert self.process.exitcode is None, self.said
+            time.sleep(0.01)
+
+    def end(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """When it has ended, or did not in that time and is killed."""
+        self.process.join(timeout_s)
+        self.process.kill()
+        self.process.join()
+        return subprocess.CompletedProcess(self.process.name, self.process.exitcode or 0, *self.said)
+
+
 def ended(*programs: Program, timeout_s: float = 120) -> list[subprocess.CompletedProcess[str]]:
     """The programs side by side, when they have ended. Where one fails, and after ``timeout_s``, so do the
     others."""
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(programs))]
-        processes = []
-        for program, paths in zip(programs, outputs, strict=True):
-            environment = {**os.environ, **program.environment}
-            processes.append(context().Process(target=_run, args=(program, os.getcwd(), environment, *paths)))
-            processes[-1].start()
-        latest_s = time.monotonic() + timeout_s
-        while left := [process for process in processes if process.exitcode is None]:
-            over = not wait([process.sentinel for process in left], latest_s - time.monotonic())
-            if over or any(process.exitcode for process in processes):
-                for process in left:
-                    process.kill()
-        said = [[path.read_text() if path.exists() else "" for path in paths] for paths in outputs]
-        return [
-            subprocess.CompletedProcess(program.source, process.exitcode or 0, *texts)
-            for program, process, texts in zip(programs, processes, said, strict=True)
-        ]
+    running = [Running(program) for program in programs]
+    latest_s = time.monotonic() + timeout_s
+    while left := [each.process for each in running if each.process.exitcode is None]:
+        over = not wait([process.sentinel for process in left], latest_s - time.monotonic())
+        if over or any(each.process.exitcode for each in running):
+            break
+    return [each.end(0) for each in running]
 
 
 def python(source: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +99,7 @@ def _run(program: Program, folder: str, environment: Mapping[str, str], *paths: 
             os.dup2(file.fileno(), number)
     least_s, most_s = step_planner.PLANNING_LIMITS_S
     step_planner.PLANNING_LIMITS_S = (least_s / 10, most_s)  # as in the tests' own process
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests' shell ignores it
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

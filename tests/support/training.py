@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+
+from tests.support import apart
+from tests.support.apart import ROOT
 
 SCRIPT = """
 import contextlib, json, resource, sys
@@ -56,23 +58,16 @@ print(json.dumps({
 }))
 """
 
-ROOT = Path(__file__).parents[2]
 
-
-def start(**options: Any) -> subprocess.Popen[str]:
+def start(**options: Any) -> apart.Running:
     """Begin to train. Steps are announced on stderr, the outcome is printed on stdout."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, json.dumps(options)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return apart.Running(apart.Program(SCRIPT, (json.dumps(options),)))
 
 
 def outcome(**options: Any) -> dict[str, Any]:
-    """Train to the end."""
-    process = start(**options)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return dict(json.loads(output))
+    """Train to the end, in a process that is started anew: one that is forked meets the pages of torch's
+    libraries as it runs, and they would count."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return dict(json.loads(ended.stdout))
