@@ -1,5 +1,6 @@
 """Programs in processes of their own, forked from one that has imported torch and penstock: that takes longer
-than most programs run. What is claimed of the start or the end of Python needs one that is started anew."""
+than most programs run. What is claimed of the start or end of Python, or of resident memory, needs one that
+is started anew."""
 
 from __future__ import annotations
 
