@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import decode
+from penstock.samples.encoding import decode
 from penstock.samples.sources import RawSample, Source, open_source
 from penstock.samples.sources.mds import Mds
 from penstock.samples.sources.tfrecord import example

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import InvalidArgument
+from penstock.samples import reading
 from penstock.samples.order import Segment
-from penstock.samples.reader import reading
-from penstock.samples.reader.store import Store, mount
+from penstock.samples.store import Store, mount
 from tests.support.sample_stores import Sample, epoch, mounted, samples, some_samples
 
 ORDERS = ["full", "chunk"]

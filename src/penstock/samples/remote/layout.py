@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import InvalidFile
-from penstock.samples.format import layout
+from penstock.samples import layout
 from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c
 from penstock.storage.nvme.contents import HEAD_BYTES, STORE_MAGIC

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format.layout import DIRECTORY, data_file_name
-from penstock.samples.format.manifest import AGAIN, open_regular
+from penstock.samples.layout import DIRECTORY, data_file_name
+from penstock.samples.manifest import AGAIN, open_regular
 from penstock.storage.nvme import TargetError
 
 if TYPE_CHECKING:
-    from penstock.samples.reader.places import Place
+    from penstock.samples.places import Place
 
 _NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
 _DISK = "Look at the disk's health (dmesg), or use another copy"

@@ -18,14 +18,13 @@ import numpy as np
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.options import CHUNK_BYTES
-from penstock.samples.format import layout
-from penstock.samples.format.manifest import DataFile, StoreManifest
+from penstock.samples import layout
+from penstock.samples.manifest import DataFile, StoreManifest
+from penstock.samples.progress import Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
-from penstock.samples.writer.packed import Packed
-from penstock.samples.writer.progress import Recipe, lock_folder
-from penstock.samples.writer.writer import Mark, StoreWriter
+from penstock.samples.writing import Mark, Packed, StoreWriter
 from penstock.storage.nvme import is_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 

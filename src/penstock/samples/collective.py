@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.places import PathLike, places_of
+from penstock.samples.catalog import Directory
+from penstock.samples.manifest import StoreManifest
+from penstock.samples.places import PathLike, places_of
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -104,12 +104,12 @@ def pack_together(
     """Pack a source by all processes of a group, each its partition, into the folder ``dest``.
 
     timeout_s  longest time without a sign of life from another process
-    progress   of this process, and options: as in penstock.samples.writer.pack
+    progress   of this process, and options: as in penstock.samples.pack
 
     Gives the manifests of all partitions. Raises, in all processes, SampleError where one has failed; in the
     one that failed its own error.
     """
-    from penstock.samples.writer.pack import pack
+    from penstock.samples.packing import pack
 
     meeting = Meeting(group, timeout_s)
 

@@ -16,11 +16,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from penstock.errors import InvalidArgument
-from penstock.samples.dataloader.decoding import Convert, DecodeThreads, Sample, converter, decoded, pinned
-from penstock.samples.dataloader.epochs import EpochCoordinator, EpochStart
-from penstock.samples.dataloader.resume import Epoch, Position, from_state
-from penstock.samples.reader.batch import Batch
-from penstock.samples.reader.store import Store
+from penstock.samples.decode import Convert, DecodeThreads, Sample, converter, decoded, pinned
+from penstock.samples.epochs import Epoch, EpochCoordinator, EpochStart, Position, from_state
+from penstock.samples.store import Batch, Store
 from penstock.units import parse_bytes
 
 _log = logging.getLogger("penstock")
@@ -43,7 +41,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     workers         of the DataLoader that will read this, for len() before they have begun
     timeout_s       longest wait for a batch to be decoded by a thread
 
-    Without a decode function a batch is a dict of tensors, as `to_tensors` in dataloader/decoding.py says.
+    Without a decode function a batch is a dict of tensors, as `to_tensors` in decode.py says.
 
     Iterate it directly, or give it to ``DataLoader(loader, batch_size=None, num_workers=N)``: then each
     worker reads a shard of its own, with its own cache and threads. Each iteration is the next

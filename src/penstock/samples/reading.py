@@ -14,11 +14,11 @@ import numpy as np
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.machine import available_bytes
-from penstock.samples.format.layout import data_file_name
+from penstock.samples.catalog import Directory
+from penstock.samples.failures import closed
+from penstock.samples.layout import data_file_name
 from penstock.samples.order import ORDERS
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import closed
-from penstock.samples.reader.places import StoreFile
+from penstock.samples.places import StoreFile
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
