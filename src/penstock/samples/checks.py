@@ -270,36 +270,36 @@ def _stretches(
     buffers = [AlignedBuffer(max(end - begin for begin, end in spans)) for _ in range(2)]
 
     def read(number: int) -> Future[str | None]:
-        coming: Future[str | None] = Future()
-        arguments = (coming, file, buffers[number % 2], *spans[number])
+        pending: Future[str | None] = Future()
+        arguments = (pending, file, buffers[number % 2], *spans[number])
         threading.Thread(target=_finish, args=arguments, name="penstock-verify", daemon=True).start()
-        return coming
+        return pending
 
-    coming: Future[str | None] | None = read(0)
+    pending: Future[str | None] | None = read(0)
     try:
         for number, (begin, end) in enumerate(spans):
-            assert coming is not None
+            assert pending is not None
             try:
-                error = coming.result(READ_TIMEOUT_S)
+                error = pending.result(READ_TIMEOUT_S)
             except WaitedTooLong:
-                coming = None
+                pending = None
                 raise SampleError(
                     f"waited {READ_TIMEOUT_S:.0f} s for {scanned.place.path_of(scanned.name)}, bytes {begin} "
                     f"to {end}. {scanned.place.hang_text()}"
                 ) from None
-            coming = read(number + 1) if number + 1 < len(spans) else None
+            pending = read(number + 1) if number + 1 < len(spans) else None
             yield _Bytes(begin, end, buffers[number % 2].address, error)
     finally:
-        if coming is not None:
+        if pending is not None:
             with contextlib.suppress(WaitedTooLong):
-                coming.exception(READ_TIMEOUT_S)
+                pending.exception(READ_TIMEOUT_S)
 
 
-def _finish(coming: Future[str | None], *arguments: Any) -> None:
+def _finish(pending: Future[str | None], *arguments: Any) -> None:
     try:
-        coming.set_result(_read(*arguments))
+        pending.set_result(_read(*arguments))
     except BaseException as error:
-        coming.set_exception(error)
+        pending.set_exception(error)
 
 
 def _read(file: StoreFile, buffer: AlignedBuffer, begin: int, end: int) -> str | None:

@@ -398,7 +398,7 @@ class EpochCoordinator:
         self._head["resumes"] = resumes
         self._head["next"] = epoch
 
-    def forget_workers(self) -> None:
+    def clear_workers(self) -> None:
         """No iteration of a DataLoader counts any more: a state was loaded."""
         self._head["workers"] = 0
 

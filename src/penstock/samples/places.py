@@ -83,7 +83,7 @@ def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]
     def sum_up(piece: tuple[str, int, int]) -> None:
         name, begin, end = piece
         address = int(files[name].ctypes.data) + begin
-        _bring_in(address, end - begin, place.path_of(name))
+        _populate_pages(address, end - begin, place.path_of(name))
         sums[name, begin] = crc32c_at(address, end - begin)
 
     in_parallel(sum_up, slices)
@@ -129,7 +129,7 @@ def _map(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
     return data
 
 
-def _bring_in(address: int, size_bytes: int, path: str) -> None:
+def _populate_pages(address: int, size_bytes: int, path: str) -> None:
     """Have the kernel map the pages by one call, which fails where touching them would end the process."""
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ
     if _library.madvise(*arguments) and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):

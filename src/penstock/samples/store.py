@@ -1,4 +1,7 @@
-"""Samples that were read together."""
+"""A mounted store: what programs read samples from, and the batches that it gives.
+
+Its functions are those of DLFS, section III.
+"""
 
 from __future__ import annotations
 
@@ -403,7 +406,7 @@ class Store(Catalog):
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
         if skipped and not self._reading.is_closed:  # which cancels reads
-            self._note_damage(skipped)
+            self._log_damage(skipped)
         return batch
 
     def _begin(self) -> _native.SampleFeed:
@@ -430,7 +433,7 @@ class Store(Catalog):
         chunk_bytes = directory.manifest.chunk_bytes
         return cannot_read(what, directory.place, chunk_bytes, whose, self._options.timeout_s)
 
-    def _note_damage(self, skipped: Sequence[int]) -> None:
+    def _log_damage(self, skipped: Sequence[int]) -> None:
         if not self._damaged:
             logger.warning(
                 "%s: sample %d is damaged and was left out, as will be others. Store.damaged lists them; "

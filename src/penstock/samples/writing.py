@@ -1,4 +1,9 @@
-"""Work that a thread does in order, while its owner goes on."""
+"""Writing a store's files, so that packing can be resumed.
+
+What the builder makes is appended by a thread, while more is built. Now and then everything is made
+durable, and `packing.json` says how far that goes: a killed process loses what came after it. A packing that
+goes on compares what its source gives with what is packed.
+"""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ class _Writer:
             some = left[begin : begin + EXTENTS_AT_ONCE]
             in_parallel(functools.partial(self._write_extent, done), some)
             self._device.flush()
-            self._note(some, done)
+            self._record_durable(some, done)
             left_bytes -= sum(extent.size_bytes for extent in some)
             if progress is not None:
                 progress(total_bytes - left_bytes, total_bytes)
@@ -330,7 +330,7 @@ class _Writer:
         done[extent.number] = crc32c_at(buffer.address, extent.size_bytes)
         self._buffers.put(buffer)
 
-    def _note(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
+    def _record_durable(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
         """Note that the extents are durable."""
         notes = self._notes.view()
         size_bytes = PROGRESS_RECORD_BYTES

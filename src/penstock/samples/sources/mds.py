@@ -1,6 +1,10 @@
-"""The columns of MDS samples: bytes to values, with nothing executed.
+"""Samples of MosaicML streaming's MDS format, with nothing executed.
 
-Format: MosaicML streaming 0.13, streaming/base/format/mds/encodings.py.
+Streaming itself takes 2.9 times as long (benchmarks/samples_sources.py), pins 70 packages and opens pickles.
+
+Format: MosaicML streaming 0.13, streaming/base/format/mds. A shard is uint32 samples, uint32
+[samples + 1] offsets in the file, then samples: uint32 sizes of the columns that have no fixed one, then the
+columns' bytes, which encodings.py there describes.
 """
 
 from __future__ import annotations
@@ -33,19 +37,8 @@ _ARRAY_DTYPES = {
     66: "<f8",
 }  # fmt: skip
 _SHAPE_DTYPES = ("u1", "<u2", "<u4", "<u8")
-_NUMBERS = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
+_NUMBERS = {f"{kind}int{bits}" for kind in ("u", "") for bits in (8, 16, 32, 64)}
+_NUMBERS |= {"float16", "float32", "float64"}
 
 
 def decoder(encoding: str) -> Decode:
