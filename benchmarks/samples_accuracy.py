@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.samples import Batch, Store, expected_mixing, mount, pack
-from penstock.samples.format.layout import buffer_bytes
+from penstock.samples.layout import buffer_bytes
 from penstock.samples.order import cache_shape
 
 CHUNK_BYTES = 4096

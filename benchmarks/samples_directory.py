@@ -37,7 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import _native
-from penstock.samples.format import layout, manifest
+from penstock.samples import layout
+from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
 from penstock.storage.checksum import crc32c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -284,13 +285,13 @@ def write_store(folder: Path, samples: int) -> int:
     for name, content in contents.items():
         content.tofile(folder / name)
     (folder / layout.data_file_name(0)).write_bytes(bytes(CHUNK_BYTES))
-    sums = {name: manifest.FileSum(size_bytes=c.nbytes, crc32c=crc32c(c)) for name, c in contents.items()}
+    sums = {name: FileSum(size_bytes=c.nbytes, crc32c=crc32c(c)) for name, c in contents.items()}
     data_files = tuple(
-        manifest.DataFile(samples=count, chunks=chunks, size_bytes=size_bytes)
+        DataFile(samples=count, chunks=chunks, size_bytes=size_bytes)
         for count, chunks, size_bytes in columns.data_files
     )
-    manifest.write(
-        manifest.StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, data_files=data_files, files=sums),
+    write_manifest(
+        StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, data_files=data_files, files=sums),
         folder,
     )
     return sum(content.nbytes for content in contents.values())

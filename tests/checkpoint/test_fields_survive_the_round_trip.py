@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.samples.format.encoding import DTYPES, Decoder, decode, encode
-from penstock.samples.format.manifest import Field
+from penstock.samples.encoding import DTYPES, Decoder, decode, encode
+from penstock.samples.manifest import Field
 
 DTYPE = st.sampled_from(sorted(DTYPES))
 ARRAYS = npst.arrays(DTYPE, npst.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=4))

@@ -13,7 +13,7 @@ from penstock import cli
 from penstock.cli import output as shown_progress
 from penstock.cli import samples as commands
 from penstock.cli.output import samples_progress, steps_progress
-from penstock.samples.format.manifest import StoreManifest
+from penstock.samples.manifest import StoreManifest
 from tests.support.stores import write_store
 
 

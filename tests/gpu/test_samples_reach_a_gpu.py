@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.samples import Loader, mount
-from penstock.samples.dataloader.decoding import Sample
+from penstock.samples.decode import Sample
 from tests.support.accelerator import wanted
 
 pytest.importorskip("xxhash", reason="needs xxhash, to write stores")

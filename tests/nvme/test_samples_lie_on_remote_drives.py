@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples import Loader, Store, discover, info, mount, unpack, upload, verify
-from penstock.samples.reader.places import places_of
+from penstock.samples.places import places_of
 from tests.support.apart import context
 from tests.support.nvme_target.process import NQN, Target
 from tests.support.ranks import together

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import penstock
 from penstock import samples
-from penstock.samples.reader.batch import SHOWN
+from penstock.samples.store import SHOWN
 from penstock.units import format_bytes, format_rate, format_seconds
 from tests.support.traces import gpt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.samples_accuracy import Digits, Result, Way, digits, measure, pack_digits, ways
-from penstock.samples.reader.store import mount
+from penstock.samples.store import mount
 
 SEEDS = range(3)
 SHARE = 0.25  # of the store's chunks, that the cache holds

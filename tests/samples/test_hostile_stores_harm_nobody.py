@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, PenstockError
 from penstock.samples import encode
-from penstock.samples.maintenance.inspection import info
-from penstock.samples.maintenance.unpacking import unpack
-from penstock.samples.maintenance.verification import verify
-from penstock.samples.reader.store import Store, mount
+from penstock.samples.inspection import info
+from penstock.samples.store import Store, mount
+from penstock.samples.unpacking import unpack
+from penstock.samples.verification import verify
 from penstock.storage.checksum import crc32c
 from tests.support.folders import folder_in_memory
 from tests.support.sample_stores import some_samples

@@ -1,4 +1,4 @@
-"""The numbers of penstock.samples.mixing against counting by hand."""
+"""The numbers of penstock.samples.order against counting by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.samples.mixing import expected_mixing, ideal_distinct, mixing_of
-from penstock.samples.order import ORDERS
+from penstock.samples.order import ORDERS, expected_mixing, ideal_distinct, mixing_of
 from tests.support.orders import firsts_of, layouts, whole
 
 

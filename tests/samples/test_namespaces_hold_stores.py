@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, PenstockError, SampleError
-from penstock.samples.remote.device import contents, read_superblock
 from penstock.samples.remote.layout import (
     ALIGNMENT_BYTES,
     StoredFile,
@@ -26,7 +25,7 @@ from penstock.samples.remote.layout import (
     find_superblock,
     plan_upload,
 )
-from penstock.samples.remote.place import read_bytes, read_store
+from penstock.samples.remote.store import contents, read_bytes, read_store, read_superblock
 from penstock.samples.remote.upload import LocalStore, local_store, upload_to
 from penstock.storage.checksum import crc32c
 from tests.support.devices import Broken, MemoryDevice

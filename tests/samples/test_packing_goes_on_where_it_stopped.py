@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format import manifest
+from penstock.samples import progress
+from penstock.samples.manifest import read_manifest
+from penstock.samples.packing import Rhythm, pack, pack_source
 from penstock.samples.sources import open_source
-from penstock.samples.writer import progress
-from penstock.samples.writer.pack import Rhythm, pack, pack_source
 from tests.support.folders import folder_in_memory
 from tests.support.packing import (
     Listed,
@@ -221,7 +221,7 @@ def test_few_checkpoints_are_made_of_much(tmp_path: Path) -> None:
     rhythm = Rhythm(flush_bytes=1 << 10, checkpoint_bytes=32 << 10, checkpoint_s=1e9)
     pack_source(Listed(items), folder, recipe_of(Listed(items)), metadata={}, rhythm=rhythm, report=look)
     assert len(seen) <= 2 + sum(len(data) for _, data in items) // (32 << 10)
-    assert manifest.read(folder).samples == 200
+    assert read_manifest(folder).samples == 200
 
 
 @pytest.mark.parametrize("kind", ["folder", "arrays", "fields"])

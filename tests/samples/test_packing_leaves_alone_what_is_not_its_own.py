@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.reader.store import mount
+from penstock.samples.packing import pack
+from penstock.samples.progress import lock_folder
 from penstock.samples.sources import open_source
-from penstock.samples.writer.pack import pack
-from penstock.samples.writer.progress import lock_folder
+from penstock.samples.store import mount
 from tests.support import stores
 from tests.support.packing import (
     Listed,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import SampleError
-from penstock.samples.writer.background import Background
+from penstock.samples.writing import Background
 
 ROOT = Path(__file__).parents[2]
 

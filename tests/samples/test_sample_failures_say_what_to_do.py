@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SampleError
-from penstock.samples.reader.failures import Failure, cannot_open, cannot_read
-from penstock.samples.reader.places import Folder
+from penstock.samples.failures import Failure, cannot_open, cannot_read
+from penstock.samples.places import Folder
 
 PATH = Path("store").absolute() / "data-00001.bin"
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from penstock.samples.mixing import expected_mixing, mixing_of
-from penstock.samples.order import ORDERS, Segment
+from penstock.samples.order import ORDERS, Segment, expected_mixing, mixing_of
 from tests.support.orders import firsts_of, whole
 
 DRAWS = 4000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import InvalidArgument
-from penstock.samples.dataloader.resume import Epoch, Position, from_state, merge_states
+from penstock.samples.epochs import Epoch, Position, from_state, merge_states
 
 FIRSTS = np.array([0, 5, 5, 30, 31, 60, 77], np.uint64)
 SAMPLES = int(FIRSTS[-1])

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import DTYPES, Decoder, decode
+from penstock.samples.encoding import DTYPES, Decoder, decode
 from penstock.samples.sources import Block, RawSample, Source, open_source
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import Decoder, decode
+from penstock.samples.encoding import Decoder, decode
 from penstock.samples.sources import Block, RawSample, Source, open_source
 
 pa = pytest.importorskip("pyarrow")

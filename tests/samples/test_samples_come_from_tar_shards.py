@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import decode
+from penstock.samples.encoding import decode
 from penstock.samples.sources import RawSample, Source, open_source
-from penstock.samples.sources.tar import members
+from penstock.samples.sources.webdataset import members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 NAME = st.text(st.sampled_from("aé.大-"), min_size=1, max_size=40).filter(

@@ -7,14 +7,12 @@ import struct
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidFile, SampleError
+from penstock.errors import SampleError
 from penstock.samples.sources import RawSample, Source, open_source
-from penstock.samples.sources.tfrecord import example
 from tests.support.stores import crc32c
 
 
@@ -96,77 +94,3 @@ def test_large_records_need_permission(tmp_path: Path) -> None:
         SampleError, match=r"record of 2000 bytes at byte 0: more than 1000 B.*max_sample_bytes"
     ):
         list(open_source(tmp_path / "a.tfrecord", max_sample_bytes=1000))
-
-
-def field(number: int, data: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    found = b""
-    while value > 0x7F:
-        found += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return found + bytes([value])
-
-
-def feature(name: str, kind: int, values: bytes) -> bytes:
-    return field(1, field(1, field(1, name.encode()) + field(2, field(kind, values))))
-
-
-FEATURES = st.dictionaries(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-    st.tuples(
-        st.lists(st.binary(max_size=9), max_size=3)
-        | st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1, max_size=4).map(
-            lambda x: np.array(x, np.int64)
-        )
-        | st.lists(st.floats(width=32), min_size=1, max_size=4).map(lambda x: np.array(x, np.float32)),
-        st.booleans(),
-    ),
-    max_size=4,
-)
-
-
-@given(FEATURES)
-def test_examples_are_decoded_packed_or_not(features: dict[str, tuple[object, bool]]) -> None:
-    data = b""
-    for name, (values, packed) in features.items():
-        if isinstance(values, list):
-            data += feature(name, 1, b"".join(field(1, value) for value in values))
-            continue
-        assert isinstance(values, np.ndarray)
-        if values.dtype == np.float32:
-            each = [values[i : i + 1].tobytes() for i in range(len(values))]
-            loose = b"".join(b"\x0d" + value for value in each)
-        else:
-            each = [varint(int(value)) for value in values]
-            loose = b"".join(b"\x08" + value for value in each)
-        kind = 2 if values.dtype == np.float32 else 3
-        data += feature(name, kind, field(1, b"".join(each)) if packed else loose)
-    found = example(data)
-    assert list(found) == list(features)
-    for name, (values, _) in features.items():
-        if isinstance(values, np.ndarray):
-            assert found[name].dtype == values.dtype and found[name].tobytes() == values.tobytes()
-        else:
-            assert found[name] == values
-
-
-@given(st.binary(max_size=60))
-def test_other_bytes_are_no_example(data: bytes) -> None:
-    try:
-        found = example(data)
-    except InvalidFile:
-        return
-    assert all(isinstance(name, str) for name in found)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"\x0a\xff\xff\xff\xff\x0f", b"\x08\x01", b"\x0b", b"\xff" * 11, field(1, field(1, field(1, b"\xff")))],
-)
-def test_what_is_cut_off_or_wrong_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidFile, match=r"not a tf\.train\.Example"):
-        example(data)

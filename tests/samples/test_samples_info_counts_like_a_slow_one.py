@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.maintenance import inspection
-from penstock.samples.maintenance.inspection import info
+from penstock.samples import inspection
+from penstock.samples.inspection import info
 from tests.support.stores import write_store
 
 CHUNK_BYTES = 4096

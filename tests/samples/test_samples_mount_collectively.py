@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.reader import collective
-from penstock.samples.reader.collective import pack_together
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.store import Store, mount
+from penstock.samples import collective
+from penstock.samples.catalog import Directory
+from penstock.samples.collective import pack_together
+from penstock.samples.store import Store, mount
 from tests.support.stores import write_store
 
 WORLD = 4

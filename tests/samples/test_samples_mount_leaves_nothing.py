@@ -14,7 +14,7 @@ import pytest
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import pack
-from penstock.samples.reader.store import Store, mount
+from penstock.samples.store import Store, mount
 from tests.support.sample_stores import epoch, mounted, some_samples
 from tests.support.stores import write_store
 
@@ -36,7 +36,7 @@ def run(script: str, *arguments: object) -> str:
 MOUNTS = """
 import gc, os, sys, time
 from pathlib import Path
-from penstock.samples.reader.store import mount
+from penstock.samples.store import mount
 
 def names():
     tasks = Path("/proc/self/task").iterdir()
@@ -237,7 +237,7 @@ def test_a_forked_child_reads_for_itself(tmp_path: Path) -> None:
 EXITS = """
 import sys
 from penstock.samples import mount
-from penstock.samples.reader import store as module
+from penstock.samples import store as module
 
 stores = []
 for order in ("full", "chunk"):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples.reader import places
-from penstock.samples.reader.reading import choose_io
-from penstock.samples.reader.store import mount
+from penstock.samples import places
+from penstock.samples.reading import choose_io
+from penstock.samples.store import mount
 from tests.support.sample_stores import some_samples
 from tests.support.stores import crc32c, write_store
 

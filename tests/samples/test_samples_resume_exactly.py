@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.samples import mount
-from penstock.samples.dataloader.loader import Loader
-from penstock.samples.dataloader.resume import from_state, merge_states
+from penstock.samples.epochs import from_state, merge_states
+from penstock.samples.loader import Loader
 from tests.support.stores import write_store
 
 SAMPLES = 157

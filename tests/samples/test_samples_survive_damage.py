@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, PenstockError, SampleError
-from penstock.samples.reader.store import Store, mount
+from penstock.samples.store import Store, mount
 from tests.support.sample_stores import Sample, epoch, some_samples
 from tests.support.stores import write_store
 

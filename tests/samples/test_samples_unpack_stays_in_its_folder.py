@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import encode
-from penstock.samples.maintenance import unpacking
-from penstock.samples.maintenance.unpacking import unpack
+from penstock.samples import unpacking
+from penstock.samples.encoding import encode
+from penstock.samples.unpacking import unpack
 from tests.support.stores import write_store
 
 SAMPLES = [

@@ -9,7 +9,7 @@ import random
 import time
 from pathlib import Path
 
-from penstock.samples.dataloader.epochs import EpochCoordinator, EpochStart
+from penstock.samples.epochs import EpochCoordinator, EpochStart
 
 
 def in_processes(

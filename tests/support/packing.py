@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.samples.format.manifest import Field, StoreManifest
+from penstock.samples.manifest import Field, StoreManifest
+from penstock.samples.packing import Rhythm, pack_source
+from penstock.samples.progress import Recipe
 from penstock.samples.sources import Block, RawSample, Source
-from penstock.samples.writer.pack import Rhythm, pack_source
-from penstock.samples.writer.progress import Recipe
 from tests.support import stores
 
 OFTEN = Rhythm(flush_bytes=1, checkpoint_bytes=1, checkpoint_s=0.0)  # whenever it can

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SampleError
-from penstock.samples.writer import progress
-from penstock.samples.writer.pack import Rhythm, pack_source
+from penstock.samples import progress
+from penstock.samples.packing import Rhythm, pack_source
 from tests.support.packing import Listed, contents, expected, recipe_of, samples_of
 
 ITEMS = samples_of(300, 2000)

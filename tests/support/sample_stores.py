@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.samples.reader import store as stores
+from penstock.samples import store as stores
 from tests.support.stores import write_store
 
 Sample = tuple[str, bytes]

@@ -19,17 +19,15 @@ from penstock.cli.output import (
     printable,
     samples_progress,
 )
-from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.maintenance import inspection, throughput, unpacking, verification
-from penstock.samples.maintenance.inspection import StoreInfo
-from penstock.samples.maintenance.throughput import Throughput
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.names import Names
-from penstock.samples.reader.places import PathLike, places_of
-from penstock.samples.remote.discovery import discover as discover_namespaces
+from penstock.samples import inspection, unpacking, verification
+from penstock.samples.catalog import Directory, Names
+from penstock.samples.inspection import StoreInfo, Throughput
+from penstock.samples.manifest import StoreManifest
+from penstock.samples.packing import pack as pack_source
+from penstock.samples.places import PathLike, places_of
+from penstock.samples.remote.store import discover as discover_namespaces
 from penstock.samples.remote.upload import upload as upload_store
 from penstock.samples.sources import open_source
-from penstock.samples.writer.pack import pack as pack_source
 from penstock.units import counted, format_bytes, format_rate, format_seconds
 
 LISTED_AT_ONCE = 4096
@@ -282,7 +280,7 @@ def unpack(options: Namespace) -> Answer:
 
 
 def bench(options: Namespace) -> Answer:
-    found = throughput.bench(
+    found = inspection.bench(
         options.store,
         seconds=options.seconds,
         cache_bytes=options.cache,

@@ -10,29 +10,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.samples.dataloader.resume import merge_states
-from penstock.samples.format.encoding import encode
-from penstock.samples.maintenance.inspection import StoreInfo, info
-from penstock.samples.maintenance.throughput import Bench, bench
-from penstock.samples.maintenance.unpacking import unpack
-from penstock.samples.maintenance.verification import Verification, verify
-from penstock.samples.mixing import Mixing, expected_mixing, mixing_of
-from penstock.samples.order import Segment
-from penstock.samples.reader.batch import Batch
-from penstock.samples.reader.store import Store, mount
-from penstock.samples.remote.discovery import RemoteNamespace, discover
+from penstock.samples.encoding import encode
+from penstock.samples.epochs import merge_states
+from penstock.samples.inspection import Bench, StoreInfo, bench, info
+from penstock.samples.order import Mixing, Segment, expected_mixing, mixing_of
+from penstock.samples.packing import pack
+from penstock.samples.remote.store import RemoteNamespace, discover
 from penstock.samples.remote.upload import Upload, upload
-from penstock.samples.writer.pack import pack
+from penstock.samples.store import Batch, Store, mount
+from penstock.samples.unpacking import unpack
+from penstock.samples.verification import Verification, verify
 
 # What needs torch is imported at its first use: packing and looking at stores do without.
 if TYPE_CHECKING:
-    from penstock.samples.dataloader.loader import Loader, SampleDataset
-    from penstock.samples.reader.collective import pack_together
+    from penstock.samples.collective import pack_together
+    from penstock.samples.loader import Loader, SampleDataset
 else:
     _MODULES = {
-        "Loader": "penstock.samples.dataloader.loader",
-        "SampleDataset": "penstock.samples.dataloader.loader",
-        "pack_together": "penstock.samples.reader.collective",
+        "Loader": "penstock.samples.loader",
+        "SampleDataset": "penstock.samples.loader",
+        "pack_together": "penstock.samples.collective",
     }
 
     def __getattr__(name: str) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import InvalidFile
-from penstock.samples.format import layout
+from penstock.samples import layout
 from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c
 from penstock.storage.nvme.contents import HEAD_BYTES, STORE_MAGIC
@@ -88,24 +88,14 @@ class Superblock:
 
     def encoded(self) -> bytes:
         """[512 bytes]"""
-        packed = _SUPERBLOCK.pack(
-            MAGIC,
-            VERSION,
-            _COMPLETE if self.complete else _UPLOADING,
-            self.generation,
-            self.upload_id,
-            self.store_id,
-            self.namespace_bytes,
-            self.used_bytes,
-            self.table_offset,
-            self.table_bytes,
-            self.table_crc32c,
-            self.files,
-            self.progress_offset,
-            self.progress_bytes,
-            self.extent_bytes,
-        ).ljust(_CRC_AT, b"\0")
+        state = _COMPLETE if self.complete else _UPLOADING
+        values = [getattr(self, name) for name in _FIELDS]
+        packed = _SUPERBLOCK.pack(MAGIC, VERSION, state, *values).ljust(_CRC_AT, b"\0")
         return packed + struct.pack("<I", crc32c(packed))
+
+
+# In the order of _SUPERBLOCK.
+_FIELDS = tuple(field.name for field in fields(Superblock) if field.name != "complete")
 
 
 class StoredFile(NamedTuple):
@@ -250,23 +240,7 @@ def find_superblock(copies: Sequence[bytes], namespace_bytes: int, name: str) ->
 
 def _decoded(copy: bytes, name: str) -> Superblock:
     """Of bytes whose checksum is right."""
-    (
-        _,
-        version,
-        state,
-        generation,
-        upload_id,
-        store_id,
-        namespace_bytes,
-        used_bytes,
-        table_offset,
-        table_bytes,
-        table_crc32c,
-        files,
-        progress_offset,
-        progress_bytes,
-        extent_bytes,
-    ) = _SUPERBLOCK.unpack_from(copy)
+    _, version, state, *values = _SUPERBLOCK.unpack_from(copy)
     if version != VERSION:
         raise InvalidFile(
             f"{name} holds a store in version {version} of the layout, not {VERSION}: use the penstock that "
@@ -274,21 +248,7 @@ def _decoded(copy: bytes, name: str) -> Superblock:
         )
     if state not in (_UPLOADING, _COMPLETE):
         raise InvalidFile(f"the superblock of {name} has the state {state}, which none is in. {AGAIN}")
-    return Superblock(
-        generation=generation,
-        complete=state == _COMPLETE,
-        upload_id=upload_id,
-        store_id=store_id,
-        namespace_bytes=namespace_bytes,
-        used_bytes=used_bytes,
-        table_offset=table_offset,
-        table_bytes=table_bytes,
-        table_crc32c=table_crc32c,
-        files=files,
-        progress_offset=progress_offset,
-        progress_bytes=progress_bytes,
-        extent_bytes=extent_bytes,
-    )
+    return Superblock(complete=state == _COMPLETE, **dict(zip(_FIELDS, values, strict=True)))
 
 
 def _check_superblock(superblock: Superblock, namespace_bytes: int, name: str) -> None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format.layout import MANIFEST, data_file_name
-from penstock.samples.format.manifest import AGAIN, open_regular
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import cannot_open, from_target
-from penstock.samples.reader.places import Folder, PathLike, places_of
-from penstock.samples.remote.device import Device, contents, read_superblock
+from penstock.samples.catalog import Directory
+from penstock.samples.failures import cannot_open, from_target
+from penstock.samples.layout import MANIFEST, data_file_name
+from penstock.samples.manifest import AGAIN, open_regular
+from penstock.samples.places import Folder, PathLike, places_of
 from penstock.samples.remote.layout import (
     EXTENT_BYTES,
     PROGRESS_RECORD_BYTES,
@@ -32,6 +31,7 @@ from penstock.samples.remote.layout import (
     encoded_table,
     plan_upload,
 )
+from penstock.samples.remote.store import Device, contents, read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
 from penstock.storage.nvme import DEFAULT_TIMEOUT_S, Namespace, TargetError, is_url, parse_url
@@ -295,7 +295,7 @@ class _Writer:
             some = left[begin : begin + EXTENTS_AT_ONCE]
             in_parallel(functools.partial(self._write_extent, done), some)
             self._device.flush()
-            self._note(some, done)
+            self._record_durable(some, done)
             left_bytes -= sum(extent.size_bytes for extent in some)
             if progress is not None:
                 progress(total_bytes - left_bytes, total_bytes)
@@ -330,7 +330,7 @@ class _Writer:
         done[extent.number] = crc32c_at(buffer.address, extent.size_bytes)
         self._buffers.put(buffer)
 
-    def _note(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
+    def _record_durable(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
         """Note that the extents are durable."""
         notes = self._notes.view()
         size_bytes = PROGRESS_RECORD_BYTES

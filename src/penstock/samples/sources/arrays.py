@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import array_of, stored_dtype
-from penstock.samples.format.manifest import Field
+from penstock.samples.encoding import array_of, stored_dtype
+from penstock.samples.manifest import Field
 from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Block, Numbered, numbers, printable
 
 _UNREADABLE = (

@@ -1,25 +1,312 @@
-"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each."""
+"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.encoding import encode
-from penstock.samples.format.manifest import Field
+from penstock.samples.encoding import DTYPES, encode
+from penstock.samples.manifest import Field
 from penstock.samples.sources.arrays import label_classes, record_block
-from penstock.samples.sources.arrowcolumns import class_names, fixed_values, record_field, rows, text_values
-from penstock.samples.sources.arrowfiles import DatasetRows, Rows, open_rows
 from penstock.samples.sources.paths import shards_of
-from penstock.samples.sources.source import Block, Numbered, RawSample, check_label, printable
+from penstock.samples.sources.source import BLOCK_BYTES, Block, Numbered, RawSample, check_label, printable
+
+
+def record_field(name: str, kind: Any) -> Field | None:
+    """The field that a column becomes in `record`, or None where its values are no numbers of fixed size.
+
+    kind   pyarrow.DataType
+    """
+    from pyarrow import types
+
+    shape: tuple[int, ...] = ()
+    while types.is_fixed_size_list(kind):
+        shape += (kind.list_size,)
+        kind = kind.value_type
+    dtype = _dtype(kind)
+    return None if dtype is None else Field(name=name, dtype=dtype.str, shape=shape)
+
+
+def fixed_values(column: Any, field: Field) -> npt.NDArray[Any] | None:
+    """A column [n] as an array [n, *shape], or None where a value is missing."""
+    values, missing = _fixed(column, field)
+    return None if missing.any() else values
+
+
+def rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a pyarrow.RecordBatch, a map each.
+
+    Lists of numbers become arrays; dates, times and decimals text.
+    """
+    columns = [_values(column) for column in batch.columns]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def has_missing(column: Any, depth: int = 0) -> bool:
+    """Whether a pyarrow.Array lacks a value anywhere."""
+    from pyarrow import types
+
+    if column.null_count:
+        return True
+    return types.is_fixed_size_list(column.type) and depth < 32 and has_missing(column.values, depth + 1)
+
+
+def text_values(column: Any) -> list[str | None]:
+    """A column as text."""
+    return [None if value is None else str(value) for value in column.to_pylist()]
+
+
+def class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of labels by column, as Hugging Face datasets writes them beside a schema."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            name: [printable(str(each)) for each in kind["names"]]
+            for name, kind in features.items()
+            if _is_class(kind)
+        }
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _is_class(kind: Any) -> bool:
+    return (
+        isinstance(kind, Mapping)
+        and kind.get("_type") == "ClassLabel"
+        and isinstance(kind.get("names"), list)
+    )
+
+
+def _dtype(kind: Any) -> np.dtype[Any] | None:
+    from pyarrow import types
+
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return None
+    return DTYPES.get(np.dtype(kind.to_pandas_dtype()).newbyteorder("<").str)
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a pyarrow.Array."""
+    import pyarrow as pa
+    from pyarrow import types
+
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if types.is_temporal(kind) or types.is_decimal(kind):
+        column = column.cast(pa.int64()) if types.is_duration(kind) else column.cast(pa.string())
+    field = record_field("", kind)
+    arrays: tuple[Sequence[npt.NDArray[Any]] | npt.NDArray[Any], npt.NDArray[np.bool_]]
+    if (types.is_list(kind) or types.is_large_list(kind)) and _dtype(kind.value_type) is not None:
+        arrays = _lists(column)
+    elif field is not None and field.shape:
+        arrays = _fixed(column, field)
+    else:
+        return list(column.to_pylist())
+    return [
+        column[i].as_py() if missing else value
+        for i, (value, missing) in enumerate(zip(*arrays, strict=True))
+    ]
+
+
+def _fixed(column: Any, field: Field) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """Values [n, *shape] of a column, and where [n] one is missing."""
+    count = len(column)
+    missing = np.zeros(count, np.bool_)
+    for size in (*field.shape, None):
+        if column.null_count:
+            missing |= _nulls(column).reshape(count, -1).any(axis=1)
+        if size is not None:
+            column = column.values.slice(column.offset * size, len(column) * size)
+    return _numbers(column).astype(DTYPES[field.dtype], copy=False).reshape(count, *field.shape), missing
+
+
+def _lists(column: Any) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.bool_]]:
+    """The lists [n] of numbers in a column as arrays, and where [n] one lacks a number, or is missing."""
+    values = _numbers(column.values).astype(_dtype(column.type.value_type), copy=False)
+    offsets = column.offsets.to_numpy()
+    nulls = np.concatenate([[0], np.cumsum(_nulls(column.values))])
+    missing = (nulls[offsets[1:]] > nulls[offsets[:-1]]) | _nulls(column)
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())], missing
+
+
+def _nulls(column: Any) -> npt.NDArray[np.bool_]:
+    nulls: npt.NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
+    return nulls
+
+
+def _numbers(column: Any) -> npt.NDArray[Any]:
+    """A column of numbers; zeros where one is missing, so that integers stay what they are."""
+    if column.null_count:
+        column = column.fill_null(False if _dtype(column.type) == np.bool_ else 0)
+    values: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return values
+
+
+_MOST_ROWS = 1 << 16  # at a time
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are read together.
+
+    schema      pyarrow.Schema
+    rows        how many
+    size_bytes  about, of all
+    missing     whether a value is missing anywhere
+    """
+
+    path: str
+    schema: Any
+    rows: int
+    size_bytes: int
+    missing: bool
+
+    def read(self, begin: int, end: int, columns: list[str]) -> Iterator[Any]:
+        """pyarrow.RecordBatches of the rows from ``begin`` up to ``end``, of a few MiB each."""
+        step = max(1, min(_MOST_ROWS, BLOCK_BYTES * self.rows // max(self.size_bytes, 1)))
+        with failing(self.path):
+            for first, batch in self.batches(begin, end, columns, step):
+                batch.validate(full=True)  # what is mapped was not parsed: offsets could lead anywhere
+                stop = min(end - first, batch.num_rows)
+                for start in range(max(begin - first, 0), stop, step):
+                    yield batch.slice(start, min(step, stop - start))
+
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        """Batches of any size with these rows, and perhaps others; each with the number of its first row.
+
+        step   about how many rows are wanted
+        """
+        raise NotImplementedError
+
+
+class ParquetRows(Rows):
+    @classmethod
+    def open(cls, path: str) -> ParquetRows:
+        import pyarrow.parquet as pq
+
+        with failing(path), pq.ParquetFile(path) as file:
+            found = file.metadata
+            groups = [found.row_group(i) for i in range(found.num_row_groups)]
+            size_bytes = sum(max(group.total_byte_size, 0) for group in groups)
+            columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+            missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
+            return cls(path, _checked(file.schema_arrow), found.num_rows, size_bytes, missing)
+
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path) as file:
+            first = 0
+            for number in range(file.metadata.num_row_groups):
+                group_rows = file.metadata.row_group(number).num_rows
+                if first < end and begin < first + group_rows:
+                    at = first
+                    for batch in file.iter_batches(step, [number], columns):
+                        yield at, batch
+                        at += batch.num_rows
+                first += group_rows
+
+
+class IpcRows(Rows):
+    """A file or stream of Arrow's own format, mapped."""
+
+    @classmethod
+    def open(cls, path: str) -> IpcRows:
+        rows, missing = 0, False
+        with failing(path), _opened(path) as (schema, batches):
+            for batch in batches:
+                rows += batch.num_rows
+                missing = missing or any(map(has_missing, batch.columns))
+            return cls(path, _checked(schema), rows, os.path.getsize(path), missing)
+
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        first = 0
+        with _opened(self.path) as (_, batches):
+            for batch in batches:
+                if first >= end:
+                    return
+                if begin < first + batch.num_rows:
+                    yield first, batch.select(columns)
+                first += batch.num_rows
+
+
+@dataclass(frozen=True)
+class DatasetRows(Rows):
+    """An object like datasets.Dataset."""
+
+    dataset: Any = None
+
+    @classmethod
+    def of(cls, dataset: Any) -> DatasetRows:
+        rows = len(dataset)
+        table = getattr(dataset.data, "table", dataset.data)
+        size_bytes = table.nbytes * rows // max(table.num_rows, 1)
+        missing = any(has_missing(chunk) for column in table.columns for chunk in column.chunks)
+        return cls("a dataset", table.schema, rows, size_bytes, missing, dataset.with_format("arrow"))
+
+    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        for start in range(begin, end, step):
+            table = self.dataset[start : min(start + step, end)].select(columns)
+            for batch in table.combine_chunks().to_batches():  # a selection has a chunk for each run
+                yield start, batch
+                start += batch.num_rows
+
+
+def open_rows(path: str) -> Rows:
+    """A file of Parquet or Arrow. Raises SampleError where it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise SampleError(f"{path} cannot be read: {error.strerror}") from error
+    return ParquetRows.open(path) if magic == b"PAR1" else IpcRows.open(path)
+
+
+@contextmanager
+def failing(path: str) -> Iterator[None]:
+    """pyarrow's errors as SampleError."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except SampleError:
+        raise
+    except (ArrowException, OSError, ValueError, LookupError) as error:
+        raise SampleError(f"{path} cannot be read as Parquet or Arrow: {error}") from error
+
+
+def _checked(schema: Any) -> Any:
+    """The schema, once all names in it are known to be text."""
+    str(schema)
+    return schema
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Schema and batches."""
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file:
+        if file.read(6) == b"ARROW1":
+            with pa.ipc.open_file(file) as reader:
+                yield reader.schema, (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            with pa.ipc.open_stream(file) as reader:
+                yield reader.schema, iter(reader)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import SampleError
-from penstock.samples.format.layout import text_of
-from penstock.samples.format.manifest import Field
+from penstock.samples.layout import text_of
+from penstock.samples.manifest import Field
 from penstock.samples.sources.source import Numbered, RawSample, printable
 
 _log = logging.getLogger("penstock")

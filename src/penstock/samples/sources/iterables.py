@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidArgument
-from penstock.samples.format.encoding import encode
-from penstock.samples.format.layout import bytes_of
-from penstock.samples.format.manifest import Field
+from penstock.samples.encoding import encode
+from penstock.samples.layout import bytes_of
+from penstock.samples.manifest import Field
 from penstock.samples.sources.source import Partitioned, RawSample, check_label
 
 _ACCEPTED = "give (name, bytes), (name, fields), (name, bytes or fields, label), bytes or fields"

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.format.layout import text_of
-from penstock.samples.format.manifest import Field
+from penstock.samples.layout import text_of
+from penstock.samples.manifest import Field
 
 Item = TypeVar("Item")
 One = TypeVar("One", bound="Partitioned")

@@ -1,4 +1,4 @@
-"""Samples of TFRecord files: the payloads, as they are.
+"""Samples of TFRecord files: the payloads, as they are. Checksums are compared, which tfrecord does not.
 
 Format: TensorFlow's "TFRecord and tf.train.Example". A record is uint64 length, uint32 masked CRC-32C of the
 length, the data, uint32 masked CRC-32C of the data; little-endian.
@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import SampleError
-from penstock.samples.sources.example import example
 from penstock.samples.sources.paths import Paths, shards_of
 from penstock.samples.sources.source import RawSample, Sharded, read_up_to, unpacked
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, parse_bytes
-
-__all__ = ["example", "open_tfrecord"]
 
 _HEADER = struct.Struct("<QI")
 _SUM = struct.Struct("<I")
@@ -43,8 +40,8 @@ def open_tfrecord(source: Paths, *, max_sample_bytes: int | str = "1GiB") -> Rec
     source            a path, a folder, a pattern such as "train-{000..127}.tfrecord", or a list of these
     max_sample_bytes  a record that is said to be larger is an error
 
-    Samples are the records' bytes; `example` decodes those that hold a tf.train.Example. Iteration raises
-    SampleError for files that are damaged or cut off: all checksums are verified.
+    Samples are the records' bytes; ``tf.train.Example.FromString`` decodes those that hold one. Iteration
+    raises SampleError for files that are damaged or cut off: all checksums are verified.
     """
     return Records(tuple(shards_of(source, "tfrecord")), parse_bytes(max_sample_bytes))
 

@@ -18,14 +18,13 @@ import numpy as np
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.options import CHUNK_BYTES
-from penstock.samples.format import layout
-from penstock.samples.format.manifest import DataFile, StoreManifest
+from penstock.samples import layout
+from penstock.samples.manifest import DataFile, StoreManifest
+from penstock.samples.progress import Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
-from penstock.samples.writer.packed import Packed
-from penstock.samples.writer.progress import Recipe, lock_folder
-from penstock.samples.writer.writer import Mark, StoreWriter
+from penstock.samples.writing import Mark, Packed, StoreWriter
 from penstock.storage.nvme import is_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -154,9 +153,9 @@ class _Packer:
         self._recipe = writer.done.recipe
         self._builder = _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
         self._size_bytes = 0  # of all samples so far
-        self._torn = False  # pieces were taken, and are not written
-        self._marked_bytes, self._marked_s = 0, time.monotonic()
-        self._due_s = 0.0  # when to look at the clock again
+        self._taken_unwritten = False  # pieces were taken, and are not written
+        self._durable_bytes, self._durable_s = 0, time.monotonic()
+        self._next_look_s = 0.0  # when to look at the clock again
 
     def run(self) -> tuple[DataFile, ...]:
         """Everything to the writer. Gives the data files."""
@@ -164,16 +163,19 @@ class _Packer:
         try:
             for item in items:
                 self._add(item)
-                if self._builder.pending_bytes >= self._rhythm.flush_bytes or time.monotonic() >= self._due_s:
-                    self._pause()
+                if (
+                    self._builder.pending_bytes >= self._rhythm.flush_bytes
+                    or time.monotonic() >= self._next_look_s
+                ):
+                    self._write_if_due()
         except BaseException:
-            if not self._torn:
+            if not self._taken_unwritten:
                 with contextlib.suppress(Exception):  # what happened before is what matters
                     self._flush(durable=True)
             raise
         self._builder.finish()
         self._flush(durable=False)
-        self._tell()
+        self._report_progress()
         return tuple(
             DataFile(samples=samples, chunks=chunks, size_bytes=size_bytes)
             for samples, chunks, size_bytes in self._builder.data_files
@@ -194,29 +196,29 @@ class _Packer:
                 f"{what}, after {self._builder.samples} others, cannot be packed: {error}"
             ) from error
 
-    def _pause(self) -> None:
+    def _write_if_due(self) -> None:
         """Write, make durable, and report, where it is time to."""
         now = time.monotonic()
         durable = (
-            self._size_bytes - self._marked_bytes >= self._rhythm.checkpoint_bytes
-            or now - self._marked_s >= self._rhythm.checkpoint_s
+            self._size_bytes - self._durable_bytes >= self._rhythm.checkpoint_bytes
+            or now - self._durable_s >= self._rhythm.checkpoint_s
         )
         if durable or self._builder.pending_bytes >= self._rhythm.flush_bytes:
             self._flush(durable)
         if durable:
-            self._marked_bytes, self._marked_s = self._size_bytes, now
-        self._due_s = now + _PROGRESS_S
-        self._tell()
+            self._durable_bytes, self._durable_s = self._size_bytes, now
+        self._next_look_s = now + _PROGRESS_S
+        self._report_progress()
 
     def _flush(self, durable: bool) -> None:
-        self._torn = True
+        self._taken_unwritten = True
         pieces = self._builder.take()
         self._check_labels(pieces)
         mark = Mark(self._builder.samples, self._size_bytes, self._builder.state()) if durable else None
         self._writer.put(pieces, mark)
-        self._torn = False
+        self._taken_unwritten = False
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self._report is not None:
             self._report(self._builder.samples, self._size_bytes)
 
@@ -241,7 +243,7 @@ class _Packer:
                 items: Iterator[RawSample | Block] = after(done.samples)
             else:
                 items = self._compared(packed, done.samples)
-        self._marked_bytes = self._size_bytes
+        self._durable_bytes = self._size_bytes
         return items
 
     def _restored(self, state: bytes) -> _native.SampleBuilder:
@@ -264,7 +266,7 @@ class _Packer:
             self._add(item)
             if self._builder.pending_bytes >= self._rhythm.flush_bytes:
                 packed.compare(self._writer.kept(self._builder.take()))
-                self._tell()
+                self._report_progress()
         packed.check_count(self._builder.samples)
         packed.compare(self._writer.kept(self._builder.take()))
         return items

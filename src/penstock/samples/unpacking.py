@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format.layout import DIRECTORY, bytes_of, text_of
-from penstock.samples.format.manifest import AGAIN
-from penstock.samples.reader.store import Store, mount
+from penstock.samples.layout import DIRECTORY, bytes_of, text_of
+from penstock.samples.manifest import AGAIN
+from penstock.samples.store import Store, mount
 from penstock.storage.nvme import is_url
 
 Progress = Callable[[int, int], None]

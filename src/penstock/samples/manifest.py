@@ -12,13 +12,13 @@ import msgspec
 
 from penstock.core import files
 from penstock.errors import InvalidFile
-from penstock.samples.format.layout import MANIFEST
+from penstock.samples.layout import MANIFEST
 from penstock.storage.checksum import crc32c
 
 AGAIN = "Copy or pack the store again"
 
 _SCHEMA = "penstock.storemanifest/1"
-LARGEST_BYTES = 256 << 20
+LARGEST_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,26 +129,28 @@ class _Document(msgspec.Struct):
     value: msgspec.Raw
 
 
-def write(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
+def write_manifest(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
     """Make the folder a store: all other files must be there, and durable. Seals the manifest."""
     files.save(manifest.sealed(), Path(folder) / MANIFEST)
 
 
-def read(folder: str | os.PathLike[str]) -> StoreManifest:
+def read_manifest(folder: str | os.PathLike[str]) -> StoreManifest:
     """The manifest of the store at ``folder``.
 
     Raises FileNotFoundError where there is none, InvalidFile where it is damaged.
     """
     path = Path(folder) / MANIFEST
     with open(open_regular(path), "rb") as file:
-        text = file.read(LARGEST_BYTES + 1)
-    return decoded(text, path)
+        text = file.read(LARGEST_MANIFEST_BYTES + 1)
+    return decoded_manifest(text, path)
 
 
-def decoded(text: bytes, path: str | os.PathLike[str]) -> StoreManifest:
+def decoded_manifest(text: bytes, path: str | os.PathLike[str]) -> StoreManifest:
     """The manifest in a file's bytes; errors call it ``path``. Raises InvalidFile where it is damaged."""
-    if len(text) > LARGEST_BYTES:
-        raise InvalidFile(f"{path} has more than {LARGEST_BYTES} bytes: it is not a manifest. {AGAIN}")
+    if len(text) > LARGEST_MANIFEST_BYTES:
+        raise InvalidFile(
+            f"{path} has more than {LARGEST_MANIFEST_BYTES} bytes: it is not a manifest. {AGAIN}"
+        )
     try:
         document = msgspec.json.decode(text, type=_Document)
         if document.schema != _SCHEMA:

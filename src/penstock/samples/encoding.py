@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.samples.format.manifest import Field
+from penstock.samples.manifest import Field
 
 ENCODINGS = ("raw", "record", "msgpack")
 _KINDS = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.places import PathLike, places_of
+from penstock.samples.catalog import Directory
+from penstock.samples.manifest import StoreManifest
+from penstock.samples.places import PathLike, places_of
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -43,8 +43,8 @@ class Held(msgspec.Struct, frozen=True):
     manifest: StoreManifest
 
 
-class Said(msgspec.Struct, frozen=True):
-    """What a process says at one point: what it has, or why it cannot go on."""
+class Message(msgspec.Struct, frozen=True):
+    """What a process tells the others at one point: what it has, or why it cannot go on."""
 
     held: list[Held] = []
     error: str = ""
@@ -70,16 +70,16 @@ def gather(
 
     error = _error_of(load)
     holds = [Held(str(each.place), each.manifest) for each in mine]
-    said = meeting.exchange("say what they hold", Said(holds, error))
+    messages = meeting.exchange("say what they hold", Message(holds, error))
     own = {directory.manifest.identity: directory for directory in mine}
-    stores = _each_once(meeting, said)
+    stores = _each_once(meeting, messages)
 
     def open_() -> None:
         for owner, held in stores:
             if held.manifest.identity not in own:
                 own[held.manifest.identity] = _opened(owner, held, verify)
 
-    meeting.exchange("open what the others hold", Said(error=_error_of(open_)))
+    meeting.exchange("open what the others hold", Message(error=_error_of(open_)))
     return [own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world
 
 
@@ -104,12 +104,12 @@ def pack_together(
     """Pack a source by all processes of a group, each its partition, into the folder ``dest``.
 
     timeout_s  longest time without a sign of life from another process
-    progress   of this process, and options: as in penstock.samples.writer.pack
+    progress   of this process, and options: as in penstock.samples.pack
 
     Gives the manifests of all partitions. Raises, in all processes, SampleError where one has failed; in the
     one that failed its own error.
     """
-    from penstock.samples.writer.pack import pack
+    from penstock.samples.packing import pack
 
     meeting = Meeting(group, timeout_s)
 
@@ -121,18 +121,18 @@ def pack_together(
     try:
         manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, progress=report, **options)
     except BaseException as problem:
-        meeting.say("pack", Said(error=f"{type(problem).__name__}: {problem}"))
+        meeting.send("pack", Message(error=f"{type(problem).__name__}: {problem}"))
         meeting.leave()
         raise
-    said = meeting.exchange("pack", Said([Held(os.path.abspath(dest), manifest)]))
-    return [each.held[0].manifest for each in said]
+    messages = meeting.exchange("pack", Message([Held(os.path.abspath(dest), manifest)]))
+    return [each.held[0].manifest for each in messages]
 
 
-def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]:
+def _each_once(meeting: Meeting, messages: Sequence[Message]) -> list[tuple[int, Held]]:
     """The stores of all processes in the order of ranks, each with the first that holds it."""
     found: dict[str, tuple[int, Held]] = {}
     partitions: dict[int, set[int]] = {}
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(messages):
         for held in each.held:
             partitions.setdefault(held.manifest.partitions, set()).add(held.manifest.partition)
             found.setdefault(held.manifest.identity, (rank, held))
@@ -140,8 +140,9 @@ def _each_once(meeting: Meeting, said: Sequence[Said]) -> list[tuple[int, Held]]
         if missing := sorted(set(range(count)) - there):
             meeting.leave()
             raise SampleError(
-                f"of {count} partitions of a store, the {len(said)} processes hold {len(there)}: partition "
-                f"{', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or pack it"
+                f"of {count} partitions of a store, the {meeting.world} processes hold {len(there)}: "
+                f"partition {', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or "
+                "pack it"
             )
     return list(found.values())
 
@@ -181,20 +182,20 @@ class Meeting:
         number = next(_meetings.setdefault(self.ranks, itertools.count()))
         self._prefix = f"penstock/samples/{attempt()}/{'-'.join(map(str, self.ranks))}/{number}"
         self._store = dist.distributed_c10d._get_default_store()
-        self._said: list[str] = []
+        self._sent_keys: list[str] = []
         self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
         self._pulses: dict[int, bytes] = {}
 
-    def say(self, what: str, said: Said) -> None:
-        """Tell the others, without waiting for what they say."""
-        self._guarded(lambda: self._store.set(self._key(what, self.rank), msgspec.msgpack.encode(said)))
+    def send(self, what: str, message: Message) -> None:
+        """Send to the others, without waiting for what they send."""
+        self._guarded(lambda: self._store.set(self._key(what, self.rank), msgspec.msgpack.encode(message)))
 
-    def exchange(self, what: str, said: Said) -> list[Said]:
-        """What all processes say, by rank. ``what``: what they are waited for to do.
+    def exchange(self, what: str, message: Message) -> list[Message]:
+        """What all processes send, by rank. ``what``: what they are waited for to do.
 
         Raises SampleError where a process does not come in time, or says that it has failed.
         """
-        self.say(what, said)
+        self.send(what, message)
         missing: Sequence[int] = range(self.world)
         dead: list[int] = []
         while missing := self._wait_for(what, missing, time.monotonic() + self.timeout_s):
@@ -213,7 +214,7 @@ class Meeting:
             rank, error = failed[0]
             more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
-        self._forget(what)
+        self._delete_read_keys(what)
         return everyone
 
     def pulse(self) -> None:
@@ -229,7 +230,7 @@ class Meeting:
         """Those of the ranks that have given no sign of life since this was asked before."""
         before = {rank: self._pulses.get(rank) for rank in ranks}
         for rank in ranks:
-            if self._has_said("pulse", rank):
+            if self._has_sent("pulse", rank):
                 self._pulses[rank] = self._guarded(
                     functools.partial(self._store.get, self._key("pulse", rank))
                 )
@@ -238,36 +239,36 @@ class Meeting:
     def leave(self, missing: Sequence[int] = ()) -> None:
         """Wait a little for the others to learn of a failure: their key-value store may end with us."""
         with contextlib.suppress(SampleError):
-            self.say("leave", Said())
+            self.send("leave", Message())
             there = [rank for rank in range(self.world) if rank not in missing]
             self._wait_for("leave", there, time.monotonic() + _PEERS_GRACE_S)
 
     def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:
-        """The ranks that have not said it at the deadline."""
+        """The ranks that have not sent it at the deadline."""
         missing, pause_s = list(ranks), 0.001
         while missing and time.monotonic() < deadline:
-            while missing and self._has_said(what, missing[0]):
+            while missing and self._has_sent(what, missing[0]):
                 del missing[0]
             if missing:
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
-        return [rank for rank in missing if not self._has_said(what, rank)]
+        return [rank for rank in missing if not self._has_sent(what, rank)]
 
-    def _has_said(self, what: str, rank: int) -> bool:
+    def _has_sent(self, what: str, rank: int) -> bool:
         return bool(self._guarded(lambda: self._store.check([self._key(what, rank)])))
 
-    def _read(self, what: str, rank: int) -> Said:
+    def _read(self, what: str, rank: int) -> Message:
         data = self._guarded(lambda: self._store.get(self._key(what, rank)))
-        return msgspec.msgpack.decode(data, type=Said)
+        return msgspec.msgpack.decode(data, type=Message)
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what}/{rank}"
 
-    def _forget(self, what: str) -> None:
-        """Remove what this process said before: who has said this, too, has read that."""
-        for key in self._said:
+    def _delete_read_keys(self, what: str) -> None:
+        """Remove the keys that this process set before: whoever has sent this message has read those."""
+        for key in self._sent_keys:
             self._guarded(functools.partial(self._store.delete_key, key))
-        self._said = [self._key(what, self.rank)]
+        self._sent_keys = [self._key(what, self.rank)]
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
         """What the group's key-value store answers."""

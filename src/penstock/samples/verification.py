@@ -11,11 +11,18 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import InvalidArgument
-from penstock.samples.format import layout
-from penstock.samples.maintenance.scanning import ScannedFile, scan
-from penstock.samples.maintenance.structure import Extents, Words, check_entries, check_files, check_labels
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.places import Place, places_of
+from penstock.samples import layout
+from penstock.samples.catalog import Directory
+from penstock.samples.checks import (
+    Extents,
+    ScannedFile,
+    Words,
+    check_entries,
+    check_files,
+    check_labels,
+    scan,
+)
+from penstock.samples.places import Place, places_of
 
 Progress = Callable[[int, int], None]
 

@@ -1,16 +1,22 @@
 """Writing a store's files, so that packing can be resumed.
 
 What the builder makes is appended by a thread, while more is built. Now and then everything is made
-durable, and `packing.json` says how far that goes: a killed process loses what came after it.
+durable, and `packing.json` says how far that goes: a killed process loses what came after it. A packing that
+goes on compares what its source gives with what is packed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import queue
 import shutil
-from collections.abc import Iterator
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +25,170 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import SampleError
-from penstock.samples.format import layout, manifest
-from penstock.samples.format.manifest import DataFile, FileSum, StoreManifest
-from penstock.samples.writer import progress
-from penstock.samples.writer.background import Background
-from penstock.samples.writer.progress import METADATA, Packing
+from penstock.samples import layout, progress
+from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
+from penstock.samples.progress import METADATA, Packing
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, format_bytes_up
+
+logger = logging.getLogger("penstock")
+
+STUCK_S = 600.0  # work that makes no progress for so long is given up
+
+
+class Background:
+    """A thread for work that is given to it. Where some of it fails, what comes after is dropped.
+
+    what      the work, as an error that it is stuck calls it
+    waiting   most that may wait
+    stuck_s   when to give up
+    """
+
+    def __init__(self, what: str, waiting: int, stuck_s: float = STUCK_S) -> None:
+        self._what, self._stuck_s = what, stuck_s
+        self._queue: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(waiting)
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="penstock-pack", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Have it done. Raises what earlier work raised, SampleError where that is stuck."""
+        self._check()
+        self._put(work)
+
+    def drain(self) -> None:
+        """Wait until all is done. Raises as `put` does."""
+        reached = threading.Event()
+        self._put(reached)
+        if not reached.wait(self._stuck_s):
+            raise self._stuck()
+        self._check()
+
+    def close(self) -> None:
+        """Let what waits be done, and end the thread. Raises nothing. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._put(None)
+            except SampleError as error:
+                logger.warning("%s", error)
+                return
+        self._thread.join(self._stuck_s)
+
+    def _put(self, item: Callable[[], None] | threading.Event | None) -> None:
+        try:
+            self._queue.put(item, timeout=self._stuck_s)
+        except queue.Full:
+            raise self._stuck() from None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _stuck(self) -> SampleError:
+        return SampleError(
+            f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
+        )
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            elif self._failure is None:
+                try:
+                    item()
+                except BaseException as error:  # it is raised where the work came from
+                    self._failure = error
+
+
+_NAMES_AT_ONCE = 4096
+_SAMPLE_BYTES = {
+    layout.DIRECTORY: 16,
+    layout.SUMS: 4,
+    layout.LABELS: 4,
+}  # in files that have so many for each
+
+
+class Packed:
+    """The files of an interrupted packing, read from the start. A context manager.
+
+    Its functions raise SampleError where the source gives something else.
+    """
+
+    def __init__(self, folder: Path, done: Packing) -> None:
+        self._folder, self._done = folder, done
+        self._open: dict[str, int] = {}
+        self._at: dict[str, int] = {}  # how far each file was read
+
+    def compare(self, pieces: Iterable[tuple[str, bytes]]) -> None:
+        """What was made of the next samples of the source, by file."""
+        for name, made in pieces:
+            begin = self._at.get(name, 0)
+            had = self._read(name, len(made))
+            if had != made:
+                if name not in _SAMPLE_BYTES:
+                    raise self._changed("")
+                sample = (begin + _first_difference(had, made)) // _SAMPLE_BYTES[name]
+                raise self._changed(f": sample {sample} is another now")
+
+    def compare_names(self, names: Iterable[str]) -> None:
+        """All names of the source, of which those that are packed are looked at."""
+        packed = islice(names, self._done.samples)
+        count = 0
+        while part := [layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)]:
+            made = b"".join([struct.pack("<H", len(name) & 0xFFFF) + name for name in part])
+            if self._read(layout.NAMES, len(made)) != made:
+                raise self._changed(
+                    f": one of the samples {count} to {count + len(part) - 1} has another name"
+                )
+            count += len(part)
+        self.check_count(count)
+
+    def check_count(self, samples: int) -> None:
+        """The source ended after so many, or has given what is packed."""
+        if samples < self._done.samples:
+            raise self._changed(f": it has {samples} samples, and {self._done.samples} were packed")
+
+    def _changed(self, how: str) -> SampleError:
+        return SampleError(
+            f"the source has changed since packing into {self._folder} was begun{how}. "
+            f"Remove {self._folder}, or pass resume=False to pack it anew"
+        )
+
+    def _read(self, name: str, size_bytes: int) -> bytes:
+        """The next bytes of a file, fewer where what is good of it ends."""
+        good = self._done.files.get(name)
+        begin = self._at.get(name, 0)
+        size_bytes = min(size_bytes, good.size_bytes - begin if good else 0)
+        if size_bytes == 0:
+            return b""
+        try:
+            if name not in self._open:
+                self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._open[name], size_bytes, begin)  # all of it: the folder is ours
+        except OSError as error:
+            raise SampleError(f"cannot read {self._folder / name}: {error.strerror}") from error
+        self._at[name] = begin + size_bytes
+        return data
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> Packed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    """Where the first byte differs, or the shorter ends."""
+    shared = min(len(one), len(other))
+    differs = np.frombuffer(one, np.uint8)[:shared] != np.frombuffer(other, np.uint8)[:shared]
+    return int(differs.argmax()) if differs.any() else shared
+
 
 _WAITING = 2  # pieces that wait to be written while others are built
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -113,7 +276,7 @@ class StoreWriter:
                 **described,
             ).sealed()
             progress.sync(self.folder)
-            manifest.write(made, self.folder)
+            write_manifest(made, self.folder)
             progress.sync(self.folder / layout.MANIFEST)
             progress.sync(self.folder)
             (self.folder / progress.PROGRESS).unlink()

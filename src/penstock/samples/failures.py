@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format.layout import DIRECTORY, data_file_name
-from penstock.samples.format.manifest import AGAIN, open_regular
+from penstock.samples.layout import DIRECTORY, data_file_name
+from penstock.samples.manifest import AGAIN, open_regular
 from penstock.storage.nvme import TargetError
 
 if TYPE_CHECKING:
-    from penstock.samples.reader.places import Place
+    from penstock.samples.places import Place
+
+logger = logging.getLogger("penstock")
 
 _NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
 _DISK = "Look at the disk's health (dmesg), or use another copy"
@@ -55,7 +59,7 @@ class Failure(NamedTuple):
 def cannot_open(path: str | Path, error: OSError) -> SampleError:
     """The store, or its file, at ``path`` could not be opened."""
     remedy = _REMEDIES.get(error.errno or 0, _DISK)
-    return _numbered(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
+    return _with_errno(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
 
 
 def open_sized(path: Path, wanted_bytes: int, missing: str) -> int:
@@ -79,7 +83,7 @@ def open_sized(path: Path, wanted_bytes: int, missing: str) -> int:
 
 def from_target(error: TargetError, remedy: str = "") -> SampleError:
     """A drive of another machine could not be used."""
-    return _numbered(f"{error}. {remedy}" if remedy else str(error), error.errno)
+    return _with_errno(f"{error}. {remedy}" if remedy else str(error), error.errno)
 
 
 def disk_failure(error_number: int) -> tuple[str, str]:
@@ -113,16 +117,22 @@ def cannot_read(
     else:
         reason, remedy = place.read_failure(failure.error_number)
         if failure.error_number in LOST:
-            return _numbered(f"{whose} cannot be read at {where}: {reason}. {remedy}", failure.error_number)
+            return _with_errno(f"{whose} cannot be read at {where}: {reason}. {remedy}", failure.error_number)
         text = f"{whose} cannot be read at {where}: {reason}. {remedy}; {_LEAVE_OUT}"
-    return _numbered(text, failure.error_number or None)
+    return _with_errno(text, failure.error_number or None)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning("%s", text)
 
 
 def closed() -> str:
     return "the store was closed: mount it again"
 
 
-def _numbered(text: str, error_number: int | None) -> SampleError:
+def _with_errno(text: str, error_number: int | None) -> SampleError:
     error = SampleError(text)
     error.errno = error_number
     return error

@@ -1,4 +1,7 @@
-"""A mounted store: what programs read samples from. Its functions are those of DLFS, section III."""
+"""A mounted store: what programs read samples from, and the batches that it gives.
+
+Its functions are those of DLFS, section III.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,149 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock import _native
+from penstock.core.tables import html_table
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format.layout import buffer_bytes
+from penstock.samples.catalog import Catalog, Directory, Key, Keys, Labels, identity_of
+from penstock.samples.encoding import Decoder
+from penstock.samples.failures import Failure, cannot_read, closed
+from penstock.samples.layout import buffer_bytes
+from penstock.samples.manifest import Field
 from penstock.samples.order import CacheShape, Segment, cache_shape
-from penstock.samples.reader.batch import Batch
-from penstock.samples.reader.catalog import Catalog, Key, Keys, identity_of
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import Failure, cannot_read, closed
-from penstock.samples.reader.places import PathLike, places_of
-from penstock.samples.reader.reading import Options, Reader
-from penstock.units import parse_bytes
+from penstock.samples.places import PathLike, places_of
+from penstock.samples.reading import Options, Reader
+from penstock.units import format_bytes, parse_bytes
+
+SHOWN = 10  # samples of a batch, in a notebook
+
+
+class Origin(Protocol):
+    """What a batch asks when more than bytes is wanted of it: the store that it was read from."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None: ...
+    def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]: ...
+
+
+class Batch:
+    """Samples in one buffer.
+
+    ``batch[i]`` are the bytes of the i-th, without a copy. The memory is the batch's alone, and is reused
+    once nobody holds it or an array of it.
+
+    indices   [n] int64: which samples
+    data      uint8: their bytes, back to back
+    offsets   [n + 1] int64: sample i is data[offsets[i]:offsets[i + 1]]
+    """
+
+    __slots__ = ("_origin", "data", "indices", "offsets")
+
+    def __init__(
+        self,
+        indices: npt.NDArray[np.int64],
+        data: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        origin: Origin,
+    ) -> None:
+        self.indices, self.data, self.offsets, self._origin = indices, data, offsets, origin
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: int) -> memoryview:
+        at = range(len(self.indices))[place]  # IndexError, and negative places count from the end
+        return self.data.data[int(self.offsets[at]) : int(self.offsets[at + 1])]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        view, offsets = self.data.data, self.offsets.tolist()
+        return (view[begin:end] for begin, end in pairwise(offsets))
+
+    @property
+    def labels(self) -> Labels | None:
+        """[n]: the class of each, -1 for none. None where the store has no classes."""
+        return self._origin.labels_of(self.indices)
+
+    def names(self) -> list[str]:
+        """The name of each."""
+        return self._origin.names_of(self.indices)
+
+    def decoded(self) -> Any:
+        """The samples' fields, as the store's encoding says.
+
+        "record": a dict of arrays [n, ...], without a copy. Otherwise a list: of bytes for "raw", of dicts
+        for "msgpack". Raises InvalidFile, which names the sample, where one cannot be decoded.
+        """
+        try:
+            return self._origin.decoder.batch(self.data, self.offsets)
+        except InvalidFile:
+            for index, name, data in zip(self.indices.tolist(), self.names(), self, strict=True):
+                try:
+                    self._origin.decoder.sample(data)
+                except InvalidFile as error:
+                    raise InvalidFile(f"sample {index} ({name!r}) cannot be decoded: {error}") from None
+            raise
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples, {self.data.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the first samples."""
+        shown = slice(0, SHOWN)
+        indices, sizes = self.indices[shown], np.diff(self.offsets[: SHOWN + 1]).tolist()
+        columns = {"index": [str(index) for index in indices], "size": [format_bytes(size) for size in sizes]}
+        columns["name"] = self._origin.names_of(indices)
+        if (labels := self._origin.labels_of(indices)) is not None:
+            columns["class"] = [str(label) for label in labels]
+        more = f", the first {SHOWN} of them" if len(self) > SHOWN else ""
+        title = f"penstock batch: {len(self):,} samples, {format_bytes(self.data.nbytes)}{more}"
+        return html_table(zip(*columns.values(), strict=True), tuple(columns), title)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes the batch, not the store."""
+        decoder = self._origin.decoder
+        carried = self.labels, self.names(), decoder.encoding, decoder.fields
+        return _received, (self.indices, self.data, self.offsets, *carried)
+
+
+class _Carried:
+    """What a batch from another process knows: of its own samples only."""
+
+    def __init__(
+        self, indices: npt.NDArray[np.int64], labels: Labels | None, names: list[str], decoder: Decoder
+    ) -> None:
+        self.decoder = decoder
+        self._places = {index: place for place, index in enumerate(indices.tolist())}
+        self._labels, self._names = labels, names
+
+    def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None:
+        return None if self._labels is None else self._labels[self._at(indices)]
+
+    def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
+        return [self._names[place] for place in self._at(indices)]
+
+    def _at(self, indices: npt.NDArray[np.int64]) -> list[int]:
+        return [self._places[index] for index in indices.tolist()]
+
+
+def _received(
+    indices: npt.NDArray[np.int64],
+    data: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    labels: Labels | None,
+    names: list[str],
+    encoding: str,
+    fields: tuple[Field, ...],
+) -> Batch:
+    return Batch(indices, data, offsets, _Carried(indices, labels, names, Decoder(encoding, fields)))
+
 
 logger = logging.getLogger("penstock")
 
@@ -68,7 +198,7 @@ def mount(
     InvalidArgument.
     """
     if group is not None:
-        from penstock.samples.reader.collective import gather
+        from penstock.samples.collective import gather
 
         directories, rank, world = gather(path, group, verify=verify, timeout_s=timeout_s)
     options = Options(
@@ -276,7 +406,7 @@ class Store(Catalog):
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
         if skipped and not self._reading.is_closed:  # which cancels reads
-            self._note_damage(skipped)
+            self._log_damage(skipped)
         return batch
 
     def _begin(self) -> _native.SampleFeed:
@@ -303,7 +433,7 @@ class Store(Catalog):
         chunk_bytes = directory.manifest.chunk_bytes
         return cannot_read(what, directory.place, chunk_bytes, whose, self._options.timeout_s)
 
-    def _note_damage(self, skipped: Sequence[int]) -> None:
+    def _log_damage(self, skipped: Sequence[int]) -> None:
         if not self._damaged:
             logger.warning(
                 "%s: sample %d is damaged and was left out, as will be others. Store.damaged lists them; "

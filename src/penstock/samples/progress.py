@@ -20,8 +20,8 @@ import msgspec
 
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.format import layout
-from penstock.samples.format.manifest import Field, FileSum
+from penstock.samples import layout
+from penstock.samples.manifest import Field, FileSum
 from penstock.storage.checksum import crc32c
 
 logger = logging.getLogger("penstock")

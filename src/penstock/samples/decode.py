@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.reader.batch import Batch
+from penstock.samples.store import Batch
 from penstock.units import format_bytes, format_seconds
 
 Convert = Callable[[Batch], Any]

@@ -6,7 +6,6 @@ in those of a DataLoader. It stops and goes on exactly, with any number of proce
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from penstock.errors import InvalidArgument
-from penstock.samples.dataloader.decoding import Convert, DecodeThreads, Sample, converter, decoded, pinned
-from penstock.samples.dataloader.epochs import EpochCoordinator, EpochStart
-from penstock.samples.dataloader.resume import Epoch, Position, from_state
-from penstock.samples.reader.batch import Batch
-from penstock.samples.reader.store import Store
+from penstock.samples.decode import Convert, DecodeThreads, Sample, converter, decoded, pinned
+from penstock.samples.epochs import Epoch, EpochCoordinator, EpochStart, Position, from_state
+from penstock.samples.failures import warn_once
+from penstock.samples.store import Batch, Store
 from penstock.units import parse_bytes
-
-_log = logging.getLogger("penstock")
 
 
 class Loader(IterableDataset[Any]):  # type: ignore[misc]
@@ -43,7 +39,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     workers         of the DataLoader that will read this, for len() before they have begun
     timeout_s       longest wait for a batch to be decoded by a thread
 
-    Without a decode function a batch is a dict of tensors, as `to_tensors` in dataloader/decoding.py says.
+    Without a decode function a batch is a dict of tensors, as `to_tensors` in decode.py says.
 
     Iterate it directly, or give it to ``DataLoader(loader, batch_size=None, num_workers=N)``: then each
     worker reads a shard of its own, with its own cache and threads. Each iteration is the next
@@ -83,7 +79,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         self._workers = workers
         self._epochs = EpochCoordinator()
         self._loaded: Position | None = None
-        self._told = False  # _loaded came in a worker, and is that of its own shard
+        self._has_worker_state = False  # _loaded came in a worker, and is that of its own shard
         self._progress: _Progress | None = None
         self._ordinals: dict[int, int] = {}  # iterations in this worker, by base seed
 
@@ -117,19 +113,19 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if info is not None and self._told and self._loaded is not None:
-            position, replica = self._as_told(worker, workers)
+        if info is not None and self._has_worker_state and self._loaded is not None:
+            position, replica = self._from_worker_state(worker, workers)
         else:
-            position, replica = self._agreed(info)
+            position, replica = self._next_position(info)
         if self.pin_memory and info is not None:
-            _say_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
+            warn_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
         pins = self.pin_memory and info is None and _can_pin()
         convert = converter(self.store.encoding, *self._functions)
         iteration = _Iteration(self, position, replica, _pinning(convert) if pins else convert)
         self._progress = iteration.progress
         return iteration
 
-    def _agreed(self, info: Any) -> tuple[Position, int]:
+    def _next_position(self, info: Any) -> tuple[Position, int]:
         """Position and replica of an iteration that nobody told where to begin."""
         worker, workers = 0, 1
         if info is None:
@@ -141,9 +137,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         position = self._begin_of(start).divided(self.store.world * workers, self._slots, workers)
         return position, position.of_rank(self.store.rank)[worker]
 
-    def _as_told(self, worker: int, workers: int) -> tuple[Position, int]:
+    def _from_worker_state(self, worker: int, workers: int) -> tuple[Position, int]:
         """Of a worker that a StatefulDataLoader told where it stopped."""
-        position, self._told = self._loaded, False
+        position, self._has_worker_state = self._loaded, False
         assert position is not None
         replicas, batch_size = self.store.world * workers, self.batch_size
         found = position.replicas, position.slots, position.batch_size
@@ -215,14 +211,14 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         if position.of != mine:
             raise InvalidArgument(_difference(position.of, mine))
         if get_worker_info() is not None:  # from a StatefulDataLoader: the state of this worker's own replica
-            self._told = True
+            self._has_worker_state = True
         elif position.over:
             position = self._fresh(position.of.epoch + 1)
         else:
             position = position.with_batches(self.batch_size, self.drop_last)
-        if not self._told:
+        if not self._has_worker_state:
             self._epochs.set(position.of.epoch, resumes=True)
-            self._epochs.forget_workers()
+            self._epochs.clear_workers()
         self._progress, self._loaded = None, position
 
 
@@ -352,17 +348,8 @@ def _pinning(convert: Convert) -> Convert:
 def _can_pin() -> bool:
     if torch.accelerator.is_available():
         return True
-    _say_once("pin_memory=True of a Loader has no effect: there is no accelerator")
+    warn_once("pin_memory=True of a Loader has no effect: there is no accelerator")
     return False
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        _log.warning(text)
 
 
 def _difference(saved: Epoch, mine: Epoch) -> str:

@@ -14,11 +14,11 @@ import numpy as np
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.machine import available_bytes
-from penstock.samples.format.layout import data_file_name
+from penstock.samples.catalog import Directory
+from penstock.samples.failures import closed, warn_once
+from penstock.samples.layout import data_file_name
 from penstock.samples.order import ORDERS
-from penstock.samples.reader.directory import Directory
-from penstock.samples.reader.failures import closed
-from penstock.samples.reader.places import StoreFile
+from penstock.samples.places import StoreFile
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -27,7 +27,6 @@ _DEPTH = 64  # reads in flight
 _MOST_COPY_THREADS = 4
 _CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
 
-_warned_without_io_uring = False
 _inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
 
 
@@ -160,14 +159,12 @@ class Reader:
 
     def warn_without_io_uring(self) -> None:
         """After a read: log once if it had to do without io_uring."""
-        global _warned_without_io_uring
         if self._looked_for_io_uring:
             return
         self._looked_for_io_uring = True
         reader = self.current
-        if reader is not None and not _warned_without_io_uring and reader.counters()["io_uring"] == 0:
-            _warned_without_io_uring = True
-            logger.warning(
+        if reader is not None and reader.counters()["io_uring"] == 0:
+            warn_once(
                 "io_uring is refused here, as containers often do: threads read samples by plain reads, "
                 "which costs some speed. A seccomp profile that allows io_uring helps."
             )

@@ -1,4 +1,4 @@
-"""A store on a namespace, as a place like others: its small files are read into memory, its data is not."""
+"""A store on a namespace: what lies there, its files as memory, and what a target has to offer."""
 
 from __future__ import annotations
 
@@ -6,23 +6,77 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from penstock.errors import InvalidFile, SampleError
-from penstock.samples.format import manifest as manifests
-from penstock.samples.format.layout import MANIFEST
-from penstock.samples.format.manifest import StoreManifest
-from penstock.samples.reader.failures import from_target
-from penstock.samples.reader.mapping import Bytes
-from penstock.samples.reader.places import Target, check_partition, partition_names
-from penstock.samples.remote.device import Device, contents, read_superblock
-from penstock.samples.remote.layout import AGAIN, StoredFile, Superblock, decoded_table
+from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.samples.failures import from_target
+from penstock.samples.layout import MANIFEST
+from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest, decoded_manifest
+from penstock.samples.places import Bytes, Target, check_partition, partition_names
+from penstock.samples.remote.layout import (
+    AGAIN,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    Found,
+    StoredFile,
+    Superblock,
+    decoded_table,
+    find_superblock,
+)
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c
-from penstock.storage.nvme import Namespace, TargetError, Url, parse_url
+from penstock.storage.nvme import (
+    DEFAULT_TIMEOUT_S,
+    Namespace,
+    Subsystem,
+    TargetError,
+    Url,
+    namespaces_of,
+    parse_portal,
+    parse_url,
+    subsystems_of,
+)
+from penstock.storage.nvme.contents import HEAD_BYTES, known_contents
 from penstock.units import format_bytes
+
+
+class Device(Protocol):
+    """Bytes at offsets, such as `penstock.storage.nvme.Namespace`.
+
+    block_bytes   writes are of whole blocks, and durable after `flush`
+    """
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+    def read_into(self, offset: int, view: memoryview) -> None: ...
+    def write(self, offset: int, view: memoryview) -> None: ...
+    def flush(self) -> None: ...
+
+
+def read_superblock(device: Device, name: str) -> Found:
+    """What the superblocks of a namespace say. Raises InvalidFile where they are damaged."""
+    size_bytes = align_up(SUPERBLOCK_BYTES, device.block_bytes)
+    copies = []
+    for offset in SUPERBLOCK_OFFSETS:
+        copy = AlignedBuffer(size_bytes)
+        if offset + size_bytes <= device.size_bytes:  # nothing lies on a namespace so small
+            device.read_into(offset, copy.view())
+        copies.append(bytes(copy.view()[:SUPERBLOCK_BYTES]))
+    return find_superblock(copies, device.size_bytes, name)
+
+
+def contents(device: Device) -> str | None:
+    """What lies on a namespace without a store, in words; None for nothing."""
+    head = bytearray(min(HEAD_BYTES, device.size_bytes))
+    device.read_into(0, memoryview(head))
+    return known_contents(head)
+
 
 _READ_BYTES = 8 << 20
 _UPLOAD = "penstock samples upload STORE URL"
@@ -171,14 +225,14 @@ class RemotePlace:
 
     def manifest(self) -> StoreManifest:
         file = self._file(MANIFEST)
-        if file.size_bytes > manifests.LARGEST_BYTES:
+        if file.size_bytes > LARGEST_MANIFEST_BYTES:
             raise InvalidFile(
                 f"{self.path_of(MANIFEST)} has {file.size_bytes} bytes: it is no manifest. {AGAIN}"
             )
         text = self.load(MANIFEST, file.size_bytes, "", ahead=True)
         if crc32c(text.data) != file.crc32c:
             raise InvalidFile(f"{self.path_of(MANIFEST)} is damaged: its checksum is wrong. {AGAIN}")
-        manifest = manifests.decoded(text.tobytes(), self.path_of(MANIFEST))
+        manifest = decoded_manifest(text.tobytes(), self.path_of(MANIFEST))
         check_partition(manifest, self._partition, str(self))
         return manifest
 
@@ -253,3 +307,84 @@ def _as_sample_errors() -> Iterator[None]:
         yield
     except TargetError as error:
         raise from_target(error) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteNamespace:
+    """A namespace that a target has to offer, or a subsystem of which none can be used.
+
+    url          of the namespace, as `mount` and `upload` take it; of a subsystem without ``?ns=``
+    size_bytes   None where it cannot be used
+    block_bytes  None where it cannot be used
+    holds        what lies there, such as "a store of 137 GiB", or "nothing"
+    problem      why it cannot be used; empty where it can
+    """
+
+    url: str
+    size_bytes: int | None = None
+    block_bytes: int | None = None
+    holds: str = ""
+    problem: str = ""
+
+
+def discover(portal: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[RemoteNamespace]:
+    """What the target at ``portal`` lets this host use. Nothing is written.
+
+    portal     HOST, HOST:PORT, or a URL that begins so
+    timeout_s  longest wait for an answer
+
+    Raises SampleError where the target cannot be reached, InvalidArgument for what is no address.
+    """
+    try:
+        found = subsystems_of(parse_portal(portal), timeout_s)
+    except TargetError as error:
+        raise from_target(error) from error
+    return [each for subsystem in found if subsystem.kind == "nvme" for each in _found(subsystem, timeout_s)]
+
+
+def _found(subsystem: Subsystem, timeout_s: float) -> Iterator[RemoteNamespace]:
+    url = str(subsystem.url(1))
+    name = url.rpartition("?")[0]
+    try:
+        parse_url(url)
+    except InvalidArgument as error:
+        yield RemoteNamespace(url=name, problem=f"what the target says of it cannot be used: {error}")
+        return
+    if subsystem.transport != "tcp":
+        yield RemoteNamespace(url=name, problem=f"it speaks {subsystem.transport}, and penstock TCP")
+    elif subsystem.security:
+        yield RemoteNamespace(url=name, problem="it asks for TLS, which penstock does not speak")
+    else:
+        try:
+            numbers = namespaces_of(subsystem, timeout_s)
+        except TargetError as error:
+            yield RemoteNamespace(url=name, problem=str(error))
+            return
+        if not numbers:
+            yield RemoteNamespace(url=name, problem="it has no namespace for this host")
+        for number in numbers:
+            yield _namespace(subsystem, number, timeout_s)
+
+
+def _namespace(subsystem: Subsystem, number: int, timeout_s: float) -> RemoteNamespace:
+    url = subsystem.url(number)
+    try:
+        with Namespace(url, timeout_s) as namespace:
+            return RemoteNamespace(
+                url=str(url),
+                size_bytes=namespace.size_bytes,
+                block_bytes=namespace.block_bytes,
+                holds=_held(namespace, str(url)),
+            )
+    except TargetError as error:
+        return RemoteNamespace(url=str(url), problem=str(error))
+
+
+def _held(device: Device, name: str) -> str:
+    try:
+        superblock = read_superblock(device, name).superblock
+    except InvalidFile as error:
+        return f"a damaged store: {error}"
+    if superblock is None:
+        return contents(device) or "nothing"
+    return "a store" if superblock.complete else "part of a store, whose upload was not finished"

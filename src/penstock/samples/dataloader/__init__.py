@@ -1,1 +1,0 @@
-"""Feeding a store to PyTorch, exactly resumable."""

@@ -1,1 +1,0 @@
-"""What lies on disk: the files of a store, its manifest, and the encodings of samples."""
