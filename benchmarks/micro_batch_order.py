@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 import gpt
 
 import penstock
-from penstock.storage.transports import TRANSPORTS
+from penstock.storage.paths import TRANSPORTS
 from penstock.units import format_bytes, format_seconds
 from tests.support.slow_disk import Rate, SlowDisk
 

@@ -37,7 +37,7 @@ from processes import Processes, together_s
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import EVICT, PREFETCH
+from penstock.storage.transfer import EVICT, PREFETCH
 from penstock.units import format_rate, parse_bytes
 
 MIB = 1 << 20

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ sys.path.insert(0, str(ROOT))
 
 import penstock.samples  # noqa: E402
 from penstock import _native  # noqa: E402
+from penstock.storage.transfer import File, Transfer  # noqa: E402
 from tests.support.nvme_host import HOST_ID, HOST_NQN  # noqa: E402
 from tests.support.nvme_native import Requests  # noqa: E402
 from tests.support.nvme_target.process import NQN, Namespace, Subsystem, Target  # noqa: E402
@@ -186,8 +188,7 @@ class Reads:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._open: list[Any] = []
-        self._groups: dict[int, tuple[list[int], list[Any]]] = {}
-        self._group_of: dict[int, int] = {}
+        self._groups: dict[int, list[Transfer]] = {}
         self._left: dict[int, int] = {}
         self.reads: list[int] = [0] * len(targets)
         self._target_of: dict[int, int] = {}
@@ -198,62 +199,48 @@ class Reads:
         self._memory = np.zeros((len(targets), in_flight, size_bytes), np.uint8)
         self._offsets: dict[int, int] = {}
         random = np.random.default_rng(seed)
-        token = 0
         for number, target in enumerate(targets):
             controller = _native.NvmeController(
                 target.address, target.port, target.nqn, host_nqn=HOST_NQN, host_id=HOST_ID, **options
             )
             self._open.append(controller)
             namespace = controller.open_namespace(1)
-            file = (-1, namespace["handle"], namespace["block_bytes"])
+            file = File(-1, namespace["handle"], namespace["block_bytes"])
             pieces = min(namespace["blocks"] * namespace["block_bytes"], CONTENT_BYTES) // size_bytes
             for group in range(groups):
                 key = number * groups + group
-                tokens, requests = [], []
+                transfers = []
                 for place in range(group, in_flight, groups):
-                    token += 1
                     offset = int(random.integers(pieces)) * size_bytes
                     address = self._memory[number, place].ctypes.data
-                    requests.append(("read", file, offset, address, size_bytes, "direct", False, None, 0))
-                    tokens.append(token)
-                    self._group_of[token] = key
-                self._groups[key] = (tokens, requests)
+                    over = partial(self._over, key)
+                    transfers.append(Transfer("read", file, offset, address, size_bytes, on_done=over))
+                self._groups[key] = transfers
                 self._target_of[key] = number
         # The reads of all targets at once: the slower ones hold no place that the others need.
         depth = in_flight * len(targets)
         self._transfers = _native.Transfers(
-            "nvme", depth, max(size_bytes, 1 << 20), 1 << 20, 4, 1, self._deliver
+            "nvme", ["direct"], depth, max(size_bytes, 1 << 20), 1 << 20, 4, 1
         )
-        self._fetcher = threading.Thread(target=self._fetch, daemon=True)
-        self._fetcher.start()
+        self._teller = threading.Thread(target=self._transfers.deliver_the_rest, daemon=True)
+        self._teller.start()
 
-    def _fetch(self) -> None:
-        while finished := self._transfers.wait():
-            self._deliver(finished)
-
-    def _deliver(self, finished: Any) -> None:
-        again = []
+    def _over(self, key: int, transfer: Transfer) -> None:
         with self._lock:
-            for token, error, *_ in finished:
-                self._error = self._error or error
-                key = self._group_of[token]
-                self._left[key] -= 1
-                if self._left[key] == 0:
-                    tokens, _ = self._groups[key]
-                    self.reads[self._target_of[key]] += len(tokens)
-                    if self._stop or self._error:
-                        self._running -= 1
-                        self._ended.notify_all()
-                    else:
-                        self._left[key] = len(tokens)
-                        again.append(key)
-        for key in again:
-            self._begin(key)
+            self._error = self._error or transfer.error_number
+            self._left[key] -= 1
+            if self._left[key]:
+                return
+            self.reads[self._target_of[key]] += len(self._groups[key])
+            if self._stop or self._error:
+                self._running -= 1
+                self._ended.notify_all()
+                return
+            self._left[key] = len(self._groups[key])
+        self._begin(key)
 
     def _begin(self, key: int) -> None:
-        finished = self._transfers.submit(*self._groups[key])
-        if finished:
-            self._deliver(finished)
+        self._transfers.submit(self._groups[key])
 
     def run(self, seconds: float) -> dict[str, float]:
         self.reads = [0] * len(self.targets)
@@ -261,7 +248,7 @@ class Reads:
         def read() -> int:
             with self._lock:
                 self._stop = False
-                self._left = {key: len(tokens) for key, (tokens, _) in self._groups.items()}
+                self._left = {key: len(group) for key, group in self._groups.items()}
                 self._running = len(self._groups)
             for key in self._groups:
                 self._begin(key)
@@ -281,10 +268,10 @@ class Reads:
     def verify(self, contents: Sequence[np.ndarray]) -> None:
         """That the memory holds what was asked for."""
         groups = 4
-        for key, (_, requests) in self._groups.items():
+        for key, transfers in self._groups.items():
             number, group = divmod(key, groups)
-            for place, request in enumerate(requests):
-                offset = request[2]
+            for place, transfer in enumerate(transfers):
+                offset = transfer.offset
                 mine = self._memory[number, group + place * groups]
                 assert np.array_equal(mine, contents[number][offset : offset + self.size_bytes])
 
@@ -293,7 +280,7 @@ class Reads:
 
     def close(self) -> None:
         assert self._transfers.close(60.0)
-        self._fetcher.join(60.0)
+        self._teller.join(60.0)
         for controller in self._open:
             controller.close()
 

@@ -33,7 +33,7 @@ import gpt
 from methods import trace_of, train_step
 
 import penstock
-from penstock.storage.transports import TRANSPORTS
+from penstock.storage.paths import TRANSPORTS
 from penstock.units import format_rate, format_seconds
 from tests.support.slow_disk import Rate, SlowDisk
 

@@ -1,15 +1,20 @@
 // What Python sees of reads and writes in the background.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <list>
 #include <memory>
-#include <optional>
+#include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 #include "io/blocking.hpp"
@@ -28,13 +33,8 @@ namespace {
 // About what is copied in the time that another thread takes to wake up twice.
 constexpr std::uint64_t kAtOnceBytes = 1U << 20;
 
-Method method_of(std::string_view name) {
-  if (name == "direct") return Method::direct;
-  if (name == "staged") return Method::staged;
-  if (name == "buffered") return Method::buffered;
-  if (name == "mapped") return Method::mapped;
-  throw nb::value_error("no such method");
-}
+constexpr const char* kRecords = "penstock.storage.transfer";  // where Python has its side of it
+constexpr std::array<std::string_view, 4> kMethods{"direct", "staged", "buffered", "mapped"};  // as in Method
 
 // Keeps what Python knows of this thread until it ends, instead of making it anew for each call.
 class ThreadState {
@@ -52,13 +52,41 @@ class ThreadState {
   PyThreadState* saved_;
 };
 
-nb::list list_of(const std::list<Finished>& finished) {
-  nb::list result;
-  for (const auto& one : finished) {
-    result.append(
-        nb::make_tuple(one.token, one.error, one.started_s, one.finished_s, one.abandoned, one.unsettled));
+// Called with the GIL: what of a thread ends while it is told of others waits until they are told.
+void tell(std::list<Transfer>& finished) {
+  static thread_local std::list<Transfer>* telling = nullptr;
+  if (telling != nullptr) {
+    telling->splice(telling->end(), finished);
+    return;
   }
-  return result;
+  telling = &finished;
+  while (!finished.empty()) {
+    const auto ended = finished.front();
+    finished.pop_front();
+    const auto record = nb::steal(reinterpret_cast<PyObject*>(ended.token));
+    if (ended.abandoned) record.inc_ref();  // it keeps its memory: nobody knows when the kernel is done with it
+    try {
+      record.attr("started_s") = ended.started_s;
+      record.attr("finished_s") = ended.finished_s;
+      if (ended.error != 0) record.attr("error_number") = ended.error;
+      if (ended.abandoned) record.attr("abandoned") = true;
+      if (ended.unsettled) record.attr("unsettled") = true;
+      record.attr("on_done")(record);
+    } catch (nb::python_error& error) {
+      try {
+        nb::module_::import_(kRecords).attr("log_failed")(record, error.value());
+      } catch (nb::python_error& again) {
+        again.discard_as_unraisable("a completion");
+      }
+    }
+  }
+  telling = nullptr;
+}
+
+void deliver(std::list<Transfer>& finished) {
+  static thread_local ThreadState known;
+  const nb::gil_scoped_acquire acquire;
+  tell(finished);
 }
 
 Transfers::MakeIo maker_of(std::string_view kind, unsigned depth) {
@@ -71,40 +99,117 @@ Transfers::MakeIo maker_of(std::string_view kind, unsigned depth) {
   throw std::system_error(ENOSYS, std::generic_category());
 }
 
-void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint64_t piece_bytes,
-               std::uint64_t slot_bytes, std::size_t slots, unsigned threads, const nb::callable& deliver) {
+std::vector<std::uint64_t> tokens_of(const nb::sequence& records) {
+  std::vector<std::uint64_t> tokens;
+  for (const auto record : records) tokens.push_back(reinterpret_cast<std::uint64_t>(record.ptr()));
+  return tokens;
+}
+
+// Of records that have a file, an address and so on: penstock.storage.transfer.Transfer.
+class PythonTransfers {
+ public:
+  PythonTransfers(std::string_view kind, std::vector<std::string> methods, unsigned depth, const Limits& limits)
+      : methods_(std::move(methods)), transfers_(maker_of(kind, depth), limits, deliver) {}
+
+  void submit(const nb::sequence& records) {
+    std::vector<Transfer> asked;
+    for (const auto record : records) asked.push_back(transfer_of(record));
+    for (const auto record : records) record.inc_ref();
+    std::list<Transfer> at_once;
+    bool accepted = false;
+    try {
+      const nb::gil_scoped_release release;
+      accepted = transfers_.submit(asked, &at_once);
+    } catch (...) {
+      for (const auto record : records) record.dec_ref();
+      throw;
+    }
+    if (accepted) {
+      tell(at_once);
+      return;
+    }
+    for (const auto record : records) record.dec_ref();
+    const auto error = transfers_.broken();
+    if (error == 0) throw nb::value_error("the transport is closed");
+    const auto broken = nb::module_::import_(kRecords).attr("TransportBroken")(error);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(broken.ptr())), broken.ptr());
+    throw nb::python_error();
+  }
+
+  std::size_t cancel(const nb::sequence& records) {
+    const auto tokens = tokens_of(records);
+    const nb::gil_scoped_release release;
+    return transfers_.cancel(tokens);
+  }
+
+  void hurry(const nb::sequence& records) {
+    const auto tokens = tokens_of(records);
+    const nb::gil_scoped_release release;
+    transfers_.hurry(tokens);
+  }
+
+  // Tells of what the threads do not tell themselves, until the end.
+  void deliver_the_rest() {
+    while (true) {
+      std::list<Transfer> finished;
+      {
+        const nb::gil_scoped_release release;
+        finished = transfers_.wait();
+      }
+      if (finished.empty()) return;
+      tell(finished);
+    }
+  }
+
+  bool close(double timeout_s) {
+    const nb::gil_scoped_release release;
+    return transfers_.close(std::chrono::duration<double>(timeout_s));
+  }
+
+ private:
+  Method method_of(std::string_view name) const {
+    if (std::ranges::find(methods_, name) != methods_.end())
+      return static_cast<Method>(std::ranges::find(kMethods, name) - kMethods.begin());
+    std::string text = "there is no method '" + std::string(name) + "', only";
+    for (const auto& method : methods_) text += (&method == methods_.data() ? " " : ", ") + method;
+    throw nb::value_error(text.c_str());
+  }
+
+  Transfer transfer_of(nb::handle record) const {
+    const auto file = nb::cast<nb::tuple>(record.attr("file"));
+    const auto size_bytes = nb::cast<std::uint64_t>(record.attr("size_bytes"));
+    const auto priority = nb::cast<int>(record.attr("priority"));
+    if (size_bytes == 0) throw nb::value_error("a transfer of no bytes cannot be");
+    if (priority < 0 || priority >= static_cast<int>(kPriorities)) throw nb::value_error("no such priority");
+    return {reinterpret_cast<std::uint64_t>(record.ptr()),
+            nb::cast<std::string_view>(record.attr("kind")) == "write",
+            method_of(nb::cast<std::string_view>(record.attr("method"))),
+            nb::cast<bool>(record.attr("padded")),
+            {nb::cast<Handle>(file[0]), nb::cast<Handle>(file[1]), nb::cast<std::uint32_t>(file[2])},
+            nb::cast<std::uint64_t>(record.attr("offset")),
+            reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(record.attr("address"))),
+            size_bytes,
+            static_cast<Priority>(priority)};
+  }
+
+  const std::vector<std::string> methods_;
+  Transfers transfers_;
+};
+
+void construct(PythonTransfers* self, std::string_view kind, std::vector<std::string> methods, unsigned depth,
+               std::uint64_t piece_bytes, std::uint64_t slot_bytes, std::size_t slots, unsigned threads) {
   if (depth == 0 || piece_bytes == 0 || slot_bytes == 0 || slots == 0 || threads == 0)
     throw nb::value_error("limits must be above zero");
-  // Its last owner may be a thread without the GIL.
-  const std::shared_ptr<nb::callable> callable(new nb::callable(deliver), [](nb::callable* held) {
-    const nb::gil_scoped_acquire acquire;
-    delete held;
-  });
-  const auto call = [callable](const std::list<Finished>& finished) {
-    static thread_local ThreadState known;
-    const nb::gil_scoped_acquire acquire;
-    nb::object list;
-    try {
-      list = list_of(finished);
-    } catch (const std::exception&) {
-      throw std::bad_alloc();
-    }
-    try {
-      (*callable)(list);
-    } catch (nb::python_error& error) {
-      error.discard_as_unraisable("a completion");
-    }
-  };
+  for (const auto& method : methods)
+    if (std::ranges::find(kMethods, method) == kMethods.end()) throw nb::value_error("no such method");
+  Limits limits{depth, piece_bytes, slot_bytes, slots, threads};
+  if (kind == "blocking") limits.at_once_bytes = kAtOnceBytes;
   int error = 0;
-  {
+  try {
     const nb::gil_scoped_release release;
-    try {
-      Limits limits{depth, piece_bytes, slot_bytes, slots, threads};
-      if (kind == "blocking") limits.at_once_bytes = kAtOnceBytes;
-      new (self) Transfers(maker_of(kind, depth), limits, call);
-    } catch (const std::system_error& failure) {
-      error = failure.code().value();
-    }
+    new (self) PythonTransfers(kind, std::move(methods), depth, limits);
+  } catch (const std::system_error& failure) {
+    error = failure.code().value();
   }
   if (error != 0) {
     errno = error;
@@ -113,73 +218,22 @@ void construct(Transfers* self, std::string_view kind, unsigned depth, std::uint
   }
 }
 
-Priority priority_of(int number) {
-  if (number < 0 || number >= static_cast<int>(kPriorities)) throw nb::value_error("no such priority");
-  return static_cast<Priority>(number);
-}
-
-// `fields` is a penstock.storage.transports.Request, whose file is a File.
-Request request_of(std::uint64_t token, const nb::tuple& fields) {
-  const auto file = nb::cast<nb::tuple>(fields[1]);
-  return {token,
-          nb::cast<std::string_view>(fields[0]) == "write",
-          method_of(nb::cast<std::string_view>(fields[5])),
-          nb::cast<bool>(fields[6]),
-          {nb::cast<Handle>(file[0]), nb::cast<Handle>(file[1]), nb::cast<std::uint32_t>(file[2])},
-          nb::cast<std::uint64_t>(fields[2]),
-          reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(fields[3])),
-          nb::cast<std::uint64_t>(fields[4]),
-          priority_of(nb::cast<int>(fields[8]))};
-}
-
-// Those that were carried out at once; None after close.
-std::optional<nb::list> submit(Transfers& self, const std::vector<std::uint64_t>& tokens,
-                               const nb::sequence& list) {
-  std::vector<Request> requests;
-  requests.reserve(tokens.size());
-  for (std::size_t index = 0; index < tokens.size(); ++index)
-    requests.push_back(request_of(tokens[index], nb::cast<nb::tuple>(list[index])));
-  std::list<Finished> finished;
-  bool accepted;
-  {
-    const nb::gil_scoped_release release;
-    accepted = self.submit(requests, &finished);
-  }
-  if (!accepted) return std::nullopt;
-  return list_of(finished);
-}
-
-nb::list wait(Transfers& self) {
-  std::list<Finished> finished;
-  {
-    const nb::gil_scoped_release release;
-    finished = self.wait();
-  }
-  return list_of(finished);
-}
-
 }  // namespace
 
 void bind_transfers(nb::module_& module) {
-  nb::class_<Transfers>(module, "Transfers",
-                        "Reads and writes by io_uring, or by blocking calls. Raises OSError where it is refused.")
-      .def("__init__", &construct, nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
-           nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads"), nb::arg("deliver"))
-      .def("submit", &submit, nb::arg("tokens"), nb::arg("requests"))
-      .def(
-          "cancel",
-          [](Transfers& self, const std::vector<std::uint64_t>& tokens) { return self.cancel(tokens); },
-          nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "hurry",
-          [](Transfers& self, const std::vector<std::uint64_t>& tokens) { self.hurry(tokens); },
-          nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
-      .def("wait", &wait, nb::sig("def wait(self) -> list[tuple[int, int, float, float, bool, bool]]"))
-      .def("broken", &Transfers::broken)
-      .def(
-          "close",
-          [](Transfers& self, double timeout_s) { return self.close(std::chrono::duration<double>(timeout_s)); },
-          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
+  module.attr("DEMAND") = static_cast<int>(Priority::demand);
+  module.attr("PREFETCH") = static_cast<int>(Priority::prefetch);
+  module.attr("EVICT") = static_cast<int>(Priority::evict);
+  nb::class_<PythonTransfers>(module, "Transfers", nb::is_weak_referenceable(),
+                              "Reads and writes by io_uring, by blocking calls, or of remote namespaces. Raises "
+                              "OSError where it is refused.")
+      .def("__init__", &construct, nb::arg("kind"), nb::arg("methods"), nb::arg("depth"), nb::arg("piece_bytes"),
+           nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads"))
+      .def("submit", &PythonTransfers::submit, nb::arg("transfers"))
+      .def("cancel", &PythonTransfers::cancel, nb::arg("transfers"))
+      .def("hurry", &PythonTransfers::hurry, nb::arg("transfers"))
+      .def("deliver_the_rest", &PythonTransfers::deliver_the_rest)
+      .def("close", &PythonTransfers::close, nb::arg("timeout_s"));
 }
 
 }  // namespace penstock

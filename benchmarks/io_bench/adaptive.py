@@ -16,9 +16,9 @@ import msgspec
 from io_bench.measure import Tensors, rotated, settle, tensors_in_sample, timed
 from io_bench.rows import Spilled
 from penstock.options import IoOptions
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.rounds import aligned
-from penstock.storage.autotune.tables import Tables
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Tables
+from penstock.storage.rounds import aligned
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 

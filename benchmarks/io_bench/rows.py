@@ -21,7 +21,7 @@ from io_bench.measure import Sample, Tensors, remove
 from penstock.options import IoOptions
 from penstock.storage.aligned import view_at
 from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import PREFETCH
+from penstock.storage.transfer import PREFETCH
 
 KINDS = ("write", "write+fsync", "cold read", "warm read")
 IN_FLIGHT = ("write in flight", "read in flight")

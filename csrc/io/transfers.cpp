@@ -74,52 +74,53 @@ Transfers::Transfers(MakeIo make_io, Limits limits, Deliver deliver)
 
 Transfers::~Transfers() { close(); }
 
-// Nothing: the request has to be handed over.
-std::optional<Finished> Transfers::try_now(const Request& request) const {
-  if (request.method != Method::buffered || request.size_bytes > limits_.at_once_bytes) return std::nullopt;
-  const auto size_bytes = static_cast<std::uint32_t>(request.size_bytes);
-  const auto started_s = now_s();
+// False: it has to be handed over.
+bool Transfers::try_now(Transfer& transfer) const {
+  if (transfer.method != Method::buffered || transfer.size_bytes > limits_.at_once_bytes) return false;
+  const auto size_bytes = static_cast<std::uint32_t>(transfer.size_bytes);
+  transfer.started_s = now_s();
   const auto moved =
-      move_at_once({request.write, request.target.cached, request.offset, request.address, size_bytes});
+      move_at_once({transfer.write, transfer.target.cached, transfer.offset, transfer.address, size_bytes});
   const bool whole = moved == static_cast<int>(size_bytes);
-  if (!whole && (moved >= 0 || moved == -EAGAIN || moved == -EINTR || !request.write)) return std::nullopt;
-  return Finished{request.token, whole ? 0 : -moved, started_s, now_s(), false};
+  if (!whole && (moved >= 0 || moved == -EAGAIN || moved == -EINTR || !transfer.write)) return false;
+  transfer.error = whole ? 0 : -moved;
+  transfer.finished_s = now_s();
+  return true;
 }
 
-bool Transfers::submit(std::span<const Request> requests, std::list<Finished>* at_once) {
+bool Transfers::submit(std::span<const Transfer> asked, std::list<Transfer>* at_once) {
   if (at_once != nullptr) {
     const std::lock_guard lock(mutex_);
     if (closed_) return false;
   }
   // Cut before the lock is taken: the threads go on meanwhile.
-  decltype(transfers_) transfers;
-  std::vector<std::pair<Transfer*, Parts>> parts;
+  std::list<Transfer> transfers;
+  std::vector<Parts> cuts;
   std::size_t count = 0;
-  for (const auto& request : requests) {
-    if (const auto finished = at_once != nullptr ? try_now(request) : std::nullopt) {
-      at_once->push_back(*finished);
+  for (const auto& one : asked) {
+    auto& transfer = transfers.emplace_back(one);
+    transfer.self = std::prev(transfers.end());
+    if (at_once != nullptr && try_now(transfer)) {
+      at_once->splice(at_once->end(), transfers, transfer.self);
       continue;
     }
-    auto transfer = std::make_unique<Transfer>();
-    transfer->request = request;
-    transfer->result.emplace_back();
-    auto& queue = parts.emplace_back(transfer.get(), Parts{}).second;
-    for (const auto& piece : cut(request, limits_.piece_bytes, limits_.slot_bytes)) {
-      queue.push_back({transfer.get(), piece});
-      queue.back().self = std::prev(queue.end());
-      ++transfer->pieces_left;
+    auto& parts = cuts.emplace_back();
+    for (const auto& piece : cut(transfer, limits_.piece_bytes, limits_.slot_bytes)) {
+      parts.push_back({&transfer, piece});
+      parts.back().self = std::prev(parts.end());
     }
-    count += transfer->pieces_left;
-    transfers.emplace(request.token, std::move(transfer));
+    count += transfer.pieces_left = parts.size();
   }
   const std::lock_guard lock(mutex_);
   if (closed_ || process_ != getpid()) return false;
-  for (auto& [transfer, waiting] : parts) transfer->lane = &lane_of(transfer->request);
-  transfers_.reserve(transfers_.size() + transfers.size());
-  transfers_.merge(transfers);
-  for (auto& [transfer, waiting] : parts) {
-    auto& queue = queue_of(*transfer);
-    queue.splice(queue.end(), waiting);
+  for (auto& parts : cuts) {
+    auto& lane = lane_of(*parts.front().transfer);
+    for (auto& part : parts) part.lane = &lane;
+  }
+  transfers_.splice(transfers_.end(), transfers);
+  for (auto& parts : cuts) {
+    auto& queue = queue_of(parts.front());
+    queue.splice(queue.end(), parts);
   }
   wake(count);
   return true;
@@ -129,10 +130,10 @@ std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
   const std::lock_guard lock(mutex_);
   std::size_t cancelled = 0;
   for (const auto token : tokens) {
-    const auto found = transfers_.find(token);
-    if (found == transfers_.end() || found->second->pieces_begun > 0) continue;
-    auto& transfer = *found->second;
-    drop_waiting(transfer);
+    auto* const part = waiting_part(token);
+    if (part == nullptr || part->transfer->pieces_begun > 0) continue;
+    auto& transfer = *part->transfer;
+    drop_waiting(queue_of(*part), transfer);
     transfer.error = ECANCELED;
     transfer.started_s = now_s();
     finish(transfer);
@@ -145,22 +146,21 @@ std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
 void Transfers::hurry(std::span<const std::uint64_t> tokens) {
   const std::lock_guard lock(mutex_);
   for (const auto token : tokens) {
-    const auto found = transfers_.find(token);
-    if (found == transfers_.end() || found->second->request.priority == Priority::demand) continue;
-    auto& transfer = *found->second;
-    auto& from = queue_of(transfer);
-    transfer.request.priority = Priority::demand;
-    auto& to = queue_of(transfer);
+    auto* const first = waiting_part(token);
+    if (first == nullptr || first->transfer->priority == Priority::demand) continue;
+    auto& from = queue_of(*first);
+    first->transfer->priority = Priority::demand;
+    auto& to = queue_of(*first);
     for (auto part = from.begin(); part != from.end();) {
       const auto next = std::next(part);
-      if (part->transfer == &transfer) to.splice(to.end(), from, part);
+      if (part->transfer == first->transfer) to.splice(to.end(), from, part);
       part = next;
     }
   }
   wake(workers_.size());  // a demand may begin where others may not
 }
 
-std::list<Finished> Transfers::wait() {
+std::list<Transfer> Transfers::wait() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !finished_.empty() || running_ == 0; });
   return std::exchange(finished_, {});
@@ -197,12 +197,23 @@ bool Transfers::close(std::optional<std::chrono::duration<double>> timeout) {
   return true;
 }
 
-Transfers::Parts& Transfers::queue_of(const Transfer& transfer) {
-  return transfer.lane->waiting[static_cast<std::size_t>(transfer.request.priority)];
+Transfers::Parts& Transfers::queue_of(const Part& part) {
+  return part.lane->waiting[static_cast<std::size_t>(part.transfer->priority)];
 }
 
-Transfers::Lane& Transfers::lane_of(const Request& request) {
-  const auto remote = is_namespace(request.target.direct) ? request.target.direct : Handle{0};
+// The first part of the transfer that has not begun. Null: there is none.
+Transfers::Part* Transfers::waiting_part(std::uint64_t token) {
+  for (auto& lane : lanes_) {
+    for (auto& queue : lane.waiting) {
+      const auto found = std::ranges::find(queue, token, [](const auto& part) { return part.transfer->token; });
+      if (found != queue.end()) return &*found;
+    }
+  }
+  return nullptr;
+}
+
+Transfers::Lane& Transfers::lane_of(const Transfer& transfer) {
+  const auto remote = is_namespace(transfer.target.direct) ? transfer.target.direct : Handle{0};
   const auto found = std::ranges::find(lanes_, remote, &Lane::remote);
   if (found != lanes_.end()) return *found;
   return lanes_.emplace_back(remote, std::vector<unsigned>(limits_.threads));
@@ -226,17 +237,14 @@ void Transfers::wake(std::size_t parts) {
   }
 }
 
-void Transfers::drop_waiting(Transfer& transfer) {
+void Transfers::drop_waiting(Parts& queue, Transfer& transfer) {
   transfer.pieces_left -=
-      std::erase_if(queue_of(transfer), [&transfer](const auto& part) { return part.transfer == &transfer; });
+      std::erase_if(queue, [&transfer](const auto& part) { return part.transfer == &transfer; });
 }
 
 void Transfers::finish(Transfer& transfer) {
-  const auto token = transfer.request.token;
-  transfer.result.front() = {token, transfer.error, transfer.started_s, now_s(), transfer.abandoned,
-                             transfer.unsettled};
-  finished_.splice(finished_.end(), transfer.result);
-  transfers_.erase(token);
+  transfer.finished_s = now_s();
+  finished_.splice(finished_.end(), transfers_, transfer.self);
 }
 
 // -- on the threads ------------------------------------------------------------------------------
@@ -301,7 +309,7 @@ void Transfers::serve(Worker& worker, Io& io) {
 }
 
 void Transfers::hand_out() {
-  std::list<Finished> last;
+  std::list<Transfer> last;
   {
     const std::lock_guard lock(mutex_);
     if (finished_.empty()) return;
@@ -326,7 +334,7 @@ bool Transfers::may_begin(const Worker& worker, const Lane& lane, std::size_t pr
   if (lane.in_flight[worker.number] >= limits_.depth) return false;
   const auto& part = lane.waiting[priority].front();
   const auto size_bytes = part.piece.end - part.piece.begin;
-  const bool demanded = part.transfer->request.priority == Priority::demand;
+  const bool demanded = part.transfer->priority == Priority::demand;
   if (!demanded && lane.in_flight_bytes > 0 && lane.in_flight_bytes + size_bytes > limits_.background_bytes)
     return false;
   return part.piece.method != Method::staged || !staging_.empty();
@@ -364,12 +372,12 @@ Transfers::Part* Transfers::next_part(Worker& worker) {
 
 void Transfers::start(Io& io, Part& part) {
   const auto& piece = part.piece;
-  const auto& request = part.transfer->request;
-  if (piece.method == Method::staged && request.write) {
+  const auto& transfer = *part.transfer;
+  if (piece.method == Method::staged && transfer.write) {
     io.submit();  // what is prepared need not wait for the copy
     const auto before = piece.data_begin - piece.begin, size = piece.data_end - piece.data_begin;
-    std::memset(part.slot, 0, before);  // no other request's bytes go into the padding
-    std::memcpy(part.slot + before, request.address + (piece.data_begin - request.offset), size);
+    std::memset(part.slot, 0, before);  // no other transfer's bytes go into the padding
+    std::memcpy(part.slot + before, transfer.address + (piece.data_begin - transfer.offset), size);
     std::memset(part.slot + before + size, 0, piece.end - piece.data_end);
   }
   issue(io, part);
@@ -379,12 +387,12 @@ void Transfers::start(Io& io, Part& part) {
 void Transfers::issue(Io& io, const Part& part) {
   io_step("issue");
   const auto& piece = part.piece;
-  const auto& request = part.transfer->request;
+  const auto& transfer = *part.transfer;
   const bool staged = piece.method == Method::staged, mapped = piece.method == Method::mapped;
   const auto begin = piece.begin + part.done_bytes;
-  auto* address = staged ? part.slot + part.done_bytes : request.address + (begin - request.offset);
-  const auto& target = request.target;
-  io.prepare({request.write, mapped || piece.method == Method::buffered ? target.cached : target.direct, begin,
+  auto* address = staged ? part.slot + part.done_bytes : transfer.address + (begin - transfer.offset);
+  const auto& target = transfer.target;
+  io.prepare({transfer.write, mapped || piece.method == Method::buffered ? target.cached : target.direct, begin,
               address, static_cast<std::uint32_t>(piece.end - begin), staged && registered_, mapped},
              reinterpret_cast<std::uint64_t>(&part));
 }
@@ -395,7 +403,7 @@ bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   const auto moved = result.moved;
   part.unsettled = part.unsettled || result.unsettled;
   const auto& piece = part.piece;
-  const auto& request = part.transfer->request;
+  const auto& transfer = *part.transfer;
   if (moved == -EINTR || moved == -EAGAIN) {
     if (++part.retries > kBusyRetries) {
       finish_part(worker, part, EAGAIN);
@@ -410,9 +418,9 @@ bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   }
   const auto reached = piece.begin + part.done_bytes + static_cast<std::uint64_t>(moved);
   // A file may end inside its last block: what was asked for of it has been read.
-  if (reached >= piece.end || (!request.write && reached >= piece.data_end)) {
-    if (piece.method == Method::staged && !request.write) {
-      std::memcpy(request.address + (piece.data_begin - request.offset),
+  if (reached >= piece.end || (!transfer.write && reached >= piece.data_end)) {
+    if (piece.method == Method::staged && !transfer.write) {
+      std::memcpy(transfer.address + (piece.data_begin - transfer.offset),
                   part.slot + (piece.data_begin - piece.begin), piece.data_end - piece.data_begin);
     }
     finish_part(worker, part, 0);
@@ -420,7 +428,7 @@ bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   }
   auto step = static_cast<std::uint64_t>(moved);
   if (piece.method == Method::direct || piece.method == Method::staged)
-    step -= step % request.target.alignment_bytes;
+    step -= step % transfer.target.alignment_bytes;
   if (step == 0) {  // the file ends here, or the device gave up
     finish_part(worker, part, EIO);
     return false;
@@ -440,17 +448,17 @@ void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
   const bool begun = part.worker != nullptr;
   if (begun) {
     in_flight_bytes_ -= part.piece.end - part.piece.begin;
-    transfer.lane->in_flight_bytes -= part.piece.end - part.piece.begin;
-    --transfer.lane->in_flight[part.worker->number];
+    part.lane->in_flight_bytes -= part.piece.end - part.piece.begin;
+    --part.lane->in_flight[part.worker->number];
   }
   if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
   transfer.abandoned = transfer.abandoned || abandoned;
   transfer.unsettled = transfer.unsettled || part.unsettled;
-  parts.erase(part.self);
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
-    if (begun) drop_waiting(transfer);  // the rest is not worth the effort
+    if (begun) drop_waiting(queue_of(part), transfer);  // the rest is not worth the effort
   }
+  parts.erase(part.self);
   if (--transfer.pieces_left == 0) finish(transfer);
 }
 

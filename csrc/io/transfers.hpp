@@ -1,4 +1,4 @@
-// Requests carried out in the background by a pool of threads, which needs nobody's attention.
+// Transfers carried out in the background by a pool of threads, which needs nobody's attention.
 //
 // What finishes while nothing else is under way, its thread hands out itself: it spares waking another.
 // What finishes while more is under way waits for another thread, so that transfers never do.
@@ -15,7 +15,6 @@
 #include <optional>
 #include <span>
 #include <thread>
-#include <unordered_map>
 
 #include "io/io.hpp"
 #include "io/pieces.hpp"
@@ -33,21 +32,13 @@ struct Limits {
   // With so many bytes in flight, only a demand begins: what the kernel has is not recalled, and a demand
   // waits for the disk behind it.
   std::uint64_t background_bytes = 16U << 20;
-  std::uint64_t at_once_bytes = 0;  // largest buffered request that is carried out by who submits it
-};
-
-struct Finished {
-  std::uint64_t token;
-  int error;                     // 0, or an errno
-  double started_s, finished_s;  // on the monotonic clock
-  bool abandoned;                // its thread broke: the memory may still be read or written, for ever; so the target
-  bool unsettled = false;        // as of Result: what is written to that place next may be overwritten
+  std::uint64_t at_once_bytes = 0;  // largest buffered transfer that is carried out by who submits it
 };
 
 class Transfers {
  public:
   using MakeIo = std::function<std::unique_ptr<Io>()>;
-  using Deliver = std::function<void(const std::list<Finished>&)>;
+  using Deliver = std::function<void(std::list<Transfer>&)>;
 
   // `make_io` is called on each thread; what it throws is thrown here. `deliver` is called on the threads, with
   // what finished last; without it all waits for `wait`, and so does what it throws for, which ends the thread.
@@ -56,16 +47,16 @@ class Transfers {
   Transfers& operator=(const Transfers&) = delete;
   ~Transfers();
 
-  // Begins the requests. False, and nothing begins, after close. So too where memory is short: then it throws
-  // std::bad_alloc. What has begun needs no more memory to end. Into `at_once` go small requests that need no
+  // Begins the transfers. False, and nothing begins, after close. So too where memory is short: then it throws
+  // std::bad_alloc. What has begun needs no more memory to end. Into `at_once` go small ones that need no
   // wait for a device: copying takes less time than handing them over.
-  bool submit(std::span<const Request> requests, std::list<Finished>* at_once = nullptr);
+  bool submit(std::span<const Transfer> asked, std::list<Transfer>* at_once = nullptr);
   // Ends with ECANCELED those of which nothing has begun. Gives how many.
   std::size_t cancel(std::span<const std::uint64_t> tokens);
-  // Makes demands of the requests: of those that wait, they begin first from now on.
+  // Makes demands of the transfers: of what waits, they begin first from now on.
   void hurry(std::span<const std::uint64_t> tokens);
   // What has finished and was not delivered: at least one, waiting for it; none after close.
-  std::list<Finished> wait();
+  std::list<Transfer> wait();
   // An errno where a thread broke: nothing is carried out any more. 0: none did.
   int broken();
   // Waits for everything that was submitted. Idempotent, for any threads at once. False where the time was
@@ -84,18 +75,10 @@ class Transfers {
     std::array<Parts, kPriorities> waiting{};
     std::uint64_t in_flight_bytes = 0;
   };
-  struct Transfer {
-    Request request;
-    Lane* lane = nullptr;
-    std::size_t pieces_left = 0, pieces_begun = 0;
-    int error = 0;
-    bool abandoned = false, unsettled = false;
-    double started_s = 0;
-    std::list<Finished> result;  // one: room for how it ends
-  };
   struct Part {
     Transfer* transfer;
     Piece piece;
+    Lane* lane = nullptr;
     Parts::iterator self{};
     std::uint64_t done_bytes = 0;  // from piece.begin on
     int retries = 0;
@@ -111,12 +94,13 @@ class Transfers {
     std::thread thread;
   };
 
-  std::optional<Finished> try_now(const Request& request) const;
+  bool try_now(Transfer& transfer) const;
   void run(Worker& worker);
   void serve(Worker& worker, Io& io);
   void hand_out();
-  Parts& queue_of(const Transfer& transfer);
-  Lane& lane_of(const Request& request);
+  Lane& lane_of(const Transfer& transfer);
+  Part* waiting_part(std::uint64_t token);
+  static Parts& queue_of(const Part& part);
   bool may_begin(const Worker& worker, const Lane& lane, std::size_t priority) const;
   bool anything_waits() const;
   void wake(std::size_t parts);
@@ -126,7 +110,7 @@ class Transfers {
   bool advance(Worker& worker, Part& part, const Result& result);
   void finish_part(Worker& worker, Part& part, int error);
   void end_part(Parts& parts, Part& part, int error, bool abandoned);
-  void drop_waiting(Transfer& transfer);
+  static void drop_waiting(Parts& queue, Transfer& transfer);
   void finish(Transfer& transfer);
 
   const MakeIo make_io_;
@@ -135,9 +119,9 @@ class Transfers {
   Staging staging_;
   Mutex mutex_;
   Condition changed_;
-  std::unordered_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::list<Transfer> transfers_;
   std::list<Lane> lanes_;  // the next to have its turn comes first
-  std::list<Finished> finished_;
+  std::list<Transfer> finished_;
   std::list<Worker> workers_;
   std::uint64_t in_flight_bytes_ = 0;
   unsigned started_ = 0, running_ = 0;

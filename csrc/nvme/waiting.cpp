@@ -192,7 +192,7 @@ int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t siz
   if (!found && !write && made->parent != nullptr) return borrow(*made->parent, handle, address, size_bytes, offset);
   if (!found) return EBADF;
   Wait wait;
-  const Request request{.token = reinterpret_cast<std::uint64_t>(&wait),
+  const Transfer request{.token = reinterpret_cast<std::uint64_t>(&wait),
                         .write = write,
                         .method = Method::direct,
                         .padded = false,

@@ -43,7 +43,7 @@ ReadQueue::ReadQueue(Transfers::MakeIo make_io, const Limits& limits)
 }
 
 void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> reads) {
-  std::vector<Request> requests;
+  std::vector<Transfer> requests;
   std::vector<std::unique_ptr<Read>> held;  // theirs who learn of their end, once they have begun
   for (auto& read : reads) {
     const auto& file = catalog.data_file(read.extent);

@@ -48,7 +48,7 @@ void check_traffic(Server& server, const Options& options, unsigned threads, boo
   std::vector<std::byte> memory(kDiskBytes), model(kDiskBytes);
   std::uint64_t number = threads;
   for (int turn = 0; turn < 3; ++turn) {
-    std::vector<Request> requests;
+    std::vector<Transfer> requests;
     for (std::size_t piece = 0; piece < kPieces; ++piece) {
       const bool write = turn != 2;
       auto offset = piece * kPieceBytes, size = random(1, kPieceBytes / kBlock) * kBlock;
@@ -123,7 +123,7 @@ TEST(a_write_that_may_land_again_says_so) {
     Transfers transfers([&] { return make_nvme_io(16, ring); }, limits(1));
     std::vector<std::byte> memory(4096, std::byte{1});
     const auto unsettled = [&](bool write) {
-      const Request asked{1, write, Method::direct, false, {-1, opened.handle, kBlock}, 0, memory.data(), 4096};
+      const Transfer asked{1, write, Method::direct, false, {-1, opened.handle, kBlock}, 0, memory.data(), 4096};
       CHECK(transfers.submit({&asked, 1}));
       const auto finished = transfers.wait();
       CHECK(finished.size() == 1 && finished.front().error == 0);
@@ -160,14 +160,14 @@ TEST(a_close_ends_what_is_under_way) {
     Transfers transfers([&] { return make_nvme_io(16, ring); }, limits(2));
     std::vector<std::byte> memory(64U << 10);
     const auto read = [&](std::uint64_t token) {
-      return Request{token, false, Method::direct, false, {-1, handle, kBlock}, 0, memory.data() + token * 4096,
+      return Transfer{token, false, Method::direct, false, {-1, handle, kBlock}, 0, memory.data() + token * 4096,
                      4096};
     };
     auto first = read(0);
     CHECK(transfers.submit({&first, 1}));
     CHECK_EQUAL(wait_for(transfers, 1).at(0), 0);
     server.silent = true;
-    std::vector<Request> requests;
+    std::vector<Transfer> requests;
     for (std::uint64_t token = 1; token < 16; ++token) requests.push_back(read(token));
     CHECK(transfers.submit(requests));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -189,7 +189,7 @@ TEST(a_silent_target_is_lost_in_time) {
   server.silent = true;
   Transfers transfers([] { return make_nvme_io(16); }, limits(1));
   std::vector<std::byte> memory(4096);
-  const Request asked{1, false, Method::direct, false, {-1, opened.handle, kBlock}, 0, memory.data(), 4096};
+  const Transfer asked{1, false, Method::direct, false, {-1, opened.handle, kBlock}, 0, memory.data(), 4096};
   CHECK(transfers.submit({&asked, 1}));
   CHECK_EQUAL(wait_for(transfers, 1).at(1), ECONNRESET);
   CHECK(opened.controller->counters.timeouts >= 4 &&
@@ -203,7 +203,7 @@ TEST(what_cannot_be_is_refused) {
   Transfers transfers([] { return make_nvme_io(16); }, limits(1));
   std::vector<std::byte> memory(4096);
   const auto error_of = [&](bool write, Handle handle, std::uint64_t offset, std::uint64_t size) {
-    const Request asked{1, write, Method::direct, false, {-1, handle, kBlock}, offset, memory.data(), size};
+    const Transfer asked{1, write, Method::direct, false, {-1, handle, kBlock}, offset, memory.data(), size};
     CHECK(transfers.submit({&asked, 1}));
     return wait_for(transfers, 1).at(1);
   };

@@ -8,12 +8,12 @@ namespace {
 
 constexpr std::uint64_t kAlignment = 8, kPiece = 32, kSlot = 16;
 
-Request request(bool write, Method method, bool padded, std::uint64_t offset, std::uintptr_t address,
+Transfer request(bool write, Method method, bool padded, std::uint64_t offset, std::uintptr_t address,
                 std::uint64_t size) {
   return {1, write, method, padded, {3, 4, kAlignment}, offset, reinterpret_cast<std::byte*>(address), size};
 }
 
-void check_pieces(const Request& asked) {
+void check_pieces(const Transfer& asked) {
   const auto begin = asked.offset, end = asked.offset + asked.size_bytes;
   auto reached = begin;
   for (const auto& piece : cut(asked, kPiece, kSlot)) {

@@ -49,7 +49,7 @@ bool was_told(const Work& work) {
 // What was submitted and has not been reported.
 class Expected {
  public:
-  void submit(Transfers& transfers, const std::vector<Request>& requests) {
+  void submit(Transfers& transfers, const std::vector<Transfer>& requests) {
     bool begun = false;
     if (was_told([&] { begun = transfers.submit(requests); }) || !begun) return;
     const Spared spared;
@@ -78,7 +78,7 @@ template <class Disturb>
 void move_everything(Transfers& transfers, Target target, const Disturb& disturb) {
   Expected expected;
   std::vector<std::byte> memory;
-  std::vector<Request> requests;
+  std::vector<Transfer> requests;
   {
     const Spared spared;
     memory.resize(12 * 4 * kPiece);
@@ -89,7 +89,7 @@ void move_everything(Transfers& transfers, Target target, const Disturb& disturb
   }
   const auto some = [&](std::size_t begin, std::size_t end) {
     const Spared spared;
-    return std::vector<Request>(requests.begin() + static_cast<std::ptrdiff_t>(begin),
+    return std::vector<Transfer>(requests.begin() + static_cast<std::ptrdiff_t>(begin),
                                 requests.begin() + static_cast<std::ptrdiff_t>(end));
   };
   expected.submit(transfers, some(0, 6));

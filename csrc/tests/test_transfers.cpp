@@ -119,7 +119,7 @@ void check_everything_moves(const Device::Faults& faults, unsigned threads = 1) 
   auto memory = random_bytes(kRoom * kCount, 8);
   auto expected_memory = memory;
   std::mt19937 random(faults.seed);
-  std::vector<Request> requests;
+  std::vector<Transfer> requests;
   for (std::size_t index = 0; index < kCount; ++index) {
     const auto offset = index * kRoom + random() % (2 * kAlignment), size = 1 + random() % (6 * kPiece);
     const auto place = index * kRoom + (random() % 2 != 0 ? 0 : random() % kAlignment);
@@ -211,7 +211,7 @@ class HeldDevice final : public Io {
 };
 
 // Token and place are the same number; `pieces` pieces each.
-Request asked_of(std::uint64_t number, Priority priority, std::byte* memory, std::uint64_t pieces = 1) {
+Transfer asked_of(std::uint64_t number, Priority priority, std::byte* memory, std::uint64_t pieces = 1) {
   return {number,  number % 2 == 0, Method::buffered,          true, {kBuffered, kDirect, kAlignment},
           number * 8 * kPiece, memory, pieces * kPiece, priority};
 }
@@ -249,7 +249,7 @@ TEST(only_a_demand_begins_beside_many_bytes) {
   Limits limits{8, kPiece, kPiece, 1};
   limits.background_bytes = 2 * kPiece;
   Transfers transfers([&] { return std::make_unique<HeldDevice>(gate); }, limits);
-  std::vector<Request> evictions;
+  std::vector<Transfer> evictions;
   for (std::uint64_t number = 0; number < 6; ++number)
     evictions.push_back(asked_of(number, number % 2 == 0 ? Priority::evict : Priority::prefetch, memory.data()));
   CHECK(transfers.submit(evictions));
@@ -359,7 +359,7 @@ TEST(what_a_thread_throws_ends_what_was_submitted_and_not_the_process) {
   std::vector<std::byte> memory(8 * kPiece);
   for (const unsigned threads : {1U, 3U}) {
     Transfers transfers([] { return std::make_unique<Breaking>(); }, {1, kPiece, kPiece, 1, threads});
-    std::vector<Request> asked;
+    std::vector<Transfer> asked;
     for (std::uint64_t number = 0; number < 5; ++number)
       asked.push_back(asked_of(number, Priority::evict, memory.data(), 3));
     CHECK(transfers.submit(asked));
@@ -375,7 +375,7 @@ TEST(close_from_a_delivery_does_not_wait_for_itself) {
   std::atomic<int> refused = 0;
   std::atomic<bool> ready = false;
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); },
-                      {1, kPiece, kPiece, 1, 2}, [&](const std::list<Finished>&) {
+                      {1, kPiece, kPiece, 1, 2}, [&](const std::list<Transfer>&) {
                         while (!ready) std::this_thread::yield();
                         refused += !made.load()->close();
                         ready = false;
@@ -393,7 +393,7 @@ TEST(close_from_a_delivery_does_not_wait_for_itself) {
 TEST(what_cannot_be_delivered_is_waited_for) {
   std::vector<std::byte> file = random_bytes(kPiece, 1), memory = file;
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); }, {1, kPiece, kPiece, 1, 2},
-                      [](const std::list<Finished>&) { throw std::bad_alloc(); });
+                      [](const std::list<Transfer>&) { throw std::bad_alloc(); });
   const auto asked = asked_of(0, Priority::demand, memory.data());
   CHECK(transfers.submit({&asked, 1}));
   CHECK_EQUAL(wait_for(transfers, 1).at(0), 0);
@@ -407,7 +407,7 @@ TEST(the_end_of_a_file) {
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); },
                       {4, kPiece, kPiece / 2, 2});
   const auto read = [&](Method method, std::uint64_t offset, std::uint64_t size) {
-    const Request asked{1,   false, method, false, {kBuffered, kDirect, kAlignment}, offset, memory.data() + 1,
+    const Transfer asked{1,   false, method, false, {kBuffered, kDirect, kAlignment}, offset, memory.data() + 1,
                         size};
     CHECK(transfers.submit({&asked, 1}));
     return wait_for(transfers, 1).at(1);
@@ -426,7 +426,7 @@ TEST(cancel_and_close) {
   auto memory = random_bytes(kPiece * kCount, 3);
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{}); },
                       {1, kPiece, kPiece / 2, 1});
-  std::vector<Request> requests;
+  std::vector<Transfer> requests;
   std::vector<std::uint64_t> tokens;
   for (std::uint64_t index = 0; index < kCount; ++index) {
     requests.push_back({index, true, Method::direct, true, {kBuffered, -1, kAlignment}, index * kPiece,
@@ -456,7 +456,7 @@ TEST(close_finishes_what_was_submitted) {
   auto memory = random_bytes(100 * kPiece, 5);
   Transfers transfers([&] { return std::make_unique<Device>(file, Device::Faults{2, true, true, true}); },
                       {3, kPiece, kPiece / 2, 2});
-  const Request asked{9, true, Method::staged, false, {kBuffered, kDirect, kAlignment}, 0, memory.data(),
+  const Transfer asked{9, true, Method::staged, false, {kBuffered, kDirect, kAlignment}, 0, memory.data(),
                       memory.size()};
   CHECK(transfers.submit({&asked, 1}));
   transfers.close();
@@ -472,7 +472,7 @@ TEST(a_broken_ring_ends_everything) {
   Transfers transfers(
       [&] { return std::make_unique<Device>(file, Device::Faults{1, false, false, false, 0, true}); },
       {4, kPiece, kPiece / 2, 2});
-  const Request asked{1, true, Method::direct, true, {kBuffered, kDirect, kAlignment}, 0, memory.data(), kPiece};
+  const Transfer asked{1, true, Method::direct, true, {kBuffered, kDirect, kAlignment}, 0, memory.data(), kPiece};
   CHECK(transfers.submit({&asked, 1}));
   const auto finished = transfers.wait();
   CHECK(finished.size() == 1 && finished.front().error == EBADF && finished.front().abandoned);
@@ -516,7 +516,7 @@ TEST(a_ring_that_the_program_closes_gives_its_memory_up_for_lost) {
     std::vector<std::byte> memory(8 * kPiece);
     std::atomic<bool> prepared = false;
     Transfers transfers([&] { return std::make_unique<TellingRing>(prepared); }, {4, kPiece, kPiece, 1});
-    const Request asked{1, false, Method::buffered, false, {pipe_ends[0], -1, kAlignment}, 0, memory.data(), kPiece};
+    const Transfer asked{1, false, Method::buffered, false, {pipe_ends[0], -1, kAlignment}, 0, memory.data(), kPiece};
     if (busy) CHECK(transfers.submit({&asked, 1}));
     while (busy && !prepared) std::this_thread::yield();
     for (const auto* kind : {"anon_inode:[io_uring]", "anon_inode:[eventfd]"})
@@ -556,7 +556,7 @@ TEST(many_threads) {
   for (std::size_t thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([&, thread] {
       for (std::size_t index = thread * kEach; index < (thread + 1) * kEach; ++index) {
-        const Request asked{
+        const Transfer asked{
             index,      true,           static_cast<Method>(index % 3),    true,  {kBuffered, kDirect, kAlignment},
             index * kPiece, memory.data() + index * kPiece, kPiece};
         CHECK(transfers.submit({&asked, 1}));

@@ -111,7 +111,7 @@ TEST(what_comes_while_all_are_about_to_wait_begins) {
           {1, 4096, 4096, 1, kThreads});
       CHECK(holder.all_at_rest());
       held = holder.was_needed();
-      const Request asked{1, true, Method::buffered, true, {3, -1, 512}, 0, memory.data(), memory.size()};
+      const Transfer asked{1, true, Method::buffered, true, {3, -1, 512}, 0, memory.data(), memory.size()};
       CHECK(transfers.submit({&asked, 1}));
       holder.let_go();
       std::unique_lock lock(begun.mutex);

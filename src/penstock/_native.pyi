@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from penstock.storage.transfer import Transfer
+
 class ArenaStats:
     """Counters of the arena. "In memory" counts bytes as they were requested, of blocks and staging areas."""
 
@@ -178,25 +180,25 @@ def unpack(packing: Packing, packed: int, data: int) -> bool: ...
 # The packed bytes are the last ones of the data.
 def unpack_in_place(packing: Packing, data: int, capacity_bytes: int) -> bool: ...
 
-Finished = list[tuple[int, int, float, float, bool, bool]]
+DEMAND: int
+PREFETCH: int
+EVICT: int
 
 class Transfers:
     def __init__(
         self,
         kind: str,
+        methods: Sequence[str],
         depth: int,
         piece_bytes: int,
         slot_bytes: int,
         slots: int,
         threads: int,
-        deliver: Callable[[Finished], None],
     ) -> None: ...
-    # Those that were carried out at once; None after close.
-    def submit(self, tokens: list[int], requests: Sequence[tuple[Any, ...]]) -> Finished | None: ...
-    def cancel(self, tokens: list[int]) -> int: ...
-    def hurry(self, tokens: list[int]) -> None: ...
-    def wait(self) -> Finished: ...
-    def broken(self) -> int: ...  # an errno; 0: it is not
+    def submit(self, transfers: Sequence[Transfer], /) -> None: ...
+    def cancel(self, transfers: Sequence[Transfer], /) -> int: ...
+    def hurry(self, transfers: Sequence[Transfer], /) -> None: ...
+    def deliver_the_rest(self) -> None: ...
     def close(self, timeout_s: float) -> bool: ...
 
 class NvmeError(Exception):

@@ -19,8 +19,8 @@ from penstock import checkpoint
 from penstock.checkpoint import background
 from penstock.checkpoint.file import transfers
 from penstock.errors import CheckpointError
-from penstock.storage.transports.contract import OnComplete, Request, Transport
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.native import PosixTransport
+from penstock.storage.transfer import Transfer, Transport
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.runs import PAGED
@@ -36,13 +36,13 @@ class HeldTransport:
         self.goes = threading.Event()
         self.began = threading.Event()
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def submit(self, transfers: Sequence[Transfer]) -> None:
         self.began.set()
         assert self.goes.wait(60)
-        self.inner.submit(requests, on_complete)
+        self.inner.submit(transfers)
 
-    def cancel(self, requests: Sequence[Request]) -> int:
-        return self.inner.cancel(requests)
+    def cancel(self, transfers: Sequence[Transfer]) -> int:
+        return self.inner.cancel(transfers)
 
     def close(self) -> None:
         self.inner.close()

@@ -20,8 +20,8 @@ from penstock.checkpoint.file import pieces, transfers
 from penstock.checkpoint.file.memory import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
-from penstock.storage.transports.contract import OnComplete, Request
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.native import PosixTransport
+from penstock.storage.transfer import Transfer
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.states import numbers, same
 
@@ -35,9 +35,9 @@ class Disk:
     def __init__(self) -> None:
         self.fails_at = -1
         self.error = errno.EIO
-        self.requests: list[Request] = []
+        self.requests: list[Transfer] = []
 
-    def fault(self, request: Request) -> int:
+    def fault(self, request: Transfer) -> int:
         self.requests.append(request)
         return self.error if len(self.requests) == self.fails_at + 1 else 0
 
@@ -184,14 +184,14 @@ class HangingTransport:
         self.methods = self.inner.methods
         self.answers = threading.Event()
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def submit(self, transfers: Sequence[Transfer]) -> None:
         def begin() -> None:
             assert self.answers.wait(60)
-            self.inner.submit(requests, on_complete)
+            self.inner.submit(transfers)
 
         threading.Thread(target=begin, daemon=True).start()
 
-    def cancel(self, requests: Sequence[Request]) -> int:
+    def cancel(self, transfers: Sequence[Transfer]) -> int:
         return 0
 
 

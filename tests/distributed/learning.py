@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 import penstock
-from penstock.storage.autotune import exchange
-from penstock.storage.transports import TRANSPORTS
+from penstock.storage import exchange
+from penstock.storage.paths import TRANSPORTS
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
 from tests.support.ranks import leave
@@ -28,9 +28,9 @@ class Counting(MemoryTransport):
         super().__init__(**options)
         self._seen = seen
 
-    def perform(self, request: Any, begin: int, end: int) -> int:
-        self._seen.add((request.kind, request.size_bytes.bit_length() - 1))
-        return super().perform(request, begin, end)
+    def perform(self, transfer: Any, begin: int, end: int) -> int:
+        self._seen.add((transfer.kind, transfer.size_bytes.bit_length() - 1))
+        return super().perform(transfer, begin, end)
 
 
 def main(spill_dir: str, *modes: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
-from penstock.storage.transports import TRANSPORTS
+from penstock.storage.paths import TRANSPORTS
 from tests.support.ranks import leave
 from tests.support.runs import HARDWARE, PAGED
 from tests.support.slow_disk import Rate, SlowDisk

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import penstock
 from penstock.runtime.devices.direct import BOUNCE, Paths
 from penstock.storage.aligned import align_up
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import Request, TransportUnavailable
-from penstock.storage.transports.gpudirect import GpuDirectTransport
+from penstock.storage.gpudirect import GpuDirectTransport
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import Transfer, TransportUnavailable
 
 # The families that are trained on a GPU, and how.
 from tests.gpu.test_offloaded_training_on_a_gpu import train
@@ -47,7 +47,16 @@ from tests.support.accelerator import wanted
 from tests.support.families import FAMILIES, _Gpt
 from tests.support.kvikio_stand_in import StandIn
 from tests.support.runs import offload
-from tests.support.transports import ORIGINAL, PAGE, WAIT_S, Gathered, Memory, first_difference, open_file
+from tests.support.transports import (
+    ORIGINAL,
+    PAGE,
+    WAIT_S,
+    Gathered,
+    Memory,
+    first_difference,
+    open_file,
+    submit,
+)
 
 DEVICE = wanted("cuda")
 
@@ -123,8 +132,8 @@ def test_a_huge_tensor_survives_the_round_trip(tmp_path: Path) -> None:
     with open_file(path, "w") as opened:
         for kind, tensor in (("write", written), ("read", read)):
             gathered = Gathered(1)
-            request = Request(kind, opened.file, 4096, tensor.data_ptr(), size, "gpu-direct", keep=tensor)  # type: ignore[arg-type]
-            transport.submit([request], gathered)
+            transfer = Transfer(kind, opened.file, 4096, tensor.data_ptr(), size, "gpu-direct", keep=tensor)  # type: ignore[arg-type]
+            submit(transport, [transfer], gathered)
             assert gathered.wait()[0].error_number == 0
         transport.close()
     assert torch.equal(written, read)
@@ -140,8 +149,8 @@ def test_a_file_that_is_open_for_reading_only_cannot_be_written(tmp_path: Path) 
     torch.accelerator.synchronize()
     transport, gathered = GpuDirectTransport(), Gathered(1)
     with open_file(path, "r") as opened:
-        request = Request("write", opened.file, 0, tensor.data_ptr(), MIB, "gpu-direct", keep=tensor)
-        transport.submit([request], gathered)
+        transfer = Transfer("write", opened.file, 0, tensor.data_ptr(), MIB, "gpu-direct", keep=tensor)
+        submit(transport, [transfer], gathered)
         assert gathered.wait()[0].error_number in (errno.EBADF, errno.EIO, errno.EACCES)
         transport.close()
     assert path.read_bytes() == bytes(MIB)

@@ -167,7 +167,7 @@ class Task:
 
 
 class Transfer:
-    """Between the disk and memory, as penstock.storage.scheduler.Transfer."""
+    """Between the disk and memory, as penstock.storage.transfer.Transfer."""
 
     started_s = finished_s = 0.0
     abandoned = False

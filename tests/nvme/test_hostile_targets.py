@@ -107,9 +107,9 @@ def read_past(
     others = [guarded(PART) for _ in range(3)]
     with controller(target, **wanted) as opened, requests() as moves:
         namespace = opened.open_namespace(1)
-        tokens = moves.begin("read", namespace, [PART], [memory])
-        tokens += moves.begin("read", namespace, [2 * PART] * 3, [one for one, _ in others])
-        assert moves.errors(tokens) == [0] * 4, _native.nvme_error_of(namespace["handle"])
+        moved = moves.begin("read", namespace, [PART], [memory])
+        moved += moves.begin("read", namespace, [2 * PART] * 3, [one for one, _ in others])
+        assert moves.errors(moved) == [0] * 4, _native.nvme_error_of(namespace["handle"])
         assert np.array_equal(memory, content[PART : 2 * PART])
         for one, around in others:
             assert np.array_equal(one, content[2 * PART : 3 * PART])
@@ -234,10 +234,10 @@ def test_closing_ends_a_wait_for_a_retry(target: Target) -> None:
     with requests() as moves:
         with controller(target) as opened:
             namespace = opened.open_namespace(1)
-            tokens = moves.begin("read", namespace, [0], [memory])
+            moved = moves.begin("read", namespace, [0], [memory])
             while opened.counters()["retries"] == 0:
                 time.sleep(0.001)
-        assert moves.errors(tokens) == [errno.ESHUTDOWN]
+        assert moves.errors(moved) == [errno.ESHUTDOWN]
 
 
 def test_an_error_after_half_of_the_data(target: Target, content: npt.NDArray[np.uint8]) -> None:

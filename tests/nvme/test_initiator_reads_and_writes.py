@@ -80,10 +80,10 @@ def test_every_byte_is_right(case: tuple[Target, Any], content: npt.NDArray[np.u
         assert (namespace["block_bytes"], namespace["blocks"]) == (512, SIZE // 512)
         offsets = [int(block) * 512 for block in random.integers(0, SIZE // 512 - 8, 150)]
         memory = [guarded(4096) for _ in offsets]
-        tokens = moves.begin("read", namespace, offsets, [one for one, _ in memory])
+        moved = moves.begin("read", namespace, offsets, [one for one, _ in memory])
         large, whole = guarded(SIZE)
-        tokens += moves.begin("read", namespace, [0], [large])
-        assert set(moves.errors(tokens)) == {0}
+        moved += moves.begin("read", namespace, [0], [large])
+        assert set(moves.errors(moved)) == {0}
         assert np.array_equal(large, content)
         assert guards_hold(large, whole)
         for offset, (one, around) in zip(offsets, memory, strict=True):
@@ -182,8 +182,8 @@ def test_queues_share_an_association(target: Target, content: npt.NDArray[np.uin
         namespace = opened.open_namespace(1)
         moves = [stack.enter_context(requests()) for _ in range(3)]
         memory = [np.zeros(SIZE, np.uint8) for _ in moves]
-        tokens = [one.begin("read", namespace, [0], [data]) for one, data in zip(moves, memory, strict=True)]
-        for one, mine, data in zip(moves, tokens, memory, strict=True):
+        moved = [one.begin("read", namespace, [0], [data]) for one, data in zip(moves, memory, strict=True)]
+        for one, mine, data in zip(moves, moved, memory, strict=True):
             assert one.errors(mine) == [0]
             assert np.array_equal(data, content)
     seen = target.stats()
@@ -199,8 +199,8 @@ def test_more_users_than_queues(target: Target, content: npt.NDArray[np.uint8]) 
         namespace = opened.open_namespace(1)
         moves = [stack.enter_context(requests()) for _ in range(3)]
         memory = [np.zeros(1 << 20, np.uint8) for _ in moves]
-        tokens = [one.begin("read", namespace, [0], [data]) for one, data in zip(moves, memory, strict=True)]
-        for one, mine, data in zip(moves, tokens, memory, strict=True):
+        moved = [one.begin("read", namespace, [0], [data]) for one, data in zip(moves, memory, strict=True)]
+        for one, mine, data in zip(moves, moved, memory, strict=True):
             assert one.errors(mine) == [0]
             assert np.array_equal(data, content[: 1 << 20])
     assert target.stats()["io_connects"] == 1
@@ -231,28 +231,15 @@ def test_files_and_namespaces_in_one(target: Target, content: npt.NDArray[np.uin
     with controller(target) as opened, requests() as moves, open(tmp_path / "file", "rb") as file:
         namespace = opened.open_namespace(1)
         memory = [np.zeros(4096, np.uint8) for _ in range(200)]
-        tokens = []
+        moved = []
         for number, one in enumerate(memory):
             offset = number * 4096
             if number % 2:
-                tokens += moves.begin("read", namespace, [offset], [one])
+                moved += moves.begin("read", namespace, [offset], [one])
             else:
-                request = (
-                    "read",
-                    (file.fileno(), -1, 512),
-                    offset,
-                    one.ctypes.data,
-                    4096,
-                    "buffered",
-                    False,
-                    one,
-                    0,
-                )
-                at_once = moves._transfers.submit([1_000_000 + number], [request])
-                assert at_once is not None
-                moves._deliver(at_once)
-                tokens.append(1_000_000 + number)
-        assert set(moves.errors(tokens)) == {0}
+                there = {"descriptor": file.fileno(), "handle": -1, "block_bytes": 512}
+                moved += moves.begin("read", there, [offset], [one], "buffered")
+        assert set(moves.errors(moved)) == {0}
         for number, one in enumerate(memory):
             source = content if number % 2 else other
             assert np.array_equal(one, source[number * 4096 : number * 4096 + 4096])

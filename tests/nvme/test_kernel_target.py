@@ -54,7 +54,7 @@ def test_every_byte_of_four_subsystems(
 ) -> None:
     with ExitStack() as stack:
         moves = stack.enter_context(requests())
-        tokens, memory = [], []
+        moved, memory = [], []
         for number in range(len(disks)):
             opened = stack.enter_context(controller(machine, number, io_uring=io_uring, **SLOW, **digests))
             namespace = opened.open_namespace(1)
@@ -63,12 +63,12 @@ def test_every_byte_of_four_subsystems(
             assert opened.identify()["model"] == "Linux"
             parts = [guarded(size) for size in (SIZE, 4096, 65536)]
             offsets = [0, 12288, SIZE - 65536]
-            tokens += moves.begin("read", namespace, offsets, [one for one, _ in parts])
+            moved += moves.begin("read", namespace, offsets, [one for one, _ in parts])
             memory += [
                 (disks[number], offset, one, whole)
                 for offset, (one, whole) in zip(offsets, parts, strict=True)
             ]
-        assert set(moves.errors(tokens)) == {0}
+        assert set(moves.errors(moved)) == {0}
         for disk, offset, one, whole in memory:
             assert np.array_equal(one, disk[offset : offset + one.size])
             assert guards_hold(one, whole)
@@ -126,11 +126,11 @@ def through(
     memory = [np.zeros(16384, np.uint8) for _ in offsets]
     with controller(machine, 1, **SLOW) as opened, requests() as moves:
         namespace = opened.open_namespace(1)
-        tokens = moves.begin("read", namespace, offsets, memory)
+        moved = moves.begin("read", namespace, offsets, memory)
         while opened.counters()["read_bytes"] < SIZE // 8:
             time.sleep(0.002)
         disturb()
-        assert set(moves.errors(tokens, 120.0)) == {0}, _native.nvme_error_of(namespace["handle"])
+        assert set(moves.errors(moved, 120.0)) == {0}, _native.nvme_error_of(namespace["handle"])
         assert np.array_equal(np.concatenate(memory), np.tile(disk, 2))
         return opened.counters(), opened.last_loss()
 

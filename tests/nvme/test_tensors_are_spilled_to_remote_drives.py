@@ -22,7 +22,7 @@ from penstock.samples import upload, verify
 from penstock.storage import region, spill_namespace
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.nvme.marker import own_marker
+from penstock.storage.nvme.contents import own_marker
 from penstock.storage.spill import SpillSpace, Transfer
 from tests.support.checked import checked_run
 from tests.support.nvme_target.process import Target

@@ -26,8 +26,7 @@ from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
 from penstock.runtime.report import Report
-from penstock.storage.autotune.sharing import CostTables
-from penstock.storage.autotune.tables import Entry, Tables
+from penstock.storage.costs import CostTables, Entry, Tables
 from tests.support.traces import five_kernels, machine
 
 # -- writing ----------------------------------------------------------------------------------------

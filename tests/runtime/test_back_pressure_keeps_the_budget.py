@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.storage.transports import TRANSPORTS, Request
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.transfer import Transfer
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.runs import PAGED
@@ -21,11 +22,11 @@ BUDGET_BYTES = 300 << 10
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Request], int]], None]]:
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Transfer], int]], None]]:
     """Lets transfers fail, or wait: the function is asked before each."""
     posix = TRANSPORTS["posix"]
 
-    def use(fault: Callable[[Request], int]) -> None:
+    def use(fault: Callable[[Transfer], int]) -> None:
         for name in list(TRANSPORTS):
             monkeypatch.delitem(TRANSPORTS, name)
         monkeypatch.setitem(TRANSPORTS, "posix", lambda: FaultyTransport(posix(), fault))
@@ -43,7 +44,7 @@ def in_memory(steps: int = STEPS) -> list[bytes]:
 def test_a_slow_disk_costs_time_only(
     disk: Callable[..., None], tmp_path: Path, hardware: penstock.Hardware
 ) -> None:
-    def wait(_: Request) -> int:
+    def wait(_: Transfer) -> int:
         time.sleep(0.002)
         return 0
 
@@ -70,7 +71,7 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
     """One transfer fails. What it was of is not lost: the step can be taken again from the weights before."""
     count = 0
 
-    def fault(request: Request) -> int:
+    def fault(request: Transfer) -> int:
         nonlocal count
         count += request.kind == kind
         return errno.EIO if request.kind == kind and count == failing else 0

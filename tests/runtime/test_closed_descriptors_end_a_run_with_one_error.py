@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.transports.contract import TransportUnavailable
-from penstock.storage.transports.native import UringTransport
+from penstock.storage.native import UringTransport
+from penstock.storage.transfer import TransportUnavailable
 from tests.support import apart
 
 SCRIPT = """

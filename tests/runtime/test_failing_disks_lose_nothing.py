@@ -17,9 +17,10 @@ import torch
 
 from penstock.errors import BudgetTooSmall, SpillError, SpillSpaceFull
 from penstock.options import IoOptions
+from penstock.storage.native import PosixTransport
+from penstock.storage.paths import TRANSPORTS
 from penstock.storage.spill import SpillSpace
-from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.transfer import Transfer
 from tests.support.checked import CheckedRun, checked_run
 from tests.support.faulty_transport import FaultyTransport
 
@@ -35,7 +36,7 @@ class Disk:
         self.count = itertools.count()
         self.hang: threading.Event | None = None
 
-    def fault(self, request: Request) -> int:
+    def fault(self, request: Transfer) -> int:
         if next(self.count) == self.fails:
             return self.error
         if self.hang is not None:

@@ -21,9 +21,9 @@ from torch import nn
 
 import penstock
 from penstock.runtime import recording
-from penstock.runtime.copy_engine import PREFETCH
-from penstock.storage.transports import TRANSPORTS, Request
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.native import PosixTransport
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.transfer import PREFETCH, Transfer
 from tests.support import training
 from tests.support.families import FAMILIES, iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport
@@ -380,9 +380,9 @@ def test_a_prefetch_that_failed_is_logged_once_with_no_lock_held(
     tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handler of the program's may wait for a thread that needs the lock."""
-    failing: list[Request] = []
+    failing: list[Transfer] = []
 
-    def fault(request: Request) -> int:
+    def fault(request: Transfer) -> int:
         if request.priority == PREFETCH:
             failing.append(request)
             return errno.EIO

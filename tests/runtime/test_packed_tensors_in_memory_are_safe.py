@@ -17,9 +17,9 @@ import torch
 import penstock
 from penstock.errors import SpillError
 from penstock.runtime.storages import AWAY
-from penstock.storage.transports import TRANSPORTS
-from penstock.storage.transports.contract import OnComplete, Request
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.native import PosixTransport
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.transfer import Transfer
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.runs import HARDWARE, PAGED
 
@@ -32,12 +32,12 @@ class Gate(FaultyTransport):
 
     def __init__(self) -> None:
         self.opened, self.error = threading.Event(), 0
-        super().__init__(PosixTransport(), lambda request: self.error)
+        super().__init__(PosixTransport(), lambda transfer: self.error)
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def submit(self, transfers: Sequence[Transfer]) -> None:
         def begin() -> None:
             self.opened.wait()
-            super(Gate, self).submit(requests, on_complete)
+            super(Gate, self).submit(transfers)
 
         threading.Thread(target=begin, daemon=True).start()
 

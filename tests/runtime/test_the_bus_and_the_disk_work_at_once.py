@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from penstock._native import DEMAND
 from penstock.errors import SpillError
 from penstock.options import IoOptions
-from penstock.runtime.copy_engine import DEMAND
 from penstock.runtime.storages import AWAY, RESIDENT, ManagedStorage
+from penstock.storage.native import PosixTransport
+from penstock.storage.paths import TRANSPORTS
 from penstock.storage.spill import SpillSpace
-from penstock.storage.transports import TRANSPORTS
-from penstock.storage.transports.native import PosixTransport
 from tests.support.checked import CheckedDriver, CheckedEvent, CheckedRun, checked_run
 from tests.support.gated_transport import WAIT_S, Gate, GatedTransport
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock._native import DEMAND
 from penstock.errors import PenstockError
-from penstock.runtime.copy_engine import DEMAND, CopyEngine
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY, LEAVING
 from penstock.storage.spill import SpillSpace

@@ -17,7 +17,7 @@ from torch import nn
 import penstock
 from penstock.runtime.devices import Moved
 from penstock.runtime.drift import SKIPPED_STEPS, WINDOW, Drift
-from penstock.storage.transports import TRANSPORTS
+from penstock.storage.paths import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
 

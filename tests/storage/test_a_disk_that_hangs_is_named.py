@@ -16,10 +16,10 @@ import pytest
 from penstock.errors import SpillError
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.autotune.sharing import add_tables, read_tables
-from penstock.storage.autotune.tables import Entry, Tables
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import EVICT, TRANSPORTS, Request
+from penstock.storage.costs import Entry, Tables, add_tables, read_tables
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import EVICT, Transfer
 from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
@@ -36,7 +36,7 @@ def disk() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch) -> SpillSpace:
-    def wait(_: Request) -> int:
+    def wait(_: Transfer) -> int:
         assert disk.wait(WAIT_S)
         return 0
 
@@ -120,8 +120,8 @@ def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.L
 HANGING_READ = """
 import os, sys
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.transports import native
-from penstock.storage.transports.contract import File, Request
+from penstock.storage import native
+from penstock.storage.transfer import File, Transfer
 
 try:
     transport = native.UringTransport()
@@ -129,7 +129,7 @@ except native.TransportUnavailable as reason:
     sys.exit(f"unavailable: {reason}")
 reading, writing = os.pipe()
 buffer = AlignedBuffer(4096)
-transport.submit([Request("read", File(reading), 0, buffer.address, 4096, "buffered")], print)
+transport.submit([Transfer("read", File(reading), 0, buffer.address, 4096, "buffered")])
 """
 
 

@@ -11,8 +11,9 @@ import pytest
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import DEMAND, EVICT, PREFETCH, TRANSPORTS, Request
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import DEMAND, EVICT, PREFETCH, Transfer
 from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
@@ -28,7 +29,7 @@ class Gate:
         self._open.set()
         self._changed = threading.Condition()
 
-    def pass_through(self, request: Request) -> int:
+    def pass_through(self, request: Transfer) -> int:
         with self._changed:
             self.began.append((request.kind, request.offset))
             self._changed.notify_all()

@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 import torch
 
+from penstock._native import DEMAND
 from penstock.errors import InvalidArgument, PenstockError, SpillError
 from penstock.options import IoOptions
-from penstock.runtime.copy_engine import DEMAND
 from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
 from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.io_paths import IoPaths, _log_once
+from penstock.storage.gpudirect import GpuDirectTransport
+from penstock.storage.paths import GPU_TRANSPORTS, TRANSPORTS, IoPaths, _log_once
 from penstock.storage.spill import MEASURED_EVERY, SpillSpace
-from penstock.storage.transports import GPU_TRANSPORTS, TRANSPORTS, Request, TransportUnavailable
-from penstock.storage.transports.gpudirect import GpuDirectTransport
+from penstock.storage.transfer import Transfer, TransportUnavailable
 
 # The contract, for what follows as `bench`.
 from tests.storage.test_transport_contract import (  # noqa: F401
@@ -57,7 +57,7 @@ from tests.storage.test_transport_contract import (  # noqa: F401
 )
 from tests.support.kvikio_stand_in import CompatMode, StandIn
 from tests.support.memory_transport import MemoryTransport
-from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, open_file
+from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, open_file, submit
 
 GPU_DIRECT = "kvikio gpu-direct"
 MIB = 1 << 20
@@ -186,8 +186,8 @@ def test_io_paths_warns_only_of_what_was_to_be_expected_there(
 
 def write_once(transport: GpuDirectTransport, file: Any, data: bytes = DATA[:50_000]) -> int:
     memory, gathered = Memory(), Gathered(1)
-    request = Request("write", file, 0, memory.take(data), len(data), "gpu-direct", keep=memory)
-    transport.submit([request], gathered)
+    transfer = Transfer("write", file, 0, memory.take(data), len(data), "gpu-direct", keep=memory)
+    submit(transport, [transfer], gathered)
     return gathered.wait()[0].error_number
 
 
@@ -258,8 +258,8 @@ def test_what_the_disk_says_is_passed_on(kvikio: StandIn, tmp_path: Path, error:
         kvikio.move_error = error
         assert write_once(transport, opened.file) == error
         memory, gathered = Memory(), Gathered(1)
-        request = Request("read", opened.file, 0, memory.take(bytes(50_000)), 50_000, "gpu-direct")
-        transport.submit([request], gathered)
+        transfer = Transfer("read", opened.file, 0, memory.take(bytes(50_000)), 50_000, "gpu-direct")
+        submit(transport, [transfer], gathered)
         assert gathered.wait()[0].error_number == errno.EIO
     transport.close()
 

@@ -13,11 +13,10 @@ import penstock
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.autotune.sharing import CostTables, add_tables, device_kind, read_tables
-from penstock.storage.autotune.tables import Entry, Tables
-from penstock.storage.io_paths import IoPaths, _log_once
+from penstock.storage.costs import CostTables, Entry, Tables, add_tables, device_kind, read_tables
+from penstock.storage.paths import TRANSPORTS, IoPaths, _log_once
 from penstock.storage.spill import SpillSpace
-from penstock.storage.transports import EVICT, PREFETCH, TRANSPORTS, File, Request, TransportUnavailable
+from penstock.storage.transfer import EVICT, PREFETCH, File, Transfer, TransportUnavailable
 from tests.support.apart import context
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
@@ -145,8 +144,8 @@ def test_io_paths_opens_only_what_is_wanted() -> None:
     with closing(IoPaths(["posix staged"])) as io:
         assert list(io.paths) == ["posix staged"]
     with pytest.raises(ValueError, match="closed"):
-        request = Request("read", File(-1), 0, 0, 1, "staged")
-        io.paths["posix staged"].transport.submit([request], print)
+        transfer = Transfer("read", File(-1), 0, 0, 1, "staged")
+        io.paths["posix staged"].transport.submit([transfer])
 
 
 def test_a_run_is_told_its_io_paths_and_tells_what_it_learned(

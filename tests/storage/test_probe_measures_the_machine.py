@@ -13,8 +13,8 @@ import torch
 from penstock.capture.probe import SIZES_BYTES, probe
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
+from penstock.storage.paths import TRANSPORTS
 from penstock.storage.spill import SpillSpace
-from penstock.storage.transports import TRANSPORTS
 from tests.support.memory_transport import MemoryTransport
 
 MIB = 1 << 20

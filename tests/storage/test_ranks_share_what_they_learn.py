@@ -14,11 +14,10 @@ from torch.distributed import HashStore
 
 from penstock.core import files
 from penstock.errors import InvalidArgument
-from penstock.storage.autotune import exchange
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.exchange import Exchange
-from penstock.storage.autotune.sharing import CostTables
-from penstock.storage.autotune.tables import Entry, Tables
+from penstock.storage import exchange
+from penstock.storage.choice import Choice
+from penstock.storage.costs import CostTables, Entry, Tables
+from penstock.storage.exchange import Exchange
 from tests.support.io_paths import Machine, train
 
 MIB = 1 << 20

@@ -16,10 +16,10 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.extents import Extent
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.stripes import STRIPE_BYTES
-from penstock.storage.transports import TRANSPORTS, Request
+from penstock.storage.extents import STRIPE_BYTES, Extent
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import Transfer
 from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
@@ -204,8 +204,8 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
 
 
 def test_an_io_error_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(request: Request) -> int:
-        return errno.EIO if request.offset == 2 * MIB else 0
+    def fault(transfer: Transfer) -> int:
+        return errno.EIO if transfer.offset == 2 * MIB else 0
 
     monkeypatch.setitem(TRANSPORTS, "memory", lambda: MemoryTransport(fault=fault))
     with SpillSpace([tmp_path, tmp_path], IoOptions(paths=["memory direct"])) as space:

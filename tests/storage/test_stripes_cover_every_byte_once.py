@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.storage.stripes import Stripes
+from penstock.storage.extents import Stripes
 
 STRIPE_BYTES = 8
 TOP = 400

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.tables import Kind
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Kind
 from tests.support.io_paths import PATHS, Costs, Machine, Moved, optimum_s, time_s, train
 
 MIB = 1 << 20

@@ -12,31 +12,31 @@ from pathlib import Path
 import pytest
 
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.transports.contract import Completion, File, Request, Transport, move_fully
-from penstock.storage.transports.native import PosixTransport
+from penstock.storage.native import PosixTransport
+from penstock.storage.transfer import File, Transfer, Transport, move_fully
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.memory_transport import MemoryTransport
-from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, open_file
+from tests.support.transports import DATA, ORIGINAL, WAIT_S, Gathered, Memory, changed, open_file, submit
 
 
 class TestThreads:
-    """What `posix` and `memory` promise beyond the contract: requests begin in the order they came."""
+    """What `posix` and `memory` promise beyond the contract: transfers begin in the order they came."""
 
     @pytest.fixture(params=["posix", "memory"])
     def blocked(
         self, request: pytest.FixtureRequest, tmp_path: Path
     ) -> Iterator[tuple[Transport, File, Callable[[], None]]]:
-        """A transport of one thread that waits in a completion until the function is called."""
+        """A transport of one thread that waits in a transfer until the function is called."""
         make = {"posix": PosixTransport, "memory": MemoryTransport}[request.param]
         transport, release, busy = make(threads=1), threading.Event(), threading.Event()
 
-        def block(_: Completion) -> None:
+        def block(_: Transfer) -> None:
             busy.set()
             assert release.wait(WAIT_S)
 
         with open_file(tmp_path / "file", "w") as opened:
             buffer = AlignedBuffer(4096)
-            transport.submit([Request("write", opened.file, 0, buffer.address, 4096, keep=buffer)], block)
+            submit(transport, [Transfer("write", opened.file, 0, buffer.address, 4096, keep=buffer)], block)
             assert busy.wait(WAIT_S)
             yield transport, opened.file, release.set
             release.set()
@@ -47,14 +47,14 @@ class TestThreads:
     ) -> None:
         transport, file, release = blocked
         buffer = AlignedBuffer(9 << 20)
-        requests = [Request("write", file, 0, buffer.address, 9 << 20, keep=buffer) for _ in range(5)]
+        transfers = [Transfer("write", file, 0, buffer.address, 9 << 20, keep=buffer) for _ in range(5)]
         gathered = Gathered(5)
-        transport.submit(requests, gathered)
-        assert transport.cancel(requests[1:4]) == 3
-        assert transport.cancel(requests[1:4]) == 0
+        submit(transport, transfers, gathered)
+        assert transport.cancel(transfers[1:4]) == 3
+        assert transport.cancel(transfers[1:4]) == 0
         release()
-        errors = {id(completion.request): completion.error_number for completion in gathered.wait()}
-        assert [errors[id(request)] for request in requests] == [0, *[errno.ECANCELED] * 3, 0]
+        gathered.wait()
+        assert [transfer.error_number for transfer in transfers] == [0, *[errno.ECANCELED] * 3, 0]
 
     def test_requests_begin_in_the_order_they_came(
         self, blocked: tuple[Transport, File, Callable[[], None]]
@@ -64,48 +64,64 @@ class TestThreads:
         sizes = [9 << 20, 1, 5 << 20, 4096, 100_000]
         gathered = Gathered(len(sizes))
         for size in sizes:
-            transport.submit([Request("write", file, 0, buffer.address, size, keep=buffer)], gathered)
+            submit(transport, [Transfer("write", file, 0, buffer.address, size, keep=buffer)], gathered)
         release()
-        assert [completion.request.size_bytes for completion in gathered.wait()] == sizes
+        assert [transfer.size_bytes for transfer in gathered.wait()] == sizes
 
 
 class TestAtOnce:
-    """Small requests through the page cache, which `posix` carries out without handing them over."""
+    """Small transfers through the page cache, which `posix` carries out without handing them over."""
 
     def test_they_are_over_when_submit_returns(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
         transport, memory, gathered = PosixTransport(), Memory(), Gathered(2)
         threads: list[int] = []
 
-        def on_complete(completion: Completion) -> None:
+        def on_done(transfer: Transfer) -> None:
             threads.append(threading.get_ident())
-            gathered(completion)
+            gathered(transfer)
 
         with open_file(tmp_path / "file", "r+") as opened:
-            write = Request("write", opened.file, 111, memory.take(DATA[:5000]), 5000, "buffered")
+            write = Transfer("write", opened.file, 111, memory.take(DATA[:5000]), 5000, "buffered")
             target = memory.take(bytes(5000))
-            transport.submit([write, write._replace(kind="read", address=target)], on_complete)
+            submit(transport, [write, changed(write, kind="read", address=target)], on_done)
             assert threads == [threading.get_ident()] * 2
             transport.close()
-        assert [completion.error_number for completion in gathered.wait()] == [0, 0]
+        assert [transfer.error_number for transfer in gathered.wait()] == [0, 0]
         memory.expect(target, DATA[:5000])
         memory.check()
         assert (tmp_path / "file").read_bytes()[111:5111] == DATA[:5000]
+
+    def test_a_long_row_of_them_needs_no_stack(self, tmp_path: Path) -> None:
+        """Each asks for the next when it is over, thousands of times."""
+        (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
+        transport, memory, left = PosixTransport(), Memory(), [3000]
+        address = memory.take(DATA[:5000])
+
+        def again(_: Transfer) -> None:
+            left[0] -= 1
+            if left[0]:
+                submit(transport, [Transfer("write", opened.file, 111, address, 5000, "buffered")], again)
+
+        with open_file(tmp_path / "file", "r+") as opened:
+            submit(transport, [Transfer("write", opened.file, 111, address, 5000, "buffered")], again)
+            transport.close()
+        assert left == [0]
 
     def test_what_would_wait_for_the_disk_is_handed_over(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(ORIGINAL)
         transport, memory, gathered = PosixTransport(), Memory(), Gathered(1)
         threads: list[int] = []
 
-        def on_complete(completion: Completion) -> None:
+        def on_done(transfer: Transfer) -> None:
             threads.append(threading.get_ident())
-            gathered(completion)
+            gathered(transfer)
 
         with open_file(tmp_path / "file", "r") as opened:
             far = 7 << 20  # asking for the first page may have the kernel read those that follow
             forget(opened.file.buffered)
             target = memory.take(bytes(5000))
-            transport.submit([Request("read", opened.file, far, target, 5000, "buffered")], on_complete)
+            submit(transport, [Transfer("read", opened.file, far, target, 5000, "buffered")], on_done)
             assert gathered.wait()[0].error_number == 0
             transport.close()
         assert threads and threading.get_ident() not in threads
@@ -131,14 +147,14 @@ class TestFaults:
         (tmp_path / "file").write_bytes(ORIGINAL[:40_960])
         memory, turns = Memory(), itertools.count()
         faults = {2: errno.ENOSPC, 5: errno.EIO, 6: errno.EIO}
-        transport = FaultyTransport(PosixTransport(), lambda request: faults.get(next(turns), 0))
+        transport = FaultyTransport(PosixTransport(), lambda transfer: faults.get(next(turns), 0))
         with open_file(tmp_path / "file", "r+") as opened:
-            request = Request("write", opened.file, 0, memory.take(DATA[:4096]), 4096)
-            requests = [request._replace(offset=4096 * number) for number in range(10)]
+            transfer = Transfer("write", opened.file, 0, memory.take(DATA[:4096]), 4096)
+            transfers = [changed(transfer, offset=4096 * number) for number in range(10)]
             gathered = Gathered(10)
-            transport.submit(requests[:4], gathered)
-            transport.submit(requests[4:], gathered)
-            errors = {c.request.offset // 4096: c.error_number for c in gathered.wait()}
+            submit(transport, transfers[:4], gathered)
+            submit(transport, transfers[4:], gathered)
+            errors = {c.offset // 4096: c.error_number for c in gathered.wait()}
             transport.close()
         assert errors == {number: faults.get(number, 0) for number in range(10)}
         content = (tmp_path / "file").read_bytes()
@@ -147,11 +163,11 @@ class TestFaults:
             assert content[4096 * number : 4096 * number + 4096] == blocks
 
     def test_memory_fails_on_demand_too(self) -> None:
-        transport = MemoryTransport(fault=lambda request: errno.ENOSPC if request.offset else 0)
+        transport = MemoryTransport(fault=lambda transfer: errno.ENOSPC if transfer.offset else 0)
         memory, gathered = Memory(), Gathered(2)
-        request = Request("write", File(7), 0, memory.take(DATA[:100]), 100)
-        transport.submit([request, request._replace(offset=100)], gathered)
-        errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+        transfer = Transfer("write", File(7), 0, memory.take(DATA[:100]), 100)
+        submit(transport, [transfer, changed(transfer, offset=100)], gathered)
+        errors = {transfer.offset: transfer.error_number for transfer in gathered.wait()}
         assert errors == {0: 0, 100: errno.ENOSPC}
         assert transport.content(7) == DATA[:100]
         transport.close()

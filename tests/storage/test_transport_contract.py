@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,18 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
-from penstock.storage.transports.contract import (
+from penstock.storage.native import SLOT_BYTES, PosixTransport, UringTransport
+from penstock.storage.transfer import (
     DEMAND,
     EVICT,
     PREFETCH,
-    Completion,
     File,
     Kind,
-    Request,
+    Transfer,
     Transport,
     TransportUnavailable,
 )
-from penstock.storage.transports.native import SLOT_BYTES, PosixTransport, UringTransport
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.memory_transport import MemoryTransport
 from tests.support.slow_disk import Rate, SlowDisk
@@ -41,21 +42,23 @@ from tests.support.transports import (
     WAIT_S,
     Gathered,
     Memory,
+    changed,
     first_difference,
     open_file,
+    submit,
 )
 
 HUGE_BYTES = 64 << 20
 
 
 class Case(NamedTuple):
-    """A transport, and the method of its requests. Adding one takes a line in CASES."""
+    """A transport, and the method of its transfers. Adding one takes a line in CASES."""
 
     make: Callable[[], Transport]
     method: str
     has_direct: bool = True  # False: as on a file system that takes no direct I/O
     memory: Callable[[int], Memory] = Memory
-    workers: int = 4  # threads of its own, each of which waits while it tells a completion
+    workers: int = 4  # threads of its own, each of which waits while it tells a transfer
     on_disk: bool = True  # False: other programs do not reach its files
 
 
@@ -67,7 +70,7 @@ CASES = {
     "posix staged, none there": Case(PosixTransport, "staged", has_direct=False),
     **{f"io_uring {method}": Case(UringTransport, method, workers=1) for method in UringTransport.methods},
     "io_uring direct, none there": Case(UringTransport, "direct", has_direct=False, workers=1),
-    "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda request: 0), "direct", workers=1),
+    "faulty posix": Case(lambda: FaultyTransport(PosixTransport(1), lambda transfer: 0), "direct", workers=1),
     "slow disk": Case(lambda: SlowDisk(Rate(1e10)), "direct"),
     "memory": Case(MemoryTransport, "direct", on_disk=False),
     "memory short": Case(lambda: MemoryTransport(short_bytes=1000), "mapped", on_disk=False),
@@ -105,10 +108,10 @@ class Bench:
         self.path = path
         self.alignment = file.alignment_bytes
         if isinstance(transport, MemoryTransport):
-            self.done(self.request("write", 0, self.memory().take(ORIGINAL), FILE_BYTES))
+            self.done(self.transfer("write", 0, self.memory().take(ORIGINAL), FILE_BYTES))
 
     def memory(self, size_bytes: int = 2 * FILE_BYTES) -> Memory:
-        """It lives as long as the bench, and so longer than any request."""
+        """It lives as long as the bench, and so longer than any transfer."""
         self._memories.append(self._make_memory(size_bytes))
         return self._memories[-1]
 
@@ -117,18 +120,18 @@ class Bench:
             return self.transport.content(self.file.buffered)
         return self.path.read_bytes()
 
-    def request(self, kind: Kind, offset: int, address: int, size_bytes: int, **others: Any) -> Request:
-        return Request(kind, self.file, offset, address, size_bytes, **{"method": self.method, **others})
+    def transfer(self, kind: Kind, offset: int, address: int, size_bytes: int, **others: Any) -> Transfer:
+        return Transfer(kind, self.file, offset, address, size_bytes, **{"method": self.method, **others})
 
-    def run(self, *requests: Request) -> list[Completion]:
+    def run(self, *transfers: Transfer) -> list[Transfer]:
         """Submit, and wait for all."""
-        gathered = Gathered(len(requests))
-        self.transport.submit(requests, gathered)
+        gathered = Gathered(len(transfers))
+        submit(self.transport, transfers, gathered)
         return gathered.wait()
 
-    def done(self, *requests: Request) -> None:
+    def done(self, *transfers: Transfer) -> None:
         """Submit, wait, and have all go well."""
-        assert Counter(completion.error_number for completion in self.run(*requests)) == {0: len(requests)}
+        assert Counter(transfer.error_number for transfer in self.run(*transfers)) == {0: len(transfers)}
 
     def check_changes(self, before: bytes, writes: dict[int, bytes], padded: bool = False) -> None:
         """The file is as it was ``before``, but for these bytes at these offsets, and their padding."""
@@ -186,7 +189,7 @@ def test_every_odd_combination_is_written(bench: Bench, padded: bool) -> None:
     writes = {offset: DATA[offset : offset + size] for offset, _, size in placed(bench.alignment)}
     bench.done(
         *(
-            bench.request("write", offset, memory.take(writes[offset], shift), size, padded=padded)
+            bench.transfer("write", offset, memory.take(writes[offset], shift), size, padded=padded)
             for offset, shift, size in placed(bench.alignment)
         )
     )
@@ -196,13 +199,13 @@ def test_every_odd_combination_is_written(bench: Bench, padded: bool) -> None:
 
 def test_every_odd_combination_is_read(bench: Bench) -> None:
     memory = bench.memory()
-    requests = [
-        bench.request("read", offset, memory.take(bytes(size), shift), size)
+    transfers = [
+        bench.transfer("read", offset, memory.take(bytes(size), shift), size)
         for offset, shift, size in placed(bench.alignment)
     ]
-    bench.done(*requests)
-    for request in requests:
-        memory.expect(request.address, ORIGINAL[request.offset : request.offset + request.size_bytes])
+    bench.done(*transfers)
+    for transfer in transfers:
+        memory.expect(transfer.address, ORIGINAL[transfer.offset : transfer.offset + transfer.size_bytes])
     memory.check()
     bench.check_changes(ORIGINAL, {})
 
@@ -225,18 +228,18 @@ def test_neighbours_that_share_blocks_do_not_harm_each_other(
 ) -> None:
     memory = bench.memory(2 << 20)
     before = bench.content()
-    at, requests, writes = 0, [], {}
+    at, transfers, writes = 0, [], {}
     for kind, skipped, size, shift in parts:
         at += skipped
         data = os.urandom(size) if kind == "write" else bytes(size)
         address = memory.take(data, at % PAGE if shift is None else shift)
-        requests.append(bench.request(kind, at, address, size))
+        transfers.append(bench.transfer(kind, at, address, size))
         if kind == "write":
             writes[at] = data
         else:
             memory.expect(address, before[at : at + size])
         at += size
-    bench.done(*requests)
+    bench.done(*transfers)
     bench.check_changes(before, writes)
     memory.check()
 
@@ -247,13 +250,13 @@ def test_many_threads_use_one_file_at_once(bench: Bench) -> None:
     addresses = [
         memory.take(DATA[begin : begin + size]) for begin in range(0, threads * per_thread * size, size)
     ]
-    results: list[list[Completion]] = [[] for _ in range(threads)]
+    results: list[list[Transfer]] = [[] for _ in range(threads)]
 
     def use(thread: int) -> None:
         for begin in range(thread * per_thread, (thread + 1) * per_thread, 10):
             results[thread] += bench.run(
                 *(
-                    bench.request("write", number * size, addresses[number], size)
+                    bench.transfer("write", number * size, addresses[number], size)
                     for number in range(begin, begin + 10)
                 )
             )
@@ -263,10 +266,10 @@ def test_many_threads_use_one_file_at_once(bench: Bench) -> None:
         user.start()
     for user in users:
         user.join(WAIT_S)
-    completions = list(itertools.chain(*results))
-    assert sorted(completion.request.address for completion in completions) == addresses
-    assert all(completion.error_number == 0 for completion in completions)
-    assert all(0 < completion.started_s <= completion.finished_s for completion in completions)
+    ended = list(itertools.chain(*results))
+    assert sorted(transfer.address for transfer in ended) == addresses
+    assert all(transfer.error_number == 0 for transfer in ended)
+    assert all(0 < transfer.started_s <= transfer.finished_s for transfer in ended)
     bench.check_changes(ORIGINAL, {0: DATA[: threads * per_thread * size]})
 
 
@@ -276,9 +279,9 @@ def test_each_method_reads_what_another_wrote(bench: Bench) -> None:
     for turn, (writer, reader) in enumerate(itertools.product(bench.transport.methods, repeat=2)):
         data = DATA[turn : turn + size]
         source, target = memory.take(data, offset % PAGE), memory.take(bytes(size), offset % PAGE)
-        bench.done(bench.request("read", offset, target, size, method=reader))  # what caches may now hold
-        bench.done(bench.request("write", offset, source, size, method=writer))
-        bench.done(bench.request("read", offset, target, size, method=reader))
+        bench.done(bench.transfer("read", offset, target, size, method=reader))  # what caches may now hold
+        bench.done(bench.transfer("write", offset, source, size, method=writer))
+        bench.done(bench.transfer("read", offset, target, size, method=reader))
         memory.expect(target, data)
     memory.check()
 
@@ -290,7 +293,7 @@ def test_what_other_programs_wrote_is_read(bench: Bench) -> None:
     with open(bench.path, "r+b") as other:
         other.seek(8192)
         other.write(DATA[:100_000])
-    bench.done(bench.request("read", 8192, target, 100_000))
+    bench.done(bench.transfer("read", 8192, target, 100_000))
     memory.expect(target, DATA[:100_000])
     memory.check()
 
@@ -305,8 +308,8 @@ def test_memory_at_the_edge_of_a_mapping_is_not_overstepped(bench: Bench) -> Non
     for size in (1, 1000, PAGE, 2 * PAGE + 1000):
         for address in (begin + PAGE, begin + 5 * PAGE - size):
             for offset in (0, 1000, PAGE, address % PAGE):
-                bench.done(bench.request("write", offset, address, size, padded=True, keep=pages))
-                bench.done(bench.request("read", offset, address, size, keep=pages))
+                bench.done(bench.transfer("write", offset, address, size, padded=True, keep=pages))
+                bench.done(bench.transfer("read", offset, address, size, keep=pages))
     assert pages[PAGE : 5 * PAGE] == DATA[: 4 * PAGE]
 
 
@@ -318,8 +321,8 @@ def test_a_huge_request_completes_once(bench: Bench) -> None:
         part[:] = DATA[: len(part)]
     if bench.method == "mapped":
         os.posix_fallocate(bench.file.buffered, 0, size + 77)
-    bench.done(bench.request("write", 77, source.address, size, keep=source))
-    bench.done(bench.request("read", 77, target.address, size, keep=target))
+    bench.done(bench.transfer("write", 77, source.address, size, keep=source))
+    bench.done(bench.transfer("read", 77, target.address, size, keep=target))
     assert source.view() == target.view()
     assert first_difference(bench.content(), ORIGINAL[:77] + bytes(source.view())) is None
 
@@ -329,7 +332,7 @@ def test_a_file_grows_to_the_byte(bench: Bench) -> None:
     memory = bench.memory()
     data = DATA[:50_001]
     for shift in (0, FILE_BYTES % PAGE):
-        bench.done(bench.request("write", FILE_BYTES - 1, memory.take(data, shift), len(data)))
+        bench.done(bench.transfer("write", FILE_BYTES - 1, memory.take(data, shift), len(data)))
         assert first_difference(bench.content(), ORIGINAL[:-1] + data) is None
 
 
@@ -339,7 +342,7 @@ def test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error(bench: Bench) 
         offset = FILE_BYTES - size
         for address_shift in (shift, (offset + shift) % PAGE):
             target = memory.take(bytes(size), address_shift)
-            bench.done(bench.request("read", offset, target, size))
+            bench.done(bench.transfer("read", offset, target, size))
             memory.expect(target, ORIGINAL[-size:])
     memory.check()
     for offset, size in [
@@ -351,8 +354,8 @@ def test_the_last_bytes_are_read_and_what_lies_beyond_is_an_error(bench: Bench) 
         (FILE_BYTES + 100_000, 5000),
     ]:
         target = bench.memory().take(bytes(size), offset % PAGE)
-        (completion,) = bench.run(bench.request("read", offset, target, size))
-        assert completion.error_number == errno.EIO
+        (transfer,) = bench.run(bench.transfer("read", offset, target, size))
+        assert transfer.error_number == errno.EIO
 
 
 @cases(lambda case: case.method == "mapped" and case.on_disk)
@@ -360,18 +363,18 @@ def test_a_mapping_beyond_the_end_of_the_file_is_an_error(bench: Bench) -> None:
     memory = bench.memory()
     address = memory.take(DATA[:100_000])
     for offset in (FILE_BYTES - 99_999, FILE_BYTES, FILE_BYTES + 100_000):
-        assert bench.run(bench.request("write", offset, address, 100_000))[0].error_number == errno.EIO
+        assert bench.run(bench.transfer("write", offset, address, 100_000))[0].error_number == errno.EIO
     assert len(bench.content()) == FILE_BYTES
 
 
 def test_a_bad_descriptor_fails_alone(bench: Bench) -> None:
     nowhere = File(10**6, 10**6, bench.alignment)
     if isinstance(bench.transport, MemoryTransport):
-        bench.transport.fault = lambda request: errno.EBADF if request.file == nowhere else 0
+        bench.transport.fault = lambda transfer: errno.EBADF if transfer.file == nowhere else 0
     memory = bench.memory()
-    good = bench.request("write", 8192, memory.take(DATA[:5000]), 5000)
-    bad = [good._replace(file=nowhere, kind=kind) for kind in ("read", "write")]
-    errors = {(c.request.file, c.error_number) for c in bench.run(*bad, good, *bad)}
+    good = bench.transfer("write", 8192, memory.take(DATA[:5000]), 5000)
+    bad = [changed(good, file=nowhere, kind=kind) for kind in ("read", "write") * 2]
+    errors = {(c.file, c.error_number) for c in bench.run(*bad[:2], good, *bad[2:])}
     assert errors == {(nowhere, errno.EBADF), (bench.file, 0)}
     bench.check_changes(ORIGINAL, {8192: DATA[:5000]})
     memory.check()
@@ -379,30 +382,30 @@ def test_a_bad_descriptor_fails_alone(bench: Bench) -> None:
 
 def test_an_unknown_method_is_refused_before_anything_begins(bench: Bench) -> None:
     memory = bench.memory()
-    request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
+    transfer = bench.transfer("write", 0, memory.take(DATA[:5000]), 5000)
     with pytest.raises(ValueError, match="method"):
-        bench.run(request, request._replace(method="by mail"))
+        bench.run(transfer, changed(transfer, method="by mail"))
     bench.transport.close()
     bench.check_changes(ORIGINAL, {})
 
 
 def test_an_exception_in_a_completion_stops_nothing(bench: Bench) -> None:
     memory = bench.memory()
-    request = bench.request("write", 1, memory.take(DATA[:5000]), 5000)
+    transfer = bench.transfer("write", 1, memory.take(DATA[:5000]), 5000)
 
-    def fail(_: Completion) -> None:
+    def fail(_: Transfer) -> None:
         raise RuntimeError("expected by the test")
 
-    bench.transport.submit([request] * 8, fail)
-    bench.done(request)
+    submit(bench.transport, [changed(transfer) for _ in range(8)], fail)
+    bench.done(changed(transfer))
     bench.check_changes(ORIGINAL, {1: DATA[:5000]})
 
 
 def test_requests_may_be_submitted_from_a_completion(bench: Bench) -> None:
     memory = bench.memory()
-    first, second = (bench.request("write", at, memory.take(DATA[:5000]), 5000) for at in (1, 9000))
+    first, second = (bench.transfer("write", at, memory.take(DATA[:5000]), 5000) for at in (1, 9000))
     gathered = Gathered(1)
-    bench.transport.submit([first], lambda _: bench.transport.submit([second], gathered))
+    submit(bench.transport, [first], lambda _: submit(bench.transport, [second], gathered))
     assert gathered.wait()[0].error_number == 0
     bench.check_changes(ORIGINAL, {1: DATA[:5000], 9000: DATA[:5000]})
 
@@ -418,37 +421,54 @@ def test_memory_is_held_until_the_request_is_over_and_let_go_then(bench: Bench) 
     gone, completing = threading.Event(), threading.Event()
     held_while_completing: list[bool] = []
 
-    def on_complete(_: Completion) -> None:
+    def on_done(_: Transfer) -> None:
         assert completing.wait(WAIT_S)
         held_while_completing.append(not gone.is_set())
 
     held = Held(8 << 20)
-    request = bench.request("write", 0, held.buffer.address, 8 << 20, keep=held)
-    bench.transport.submit([request], on_complete)
-    del request, held
+    transfer = bench.transfer("write", 0, held.buffer.address, 8 << 20, keep=held)
+    submit(bench.transport, [transfer], on_done)
+    del transfer, held
     completing.set()
     assert gone.wait(WAIT_S)
     assert held_while_completing == [True]
+
+
+def test_what_is_refused_is_let_go(bench: Bench) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    sound = bench.transfer("read", 0, bench.memory().take(bytes(5000)), 5000, keep=held)
+    with pytest.raises(ValueError, match="method"):
+        bench.transport.submit([sound, changed(sound, method="by mail")])
+    bench.transport.close()
+    with pytest.raises(ValueError, match="closed"):
+        bench.transport.submit([sound])
+    del sound, held
+    gc.collect()
+    assert gone() is None
 
 
 HELD_BYTES = (1 << 20) + 4096  # larger than what `posix` carries out at once
 
 
 class Hold:
-    """Keeps a transport still: every thread that could begin a request waits in a completion."""
+    """Keeps a transport still: every thread that could begin a transfer waits in a transfer."""
 
     def __init__(self, bench: Bench) -> None:
         self._released = threading.Event()
         holding = threading.Semaphore(0)
 
-        def hold(_: Completion) -> None:
+        def hold(_: Transfer) -> None:
             holding.release()
             assert self._released.wait(WAIT_S)
 
         memory = bench.memory()
-        request = bench.request("read", 0, memory.take(bytes(HELD_BYTES)), HELD_BYTES)
+        transfer = bench.transfer("read", 0, memory.take(bytes(HELD_BYTES)), HELD_BYTES)
         for _ in range(bench.workers):  # one by one: a thread tells of what ends while nothing else goes on
-            bench.transport.submit([request], hold)
+            submit(bench.transport, [changed(transfer)], hold)
             assert holding.acquire(timeout=WAIT_S)
 
     def release(self) -> None:
@@ -458,8 +478,8 @@ class Hold:
 def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> None:
     memory = bench.memory(8 * FILE_BYTES)
     priorities = [EVICT, PREFETCH, DEMAND, PREFETCH, EVICT, DEMAND, PREFETCH, DEMAND, EVICT]
-    requests = [
-        bench.request(
+    transfers = [
+        bench.transfer(
             "write" if index % 2 else "read",
             index * HELD_BYTES,
             memory.take(DATA[:HELD_BYTES]),
@@ -468,16 +488,16 @@ def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> 
         )
         for index, priority in enumerate(priorities)
     ]
-    hold, gathered = Hold(bench), Gathered(len(requests))
-    for request in requests:
-        bench.transport.submit([request], gathered)
-    bench.transport.hurry([requests[8], requests[1], requests[2]])
+    hold, gathered = Hold(bench), Gathered(len(transfers))
+    for transfer in transfers:
+        submit(bench.transport, [transfer], gathered)
+    bench.transport.hurry([transfers[8], transfers[1], transfers[2]])
     hold.release()
-    began = sorted(gathered.wait(), key=lambda completion: completion.started_s)
-    order = [requests.index(completion.request) for completion in began]
+    began = sorted(gathered.wait(), key=lambda transfer: transfer.started_s)
+    order = [transfers.index(each) for each in began]
     assert set(order[3:5]) == {8, 1}  # hurried together
     assert [index for index in order if index not in (8, 1)] == [2, 5, 7, 3, 6, 0, 4]
-    assert all(completion.error_number == 0 for completion in began)
+    assert all(transfer.error_number == 0 for transfer in began)
     memory_of_writes = {index * HELD_BYTES: DATA[:HELD_BYTES] for index in range(1, 9, 2)}
     bench.check_changes(ORIGINAL, memory_of_writes)
 
@@ -485,37 +505,37 @@ def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> 
 def test_what_was_hurried_is_not_changed_otherwise(bench: Bench) -> None:
     memory = bench.memory()
     address = memory.take(DATA[:5000])
-    requests = [bench.request("write", at, address, 5000, priority=EVICT) for at in (1, 9000, 20_000)]
+    transfers = [bench.transfer("write", at, address, 5000, priority=EVICT) for at in (1, 9000, 20_000)]
     hold, gathered = Hold(bench), Gathered(2 + 1)
-    bench.transport.submit(requests, gathered)
-    bench.transport.hurry(requests[1:])
-    bench.transport.hurry(requests[1:])
-    cancelled = bench.transport.cancel(requests[2:])
+    submit(bench.transport, transfers, gathered)
+    bench.transport.hurry(transfers[1:])
+    bench.transport.hurry(transfers[1:])
+    cancelled = bench.transport.cancel(transfers[2:])
     hold.release()
-    errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
+    errors = {transfer.offset: transfer.error_number for transfer in gathered.wait()}
     assert errors == {1: 0, 9000: 0, 20_000: errno.ECANCELED if cancelled else 0}
-    bench.transport.hurry(requests)  # they are over
+    bench.transport.hurry(transfers)  # they are over
     bench.check_changes(ORIGINAL, {at: DATA[:5000] for at, error in errors.items() if not error})
 
 
 def test_an_unknown_priority_is_refused_before_anything_begins(bench: Bench) -> None:
     memory = bench.memory()
-    request = bench.request("write", 0, memory.take(DATA[:5000]), 5000)
+    transfer = bench.transfer("write", 0, memory.take(DATA[:5000]), 5000)
     for priority in (-1, EVICT + 1):
         with pytest.raises((ValueError, TypeError)):
-            bench.run(request, request._replace(priority=priority))
+            bench.run(changed(transfer), changed(transfer, priority=priority))
     bench.transport.close()
     bench.check_changes(ORIGINAL, {})
 
 
 def test_close_gives_up_after_its_time_limit_and_can_be_called_again(bench: Bench) -> None:
     memory = bench.memory()
-    request = bench.request("write", 1, memory.take(DATA[:HELD_BYTES]), HELD_BYTES, priority=EVICT)
+    transfer = bench.transfer("write", 1, memory.take(DATA[:HELD_BYTES]), HELD_BYTES, priority=EVICT)
     hold, gathered = Hold(bench), Gathered(1)
-    bench.transport.submit([request], gathered)
+    submit(bench.transport, [transfer], gathered)
     assert not bench.transport.close(0.01)
     with pytest.raises(ValueError, match="closed"):
-        bench.transport.submit([request], print)
+        submit(bench.transport, [changed(transfer)], print)
     hold.release()
     assert bench.transport.close(WAIT_S)
     assert gathered.wait()[0].error_number == 0
@@ -526,24 +546,24 @@ def test_close_waits_for_everything_and_is_idempotent(bench: Bench) -> None:
     memory = bench.memory()
     address, size = memory.take(DATA[:500_000]), 500_000
     errors: list[int] = []
-    requests = [bench.request("write", begin, address, size) for begin in range(0, 20 * size, size)]
-    bench.transport.submit(requests, lambda completion: errors.append(completion.error_number))
+    transfers = [bench.transfer("write", begin, address, size) for begin in range(0, 20 * size, size)]
+    submit(bench.transport, transfers, lambda transfer: errors.append(transfer.error_number))
     bench.transport.close()
-    assert errors == [0] * len(requests)
+    assert errors == [0] * len(transfers)
     bench.check_changes(ORIGINAL, dict.fromkeys(range(0, 20 * size, size), DATA[:size]))
     bench.transport.close()
     with pytest.raises(ValueError, match="closed"):
-        bench.transport.submit(requests[:1], lambda _: None)
+        bench.transport.submit([changed(transfers[0])])
 
 
 def test_cancelled_requests_are_not_carried_out(bench: Bench) -> None:
     memory = bench.memory()
     address, size = memory.take(DATA[:4000]), 4000
-    requests = [bench.request("write", begin, address, size) for begin in range(0, 2000 * size, size)]
-    gathered = Gathered(len(requests))
-    bench.transport.submit(requests, gathered)
-    cancelled = bench.transport.cancel(requests)
-    errors = {completion.request.offset: completion.error_number for completion in gathered.wait()}
-    assert Counter(errors.values()) == Counter({errno.ECANCELED: cancelled, 0: len(requests) - cancelled})
+    transfers = [bench.transfer("write", begin, address, size) for begin in range(0, 2000 * size, size)]
+    gathered = Gathered(len(transfers))
+    submit(bench.transport, transfers, gathered)
+    cancelled = bench.transport.cancel(transfers)
+    errors = {transfer.offset: transfer.error_number for transfer in gathered.wait()}
+    assert Counter(errors.values()) == Counter({errno.ECANCELED: cancelled, 0: len(transfers) - cancelled})
     bench.check_changes(ORIGINAL, {offset: DATA[:size] for offset, error in errors.items() if not error})
-    assert bench.transport.cancel(requests) == 0
+    assert bench.transport.cancel(transfers) == 0

@@ -16,10 +16,10 @@ import pytest
 from penstock.errors import SpillError, SpillSpaceFull
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import TRANSPORTS, Completion, OnComplete, Request, TransportUnavailable
-from penstock.storage.transports.contract import File, TransportBroken
-from penstock.storage.transports.native import UringTransport
+from penstock.storage.native import UringTransport
+from penstock.storage.paths import TRANSPORTS
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import File, Transfer, TransportBroken, TransportUnavailable
 from tests.support.memory_transport import MemoryTransport
 
 WAIT_S = 30
@@ -31,12 +31,12 @@ class Breaking(MemoryTransport):
 
     broken = False
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def submit(self, transfers: Sequence[Transfer]) -> None:
         if not self.broken:
-            super().submit(requests, on_complete)
+            super().submit(transfers)
             return
-        for request in requests:
-            on_complete(Completion(request, errno.EBADF, 0.0, 0.0, abandoned=True))
+        for transfer in transfers:
+            transfer.end(errno.EBADF, abandoned=True)
 
 
 @pytest.fixture
@@ -109,23 +109,21 @@ def test_a_ring_that_the_program_closes_says_so() -> None:
     except TransportUnavailable as error:
         pytest.skip(str(error))
     reading, writing = os.pipe()
-    memory, over, completions = AlignedBuffer(4096), threading.Event(), []
+    memory, over = AlignedBuffer(4096), threading.Event()
 
-    def on_complete(completion: Completion) -> None:
-        completions.append(completion)
-        over.set()
+    def transfer() -> Transfer:
+        made = Transfer("read", File(reading), 0, memory.address, 4096, "buffered", keep=memory)
+        made.on_done = lambda _: over.set()
+        return made
 
-    def request() -> Request:
-        return Request("read", File(reading), 0, memory.address, 4096, "buffered", keep=memory)
-
-    transport.submit([request()], on_complete)  # nothing is written: it stays in flight
+    first = transfer()
+    transport.submit([first])  # nothing is written: it stays in flight
     for number in rings() - before:
         os.close(number)
     assert over.wait(WAIT_S)
-    (completion,) = completions
-    assert completion.error_number == errno.EBADF
+    assert first.error_number == errno.EBADF and first.abandoned
     with pytest.raises(TransportBroken, match="Something closed descriptors of penstock's"):
-        transport.submit([request()], on_complete)
+        transport.submit([transfer()])
     assert transport.close(WAIT_S)
     os.close(reading)
     os.close(writing)

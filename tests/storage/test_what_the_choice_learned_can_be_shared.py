@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.rounds import ChoiceReport
-from penstock.storage.autotune.tables import Entry, Tables, merge
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Entry, Tables, merge
+from penstock.storage.rounds import ChoiceReport
 from tests.support.io_paths import PATHS, Costs, Machine, train
 
 MIB = 1 << 20

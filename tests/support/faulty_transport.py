@@ -3,51 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock.storage.transports.contract import FOR_EVER_S, OnComplete, Request, Transport
-from penstock.storage.transports.workers import Workers
+from penstock.storage.transfer import FOR_EVER_S, Transfer, Transport
+from penstock.storage.workers import Workers
 
 
 class FaultyTransport(Workers):
-    """Satisfies Transport: hands requests on to ``inner``, but for those that are to fail.
+    """Satisfies Transport: hands transfers on to ``inner``, but for those that are to fail.
 
-    fault   asked once for each request, in the order they are submitted: gives the errno it completes
+    fault   asked once for each transfer, in the order they are submitted: gives the errno it ends
             with, before a byte is moved, or 0 to hand it on
     """
 
-    def __init__(self, inner: Transport, fault: Callable[[Request], int]) -> None:
+    def __init__(self, inner: Transport, fault: Callable[[Transfer], int]) -> None:
         self.methods = inner.methods
         self._inner = inner
         self._fault = fault
-        self._errors: dict[int, deque[int]] = {}  # by request that waits for the one worker
+        self._errors: dict[Transfer, int] = {}  # of those that wait for the one worker
         self._lock = threading.Lock()
         super().__init__(1, "faulty")
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
+    def submit(self, transfers: Sequence[Transfer]) -> None:
         with self._lock:
-            errors = [self._fault(request) for request in requests]
-            faulty = [request for request, error in zip(requests, errors, strict=True) if error]
-            sound = [request for request, error in zip(requests, errors, strict=True) if not error]
-            for request, error in zip(requests, errors, strict=True):
-                if error:
-                    self._errors.setdefault(id(request), deque()).append(error)
-            super().submit(faulty, on_complete)
-            self._inner.submit(sound, on_complete)
+            errors = {transfer: self._fault(transfer) for transfer in transfers}
+            self._errors.update((transfer, error) for transfer, error in errors.items() if error)
+            super().submit([transfer for transfer in transfers if errors[transfer]])
+            self._inner.submit([transfer for transfer in transfers if not errors[transfer]])
 
-    def cancel(self, requests: Sequence[Request]) -> int:
-        return self._inner.cancel(requests)  # the others fail at once
+    def cancel(self, transfers: Sequence[Transfer]) -> int:
+        return self._inner.cancel(transfers)  # the others fail at once
 
-    def hurry(self, requests: Sequence[Request]) -> None:
-        self._inner.hurry(requests)
+    def hurry(self, transfers: Sequence[Transfer]) -> None:
+        self._inner.hurry(transfers)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         return super().close(timeout_s) and self._inner.close(timeout_s)
 
-    def perform(self, request: Request, _begin: int, _end: int) -> int:
-        errors = self._errors[id(request)]
-        error_number = errors.popleft()
-        if not errors:
-            del self._errors[id(request)]
-        return error_number
+    def perform(self, transfer: Transfer, _begin: int, _end: int) -> int:
+        return self._errors.pop(transfer)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.tables import Kind
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Kind
 
 PATHS = {
     "io_uring direct": "disk",

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from penstock.storage.aligned import align_down, align_up, view_at
-from penstock.storage.transports.contract import Request, move_fully
-from penstock.storage.transports.workers import Workers
+from penstock.storage.transfer import Transfer, move_fully
+from penstock.storage.workers import Workers
 
 PADDING = b"\xa5"
 
@@ -17,8 +17,8 @@ class MemoryTransport(Workers):
     """Satisfies Transport. The name of a file is its ``buffered`` descriptor, which need not be open; it
     holds what was written to it, and zeros before that. Writes fill their padding with PADDING.
 
-    delay_s       each request takes this long at least
-    fault         gives the errno a request fails with, 0 for none; asked before each request
+    delay_s       each transfer takes this long at least
+    fault         gives the errno a transfer fails with, 0 for none; asked before each transfer
     short_bytes   at most so many bytes are moved at once
     files         what the files hold, to be shared with other transports
     """
@@ -30,7 +30,7 @@ class MemoryTransport(Workers):
         threads: int = 4,
         *,
         delay_s: float = 0.0,
-        fault: Callable[[Request], int] | None = None,
+        fault: Callable[[Transfer], int] | None = None,
         short_bytes: int | None = None,
         files: dict[int, bytearray] | None = None,
     ) -> None:
@@ -46,41 +46,41 @@ class MemoryTransport(Workers):
         with self._lock:
             return bytes(self._files.get(name, b""))
 
-    def perform(self, request: Request, begin: int, end: int) -> int:
+    def perform(self, transfer: Transfer, begin: int, end: int) -> int:
         if self.delay_s:
             time.sleep(self.delay_s)
-        if self.fault is not None and (error_number := self.fault(request)):
+        if self.fault is not None and (error_number := self.fault(transfer)):
             return error_number
-        if request.kind == "write" and request.padded:
-            self._pad(request)
+        if transfer.kind == "write" and transfer.padded:
+            self._pad(transfer)
 
         def move(done: int, size_bytes: int) -> int:
             if self.short_bytes is not None:
                 size_bytes = min(size_bytes, done + self.short_bytes)
-            return self._copy(request, begin + done, begin + size_bytes)
+            return self._copy(transfer, begin + done, begin + size_bytes)
 
         return move_fully(move, end - begin)
 
-    def _pad(self, request: Request) -> None:
-        low, high = request.offset, request.offset + request.size_bytes
-        alignment = request.file.alignment_bytes
+    def _pad(self, transfer: Transfer) -> None:
+        low, high = transfer.offset, transfer.offset + transfer.size_bytes
+        alignment = transfer.file.alignment_bytes
         with self._lock:
             for begin, end in ((align_down(low, alignment), low), (high, align_up(high, alignment))):
-                self._content(request, end)[begin:end] = PADDING * (end - begin)
+                self._content(transfer, end)[begin:end] = PADDING * (end - begin)
 
-    def _copy(self, request: Request, begin: int, end: int) -> int:
-        low, high = request.offset + begin, request.offset + end
+    def _copy(self, transfer: Transfer, begin: int, end: int) -> int:
+        low, high = transfer.offset + begin, transfer.offset + end
         with self._lock:
-            if request.kind == "write":
-                memory = view_at(request.address + begin, end - begin, writable=False)
-                self._content(request, high)[low:high] = memory
+            if transfer.kind == "write":
+                memory = view_at(transfer.address + begin, end - begin, writable=False)
+                self._content(transfer, high)[low:high] = memory
                 return end - begin
-            found = self._content(request, 0)[low:high]
-            view_at(request.address + begin, end - begin, writable=True)[: len(found)] = found
+            found = self._content(transfer, 0)[low:high]
+            view_at(transfer.address + begin, end - begin, writable=True)[: len(found)] = found
             return len(found)
 
-    def _content(self, request: Request, size_bytes: int) -> bytearray:
-        content = self._files.setdefault(request.file.buffered, bytearray())
+    def _content(self, transfer: Transfer, size_bytes: int) -> bytearray:
+        content = self._files.setdefault(transfer.file.buffered, bytearray())
         if len(content) < size_bytes:
             content.extend(bytes(size_bytes - len(content)))
         return content

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
+from penstock.storage.transfer import File, Kind, Transfer
 from tests.support.nvme_host import HOST_ID, HOST_NQN
 from tests.support.nvme_target.process import NQN
 
 WAIT_S = 60.0
+METHODS = ("direct", "buffered")
 
 # Short enough for a test to wait for, long enough for a busy machine.
 LIMITS: dict[str, Any] = {
@@ -56,47 +58,45 @@ class Requests:
     def __init__(
         self, *, depth: int = 64, piece_bytes: int = 1 << 20, slot_bytes: int = 1 << 20, threads: int = 1
     ) -> None:
-        self._ended = threading.Condition()
-        self._errors: dict[int, int] = {}
-        self._token = 0
-        self._kept: list[object] = []
-        self._transfers = _native.Transfers("nvme", depth, piece_bytes, slot_bytes, 4, threads, self._deliver)
+        self._changed = threading.Condition()
+        self._over: set[Transfer] = set()
+        self._transfers = _native.Transfers(
+            "nvme", ["direct", "buffered"], depth, piece_bytes, slot_bytes, 4, threads
+        )
         # What ends while more is under way waits to be fetched.
-        self._deliverer = threading.Thread(target=self._fetch, daemon=True)
-        self._deliverer.start()
+        self._teller = threading.Thread(target=self._transfers.deliver_the_rest, daemon=True)
+        self._teller.start()
 
-    def _deliver(self, finished: _native.Finished) -> None:
-        with self._ended:
-            self._errors.update({token: error for token, error, *_ in finished})
-            self._ended.notify_all()
-
-    def _fetch(self) -> None:
-        while finished := self._transfers.wait():
-            self._deliver(finished)
+    def _note_over(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._over.add(transfer)
+            self._changed.notify_all()
 
     def begin(
-        self, kind: str, namespace: dict[str, Any], offsets: Sequence[int], memory: Sequence[npt.NDArray[Any]]
-    ) -> list[int]:
-        """Their tokens. `memory`: contiguous arrays of bytes, one for each offset."""
-        file = (-1, namespace["handle"], namespace["block_bytes"])
-        tokens = list(range(self._token + 1, self._token + 1 + len(offsets)))
-        self._token += len(offsets)
-        self._kept.append(memory)
-        requests = [
-            (kind, file, offset, one.ctypes.data, one.nbytes, "direct", False, None, 0)
+        self,
+        kind: Kind,
+        namespace: dict[str, Any],
+        offsets: Sequence[int],
+        memory: Sequence[npt.NDArray[Any]],
+        method: str = "direct",
+    ) -> list[Transfer]:
+        """`memory`: contiguous arrays of bytes, one for each offset."""
+        file = File(namespace.get("descriptor", -1), namespace["handle"], namespace["block_bytes"])
+        transfers = [
+            Transfer(
+                kind, file, offset, one.ctypes.data, one.nbytes, method, keep=one, on_done=self._note_over
+            )
             for offset, one in zip(offsets, memory, strict=True)
         ]
-        at_once = self._transfers.submit(tokens, requests)
-        assert at_once is not None
-        self._deliver(at_once)
-        return tokens
+        self._transfers.submit(transfers)
+        return transfers
 
-    def errors(self, tokens: Sequence[int], timeout_s: float = WAIT_S) -> list[int]:
+    def errors(self, transfers: Sequence[Transfer], timeout_s: float = WAIT_S) -> list[int]:
         """How each ended: 0, or an errno. Fails where one does not end."""
-        with self._ended:
-            ended = self._ended.wait_for(lambda: all(one in self._errors for one in tokens), timeout_s)
-            assert ended, f"{sum(one not in self._errors for one in tokens)} requests have not ended"
-            return [self._errors[one] for one in tokens]
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._over.issuperset(transfers), timeout_s)
+            assert ended, f"{len(set(transfers) - self._over)} transfers have not ended"
+            return [transfer.error_number for transfer in transfers]
 
     def read(self, namespace: dict[str, Any], offset: int, size: int, timeout_s: float = WAIT_S) -> bytes:
         memory = np.zeros(size, np.uint8)
@@ -113,7 +113,7 @@ class Requests:
 
     def close(self) -> None:
         assert self._transfers.close(WAIT_S)
-        self._deliverer.join(WAIT_S)
+        self._teller.join(WAIT_S)
 
 
 @contextmanager

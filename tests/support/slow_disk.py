@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 from penstock.storage.aligned import view_at
-from penstock.storage.transports.contract import Request, move_fully
-from penstock.storage.transports.workers import Workers
+from penstock.storage.transfer import Transfer, move_fully
+from penstock.storage.workers import Workers
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Rate:
 
 
 class SlowDisk(Workers):
-    """Satisfies Transport: through the page cache, one request at a time in each direction."""
+    """Satisfies Transport: through the page cache, one transfer at a time in each direction."""
 
     methods = ("direct",)
 
@@ -29,16 +29,16 @@ class SlowDisk(Workers):
         self._alone = {"write": threading.Lock(), "read": threading.Lock()}
         super().__init__(4, "slow-disk")
 
-    def perform(self, request: Request, begin: int, end: int) -> int:
-        with self._alone[request.kind]:
+    def perform(self, transfer: Transfer, begin: int, end: int) -> int:
+        with self._alone[transfer.kind]:
             begun_s, seconds = time.perf_counter(), (end - begin) / self._rate.bytes_per_s
-            error_number = move_fully(lambda done, size: self._move(request, begin + done, end), end - begin)
+            error_number = move_fully(lambda done, size: self._move(transfer, begin + done, end), end - begin)
             time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
             return error_number
 
-    def _move(self, request: Request, begin: int, end: int) -> int:
-        file, offset = request.file.buffered, request.offset + begin
-        if request.kind == "write":
-            memory = view_at(request.address + begin, end - begin, writable=False)
+    def _move(self, transfer: Transfer, begin: int, end: int) -> int:
+        file, offset = transfer.file.buffered, transfer.offset + begin
+        if transfer.kind == "write":
+            memory = view_at(transfer.address + begin, end - begin, writable=False)
             return os.pwrite(file, memory, offset)
-        return os.preadv(file, [view_at(request.address + begin, end - begin, writable=True)], offset)
+        return os.preadv(file, [view_at(transfer.address + begin, end - begin, writable=True)], offset)

@@ -1,17 +1,19 @@
-"""What the tests of transports share: memory that is watched, bytes to move, and a wait for completions."""
+"""What the tests of transports share: memory that is watched, bytes to move, and a wait for what is over."""
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import random
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.files import OpenFile, from_descriptor
-from penstock.storage.transports.contract import Completion
+from penstock.storage.transfer import Transfer, Transport
 
 FLAGS = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
 
@@ -55,22 +57,35 @@ class Memory:
 
 
 class Gathered:
-    """Waits for completions."""
+    """Waits for transfers that are over."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._completions: list[Completion] = []
+        self._ended: list[Transfer] = []
         self._over = threading.Semaphore(0)
 
-    def __call__(self, completion: Completion) -> None:
-        self._completions.append(completion)
+    def __call__(self, transfer: Transfer) -> None:
+        self._ended.append(transfer)
         self._over.release()
 
-    def wait(self) -> list[Completion]:
+    def wait(self) -> list[Transfer]:
         for _ in range(self._count):
             assert self._over.acquire(timeout=WAIT_S)
-        assert len(self._completions) == self._count
-        return self._completions
+        assert len(self._ended) == self._count
+        return self._ended
+
+
+def submit(transport: Transport, transfers: Sequence[Transfer], on_done: Callable[[Transfer], None]) -> None:
+    for transfer in transfers:
+        transfer.on_done = on_done
+    transport.submit(transfers)
+
+
+def changed(transfer: Transfer, **changes: object) -> Transfer:
+    """Another one, like it but for these."""
+    other = copy.copy(transfer)
+    vars(other).update(changes)
+    return other
 
 
 def first_difference(found: bytes, expected: bytes | bytearray) -> str | None:

@@ -214,7 +214,7 @@ def _memory() -> Finding:
 def _limits() -> list[Finding]:
     import resource
 
-    from penstock.storage.transports import native
+    from penstock.storage import native
 
     locked_bytes, files, address_bytes = (
         resource.getrlimit(kind)[0]
@@ -289,7 +289,7 @@ def _temporary(has_spill_dir: bool) -> Finding:
 
 
 def _directory(directory: Path) -> list[Finding]:
-    from penstock.storage.autotune.sharing import disk_kind
+    from penstock.storage.costs import disk_kind
     from penstock.storage.region import SpillFile
 
     try:
@@ -326,9 +326,8 @@ def _directory(directory: Path) -> list[Finding]:
 
 def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
     """Each transport, after 1 MiB has been written and read back by each of its I/O paths."""
-    from penstock.storage.io_paths import IoPaths
+    from penstock.storage.paths import TRANSPORTS, IoPaths
     from penstock.storage.spill import SpillSpace
-    from penstock.storage.transports import TRANSPORTS
 
     try:
         paths = IoPaths(media=("disk",))

@@ -24,7 +24,7 @@ from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transports import EVICT
+from penstock.storage.transfer import EVICT
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

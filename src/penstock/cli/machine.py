@@ -17,7 +17,7 @@ from penstock.core.hardware import LINKS
 from penstock.options import IoOptions
 from penstock.runtime.resident import default_spill_dir
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.autotune.tables import Tables
+from penstock.storage.costs import Tables
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 

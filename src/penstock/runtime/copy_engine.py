@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from penstock._native import DEMAND, PREFETCH
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.devices import Device, Moved
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
-
-DEMAND, PREFETCH, EVICT = range(3)
 
 # Copies that have begun cannot be overtaken: what is in flight, each way, bounds how long a demand waits.
 # Where the device orders copies and kernels, the host does not hold them back.

@@ -36,8 +36,8 @@ from penstock.runtime.report import Report
 from penstock.runtime.safetensors import read_in_pieces
 from penstock.runtime.step_planner import StepKind
 from penstock.runtime.steps import StepKinds
-from penstock.storage.autotune.rounds import ChoiceReport
-from penstock.storage.autotune.tables import Tables
+from penstock.storage.costs import Tables
+from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill import SpillSpace
 from penstock.units import counted, format_bytes, parse_bytes, parse_endurance
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.transports.contract import File
+from penstock.storage.transfer import File
 
 logger = logging.getLogger("penstock")
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from time import monotonic
 
 from penstock.errors import SpillError, SpillSpaceFull
-from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents
+from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
 from penstock.storage.files import from_descriptor
 from penstock.storage.nvme import Url
-from penstock.storage.scheduler import Transfer
 from penstock.storage.spill_namespace import SpillNamespace
-from penstock.storage.stripes import Stripes
-from penstock.storage.transports import Completion, Request
+from penstock.storage.transfer import Transfer
 from penstock.units import format_bytes, format_bytes_up
 
 STEP_BYTES = 256 << 20
@@ -86,12 +84,13 @@ class SpillFile:
         status = os.fstatvfs(self.file.buffered)
         return status.f_bavail * status.f_frsize
 
-    def failure(self, request: Request, error_number: int) -> SpillError:
-        """What to raise for a request that failed."""
+    def failure(self, failed: Transfer) -> SpillError:
+        """What to raise for a transfer that failed."""
+        error_number = failed.error_number
         full = error_number in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
         error = (SpillSpaceFull if full else SpillError)(
-            f"the {request.kind} of {format_bytes(request.size_bytes)} at offset {request.offset} of the "
+            f"the {failed.kind} of {format_bytes(failed.size_bytes)} at offset {failed.offset} of the "
             f"spill file in {self.directory} failed: {os.strerror(error_number)}. {remedy}, or choose "
             "another spill_dir."
         )
@@ -221,38 +220,16 @@ class Region:
         capacity_bytes = self.extents.capacity_bytes
         return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
 
-    def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
-        """As `SpillSpace.segments`."""
+    def runs(self, extent: Extent, size_bytes: int) -> list[tuple[SpillFile | SpillNamespace, int, int, int]]:
+        """Where it lies: the file, the offset in it and in the extent, and bytes of each run."""
         return [
-            (self.files[file].handle, self.files[file].begin + offset, begin, size)
+            (self.files[file], self.files[file].begin + offset, begin, size)
             for file, offset, begin, size in self._stripes.segments(extent.offset, size_bytes)
         ]
 
-    def requests(self, transfer: Transfer, method: str) -> list[Request]:
-        """What carries out the transfer, by that method: one for each file and run of stripes."""
-        kind, address, priority = transfer.kind, transfer.address, transfer.priority
-        files = self.files
-        return [
-            Request(
-                kind,
-                files[file].file,
-                files[file].begin + offset,
-                address + begin,
-                size,
-                method,
-                True,
-                transfer,
-                priority,
-            )
-            for file, offset, begin, size in self._stripes.segments(
-                transfer.extent.offset, transfer.size_bytes
-            )
-        ]
-
-    def error(self, failed: Completion) -> SpillError:
-        """What to raise for a request that failed."""
-        file = next(file for file in self.files if file.file == failed.request.file)
-        return file.failure(failed.request, failed.error_number)
+    def error(self, failed: Transfer) -> SpillError:
+        """What to raise for a transfer that failed."""
+        return next(file for file in self.files if file.file == failed.file).failure(failed)
 
     def close(self) -> None:
         settled_s = max(self._settled_s.values(), default=0.0) - monotonic()

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories, Explorers, IoOptions
 from penstock.storage.aligned import align_up
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.exchange import Exchange, Store
-from penstock.storage.autotune.rounds import ChoiceReport
-from penstock.storage.autotune.sharing import add_tables, device_kind, read_tables
-from penstock.storage.autotune.tables import Tables
 from penstock.storage.checksum import crc32c_at
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
+from penstock.storage.exchange import Exchange, Store
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
-from penstock.storage.io_paths import IoPath, IoPaths
 from penstock.storage.nvme import Url, is_url, parse_url
+from penstock.storage.paths import REMOTE_TRANSPORTS, TRANSPORTS, IoPath, IoPaths
+from penstock.storage.queue import CLOSED, Queue
 from penstock.storage.region import Region, SpillFile
-from penstock.storage.scheduler import CLOSED, OnDone, Scheduler, Transfer
+from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill_namespace import SpillNamespace
-from penstock.storage.transports import DEMAND, EVICT, REMOTE_TRANSPORTS, TRANSPORTS, Completion
-from penstock.storage.transports.contract import broken_text
+from penstock.storage.transfer import DEMAND, EVICT, Kind, OnDone, Transfer, TransportBroken
 from penstock.units import format_bytes, format_bytes_up, format_seconds, parse_bytes
 
 __all__ = ["OnDone", "SpillSpace", "Transfer", "as_paths"]
@@ -147,8 +147,8 @@ class SpillSpace:
         self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
         self.written_bytes = 0
         self.read_bytes = 0
-        self._scheduler = Scheduler(timeout_s, self._error, self._note, self.hang_error)
-        self.lock = self._lock = self._scheduler.lock
+        self._queue = Queue(timeout_s, self._error, self._note, self.hang_error)
+        self.lock = self._queue.lock
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
@@ -194,7 +194,7 @@ class SpillSpace:
         where in it that begins: what the space's capacity and the file system leave now. Its bytes count in
         `file_bytes`, and extents get what they leave of the space's capacity.
         """
-        with self._lock:
+        with self.lock:
             self._check_open()
             if isinstance(self._first, Url):
                 file = self._regions["disk"].files[0]
@@ -215,7 +215,7 @@ class SpillSpace:
 
         on_disk   not in the page cache
         """
-        with self._lock:
+        with self.lock:
             self._check_open()
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
             if self._swap is not None:
@@ -236,7 +236,7 @@ class SpillSpace:
 
     def release(self, extent: Extent) -> None:
         """Take the space back. No transfer of the extent may be in flight."""
-        with self._lock:
+        with self.lock:
             self._leave_place(extent)
             self._regions[extent.space].release(extent)
             self._withdraw(extent)
@@ -266,8 +266,8 @@ class SpillSpace:
         """
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
-        with self._lock:
-            place = self._place_to_write(extent)
+        with self.lock:
+            place, region = self._place_to_write(extent), self._regions[extent.space]
             if on_gpu:
                 self._withdraw(extent)
                 path, explores = self._path_to_gpu(extent), False
@@ -276,21 +276,23 @@ class SpillSpace:
             else:  # it is written once more
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
-            self._asked["write"] += not on_gpu
-            measured = explores or (not on_gpu and not self._asked["write"] % MEASURED_EVERY)
-            region, end = self._regions[extent.space], place.end
+            transfer = self._transfer(
+                "write", place, path, explores, address, size_bytes, keep, on_done, priority
+            )
+            transfer.checked = not on_gpu and (checksum or self.options.verify)
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
-            rehearsed = measured and end > region.written_bytes
-            region.written_bytes = max(region.written_bytes, end)
-        transfer = Transfer(
-            self._scheduler, "write", path, place, address, size_bytes, keep, on_done, priority, measured
-        )
-        transfer.explores, transfer.rehearsed = explores, rehearsed
-        transfer.checked = not on_gpu and (checksum or self.options.verify)
-        # Pages of the page cache that are made by mapping them are small: the first time it is "buffered".
-        method = "buffered" if rehearsed and path.method == "mapped" else path.method
-        transfer.requests = region.requests(transfer, method)
-        self._scheduler.submit(transfer)
+            transfer.rehearsed = transfer.measured and place.end > region.written_bytes
+            region.written_bytes = max(region.written_bytes, place.end)
+            if transfer.rehearsed and path.method == "mapped":
+                # Pages of the page cache that are made by mapping them are small: first it is "buffered".
+                for each in (transfer, *transfer.parts):
+                    each.method = "buffered"
+            ready = self._queue.admit(transfer)
+        for each in ready:  # here, and not in a function of its own: every copy passes through it
+            try:
+                each.path.transport.submit(each.parts or (each,))
+            except BaseException as error:
+                self._queue.refused(each, error, ready)
         return transfer
 
     def read(
@@ -307,30 +309,63 @@ class SpillSpace:
         """Copy from the extent to memory; as `write`. On a GPU, what used the memory before is over."""
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
-        with self._lock:
+        with self.lock:
             place = self._away.get(extent, extent)
             if on_gpu:
                 path, explores = self._path_to_gpu(extent), False
             else:
                 # What cannot be measured teaches nothing: it goes by the path that is known to be good.
-                explore = priority != DEMAND or self._scheduler.is_idle("read")
+                explore = priority != DEMAND or self._queue.is_idle("read")
                 path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
                 explores = self.choice.explores
-            self._asked["read"] += not on_gpu
-            measured = explores or (not on_gpu and not self._asked["read"] % MEASURED_EVERY)
-        transfer = Transfer(
-            self._scheduler, "read", path, place, address, size_bytes, keep, on_done, priority, measured
-        )
-        transfer.explores = explores
-        transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
-        transfer.requests = self._regions[extent.space].requests(transfer, path.method)
-        self._scheduler.submit(transfer)
+            transfer = self._transfer(
+                "read", place, path, explores, address, size_bytes, keep, on_done, priority
+            )
+            transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
+            ready = self._queue.admit(transfer)
+        for each in ready:
+            try:
+                each.path.transport.submit(each.parts or (each,))
+            except BaseException as error:
+                self._queue.refused(each, error, ready)
         return transfer
+
+    def _transfer(
+        self,
+        kind: Kind,
+        place: Extent,
+        path: IoPath,
+        explores: bool,
+        address: int,
+        size_bytes: int,
+        keep: object,
+        told: OnDone,
+        priority: int,
+    ) -> Transfer:
+        queue, how = self._queue, (path.method, True, keep, priority)
+        runs = self._regions[place.space].runs(place, size_bytes)
+        file, offset, _, _ = runs[0]
+        whole = Transfer(kind, file.file, offset, address, size_bytes, *how, queue.end)
+        whole.extent, whole.path, whole.queue = place, path, queue
+        whole.told, whole.asked_s = told, perf_counter()
+        if len(runs) > 1:
+            over = functools.partial(queue.end_part, whole)
+            whole.parts = [
+                Transfer(kind, file.file, offset, address + begin, size, *how, over)
+                for file, offset, begin, size in runs
+            ]
+            whole.left = len(runs)
+        whole.explores = whole.measured = explores
+        if path is not self._gpu_path:
+            self._asked[kind] += 1
+            whole.measured = explores or not self._asked[kind] % MEASURED_EVERY
+        return whole
 
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
-        return self._regions[extent.space].segments(self._away.get(extent, extent), size_bytes)
+        runs = self._regions[extent.space].runs(self._away.get(extent, extent), size_bytes)
+        return [(file.handle, offset, begin, size) for file, offset, begin, size in runs]
 
     def give_up_gpu_direct(self, reason: str) -> None:
         """Do without `gpu_direct`, which proved unusable. Raises InvalidArgument where it was wanted."""
@@ -359,12 +394,12 @@ class SpillSpace:
 
     def tables(self) -> Tables:
         """What the I/O paths cost, as far as it is known."""
-        with self._lock:
+        with self.lock:
             return Tables(tuple(e for choice in self.choices.values() for e in choice.tables().entries))
 
     def report(self) -> ChoiceReport:
         """How often each I/O path was the fastest."""
-        with self._lock:
+        with self.lock:
             return self.choice.report()
 
     def close(self) -> None:
@@ -373,14 +408,14 @@ class SpillSpace:
         Raises SpillError where the disk hangs. What has not begun has failed then; the files stay open
         until the process ends, since the system may still write to them.
         """
-        with self._lock:
+        with self.lock:
             first = not self._closed
             self._closed = True
         if self._exchange is not None:
             self._exchange.close()
-        timeout_s = 0.0 if self._scheduler.hangs else self.timeout_s
-        if not self._scheduler.close(timeout_s) or not self._io.close(timeout_s):
-            self._scheduler.give_up()
+        timeout_s = 0.0 if self._queue.hangs else self.timeout_s
+        if not self._queue.close(timeout_s) or not self._io.close(timeout_s):
+            self._queue.give_up()
             self._io.close(0.0)
             raise self.hang_error()
         self._close_files()
@@ -402,20 +437,20 @@ class SpillSpace:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what the scheduler asks ---------------------------------------------------------------
+    # -- what the queue asks -------------------------------------------------------------------
 
-    def _error(self, transfer: Transfer, failed: Completion | None) -> SpillError | None:
+    def _error(self, transfer: Transfer) -> SpillError | None:
         """What is wrong with a transfer that is over. One that is checked is checksummed here, on a thread
         that is not the program's."""
-        extent, size_bytes = transfer.extent, transfer.size_bytes
+        extent, size_bytes, error_number = transfer.extent, transfer.size_bytes, transfer.error_number
         region = self._regions[extent.space]
-        if failed is not None and (transfer.abandoned or failed.error_number == errno.EBADF):
-            error = SpillError(broken_text(failed.error_number))
-            error.errno = failed.error_number
+        if transfer.abandoned or error_number == errno.EBADF:
+            error = SpillError(str(TransportBroken(error_number)))
+            error.errno = error_number
             return error
-        if failed is not None:
-            hung = failed.error_number == errno.ECANCELED and self._scheduler.hangs
-            return self.hang_error() if hung else region.error(failed)
+        if error_number:
+            hung = error_number == errno.ECANCELED and self._queue.hangs
+            return self.hang_error() if hung else region.error(transfer.failed or transfer)
         found = crc32c_at(transfer.address, size_bytes)
         key = extent.space, extent.offset
         if transfer.kind == "write":

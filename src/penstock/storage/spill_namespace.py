@@ -12,9 +12,8 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.extents import ALIGNMENT_BYTES
 from penstock.storage.nvme import Namespace, TargetError, Url
-from penstock.storage.nvme.contents import HEAD_BYTES
-from penstock.storage.nvme.marker import MARKER_BYTES, in_the_way, marker_of, own_marker
-from penstock.storage.transports import Request
+from penstock.storage.nvme.contents import HEAD_BYTES, MARKER_BYTES, in_the_way, marker_of, own_marker
+from penstock.storage.transfer import Transfer
 from penstock.units import format_bytes, format_bytes_up
 
 logger = logging.getLogger("penstock")
@@ -99,12 +98,12 @@ class SpillNamespace:
             self._swap = HEAD_BYTES + self._end_bytes, share_bytes
         return self._swap
 
-    def failure(self, request: Request, error_number: int) -> SpillError:
-        """What to raise for a request that failed."""
-        done = "read" if request.kind == "read" else "written"
-        why = self._namespace.failure(done, request.offset, request.size_bytes, error_number)
+    def failure(self, failed: Transfer) -> SpillError:
+        """What to raise for a transfer that failed."""
+        done = "read" if failed.kind == "read" else "written"
+        why = self._namespace.failure(done, failed.offset, failed.size_bytes, failed.error_number)
         error = SpillError(f"tensors cannot be spilled to {self.place}: {why}")
-        error.errno = error_number
+        error.errno = failed.error_number
         return error
 
     @property

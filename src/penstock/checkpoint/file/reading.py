@@ -19,13 +19,13 @@ from penstock.checkpoint.file.header import Entry
 from penstock.checkpoint.file.memory import MappedFile, OwnMemory, host_bytes, is_on_host, tensor_of
 from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
 from penstock.checkpoint.file.source import Source
-from penstock.checkpoint.file.transfers import DEPTH, BufferPool, transfer
+from penstock.checkpoint.file.transfers import DEPTH, BufferPool, carry_out
 from penstock.checkpoint.state.tree import DTYPES, unflatten
 from penstock.errors import InvalidCheckpoint
 from penstock.storage.aligned import align_down
 from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import ThreadPool, in_order, in_parallel
-from penstock.storage.transports.contract import Completion, Request
+from penstock.storage.transfer import Transfer
 
 # Takes a piece, and the address at which its bytes are.
 Use = Callable[[Piece, int], None]
@@ -219,20 +219,20 @@ def _use_read(
     Raises CheckpointError.
     """
 
-    def request(piece: Piece) -> Request:
+    def to_read(piece: Piece) -> Transfer:
         address, memory = take(piece)
         size_bytes = piece.end - piece.offset
-        return Request("read", source.file, piece.offset, address, size_bytes, keep=(piece, memory))
+        return Transfer("read", source.file, piece.offset, address, size_bytes, keep=(piece, memory))
 
-    def done(completion: Completion) -> None:
-        piece, memory = cast("tuple[Piece, Any]", completion.request.keep)
-        if completion.error_number:
-            error = error_of(completion.error_number)
+    def done(transfer: Transfer) -> None:
+        piece, memory = cast("tuple[Piece, Any]", transfer.keep)
+        if transfer.error_number:
+            error = error_of(transfer.error_number)
             raise cannot_read(source.path, error, piece.offset, _names(source, piece))
-        use(piece, completion.request.address)
+        use(piece, transfer.address)
         give(memory)
 
-    transfer(source.opened, map(request, pieces), done, depth)
+    carry_out(source.opened, map(to_read, pieces), done, depth)
 
 
 def _check(piece: Piece, address: int, checksums: Checksums) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.core.files import sync_folder
 from penstock.storage import files
-from penstock.storage.transports.contract import File
+from penstock.storage.transfer import File
 
 # A system or file system that cannot do a thing says one of these.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)

@@ -1,7 +1,8 @@
-"""The I/O queue of a checkpoint, with a bounded number of requests in flight, and its buffer pool."""
+"""The I/O queue of a checkpoint, with a bounded number of transfers in flight, and its buffer pool."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import queue
@@ -10,77 +11,79 @@ from collections.abc import Callable, Iterable
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.files import OpenFile
-from penstock.storage.io_paths import shared_transport
-from penstock.storage.transports.contract import Completion, Request
+from penstock.storage.paths import shared_transport
+from penstock.storage.transfer import Transfer
 
 PIECE_BYTES = 4 << 20
 DEPTH = 8
-FEW = 4  # requests in flight, and buffers, while memory is short
-TIMEOUT_S = 120.0  # the longest wait for the next completion: then the disk hangs
+FEW = 4  # transfers in flight, and buffers, while memory is short
+TIMEOUT_S = 120.0  # the longest wait for the next to end: then the disk hangs
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
 
 
-def transfer(
+def carry_out(
     opened: OpenFile,
-    requests: Iterable[Request],
-    on_done: Callable[[Completion], None],
+    transfers: Iterable[Transfer],
+    on_done: Callable[[Transfer], None],
     depth: int | None = None,
 ) -> None:
-    """Carry out ``requests`` on ``opened``, with at most ``depth`` in flight.
+    """Carry out ``transfers`` on ``opened``, with at most ``depth`` in flight.
 
     depth      None: DEPTH, or FEW while memory is short
-    requests   taken one by one, each while the previous ones are in flight
-    on_done    called on this thread with each completion, in the order in which they come. Where none
-               comes for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
+    transfers  taken one by one, each while the previous ones are in flight
+    on_done    called on this thread with each that is over, in the order in which they end. Where none
+               ends for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
 
     When this returns or raises, nothing is in flight: files can be closed and memory be used, whatever
     happened. Only what a disk that hangs does not give back stays in use until the process ends: its
-    request keeps the memory, and the file stays open.
+    transfer keeps the memory, and the file stays open.
     """
     if depth is None:
         depth = FEW if _short else DEPTH
     transport = shared_transport()
-    completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-    incomplete: dict[int, Request] = {}
+    over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+    incomplete: set[Transfer] = set()
     hangs = False
 
-    def complete(completion: Completion) -> None:
-        del incomplete[id(completion.request)]
-        completions.put(completion)
+    def note_over(transfer: Transfer) -> None:
+        incomplete.discard(transfer)
+        over.put(transfer)
 
-    def settle() -> None:
+    def await_one() -> None:
         nonlocal hangs
         try:
-            completion = completions.get(timeout=TIMEOUT_S)
+            transfer = over.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            if late := list(incomplete.values()):
+            if late := list(incomplete):
                 hangs = True
-                completion = Completion(late[0], errno.ETIMEDOUT, 0.0, 0.0)
+                transfer = copy.copy(late[0])
+                transfer.error_number = errno.ETIMEDOUT
             else:  # it comes at this moment
-                completion = completions.get()
-        on_done(completion)
+                transfer = over.get()
+        on_done(transfer)
 
     interrupted: KeyboardInterrupt | None = None
     try:
         in_flight = 0
-        for request in requests:
-            incomplete[id(request)] = request
+        for transfer in transfers:
+            incomplete.add(transfer)
+            transfer.on_done = note_over
             try:
-                transport.submit([request], complete)
+                transport.submit([transfer])
             except ValueError:  # nothing has begun
-                del incomplete[id(request)]
+                incomplete.discard(transfer)
                 raise
             in_flight += 1
             while in_flight >= depth:
-                settle()
+                await_one()
                 in_flight -= 1
         for _ in range(in_flight):
-            settle()
+            await_one()
     finally:
         while incomplete:
             try:
-                transport.cancel(list(incomplete.values()))
-                completions.get(timeout=_CANCEL_TIMEOUT_S if hangs else TIMEOUT_S)
+                transport.cancel(list(incomplete))
+                over.get(timeout=_CANCEL_TIMEOUT_S if hangs else TIMEOUT_S)
             except queue.Empty:
                 opened.abandon()
                 break

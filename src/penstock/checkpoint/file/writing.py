@@ -15,14 +15,14 @@ from penstock.checkpoint.file.header import DEVICES, FOR_TORCH, Entry, encode
 from penstock.checkpoint.file.memory import host_bytes, is_on_host
 from penstock.checkpoint.file.pieces import Checksums, Part, Piece, cut
 from penstock.checkpoint.file.replace import Replacement
-from penstock.checkpoint.file.transfers import BufferPool, PinnedBuffer, transfer
+from penstock.checkpoint.file.transfers import BufferPool, PinnedBuffer, carry_out
 from penstock.checkpoint.state.tree import Stored, flatten
 from penstock.errors import InvalidArgument
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import in_order, in_parallel
-from penstock.storage.transports.contract import Completion, Request
+from penstock.storage.transfer import Transfer
 
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
@@ -153,30 +153,30 @@ def _write(
     """
     file, size_bytes = replacement.file, contents.size_bytes
 
-    def request(offset: int, address: int, end: int, buffer: object) -> Request:
+    def to_write(offset: int, address: int, end: int, buffer: object) -> Transfer:
         size = end - offset
         if offset % file.alignment_bytes == 0 and PAGE_BYTES % file.alignment_bytes == 0:
             # Whole pages go past the page cache. `commit` cuts the file where its contents end.
             size = align_up(size, PAGE_BYTES)
             ctypes.memset(address + end - offset, 0, size - (end - offset))
-        return Request("write", file, offset, address, size, keep=buffer)
+        return Transfer("write", file, offset, address, size, keep=buffer)
 
-    def requests() -> Iterator[Request]:
+    def transfers() -> Iterator[Transfer]:
         for piece, address, buffer in pieces:
-            yield request(piece.offset, address, piece.end, buffer)
+            yield to_write(piece.offset, address, piece.end, buffer)
         header = contents.header(checksums)
         buffer = AlignedBuffer(len(header))
         buffer.view()[:] = header
-        yield request(0, buffer.address, len(header), buffer)
+        yield to_write(0, buffer.address, len(header), buffer)
 
-    def done(completion: Completion) -> None:
-        if completion.error_number:
-            error = error_of(completion.error_number)
-            raise cannot_write(replacement.path, error, size_bytes, completion.request.offset)
-        if completion.request.offset:  # not the header
-            release(completion.request.keep)
+    def done(transfer: Transfer) -> None:
+        if transfer.error_number:
+            error = error_of(transfer.error_number)
+            raise cannot_write(replacement.path, error, size_bytes, transfer.offset)
+        if transfer.offset:  # not the header
+            release(transfer.keep)
 
-    transfer(replacement.opened, requests(), done)
+    carry_out(replacement.opened, transfers(), done)
     try:
         replacement.commit(size_bytes)
     except OSError as error:

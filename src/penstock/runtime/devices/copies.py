@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from penstock._native import DEMAND, EVICT
 from penstock.errors import PenstockError
-from penstock.runtime.copy_engine import DEMAND, EVICT
 from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.direct import Bounce, Paths
 from penstock.runtime.devices.driver import Driver

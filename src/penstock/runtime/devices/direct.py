@@ -17,8 +17,8 @@ import torch
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.queues import Copy, Outcome, failure
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.tables import Kind
+from penstock.storage.choice import Choice
+from penstock.storage.costs import Kind
 from penstock.storage.extents import Extent
 from penstock.storage.spill import MEASURED_EVERY, SpillSpace, Transfer
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock._native import DEMAND, EVICT
 from penstock.codecs import bitmask, encode, half
 from penstock.errors import PenstockError, SpillError
-from penstock.runtime.copy_engine import DEMAND, EVICT
 from penstock.runtime.devices import Device, Done, Moved
 from penstock.runtime.devices.copies import Events, as_bytes
 from penstock.runtime.devices.driver import Driver

@@ -6,14 +6,15 @@ cross the network as they are, as plain TCP has them: for networks that you trus
 
 from __future__ import annotations
 
-from penstock.storage.nvme.host import Host, this_host
 from penstock.storage.nvme.namespace import (
     DEFAULT_TIMEOUT_S,
+    Host,
     Namespace,
     Subsystem,
     TargetError,
     namespaces_of,
     subsystems_of,
+    this_host,
 )
 from penstock.storage.nvme.url import SCHEME, Portal, Url, is_url, parse_portal, parse_url
 

@@ -1,6 +1,20 @@
-"""What lies on a namespace, by its first MiB. Pure: bytes in, values out."""
+"""What lies on a namespace, by its first MiB; and the marker with which a run says that it spills there.
+
+The marker keeps two runs off one namespace, and lets a run use one that an earlier run left. It is no lock:
+who writes it reads it back a moment later, and of two that begin at once the later one stays.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.storage.checksum import crc32c
 
 HEAD_BYTES = 1 << 20  # of who holds the namespace, and nobody else's
 STORE_MAGIC = b"penstock-samples"
@@ -33,3 +47,110 @@ def known_contents(head: bytes | bytearray) -> str | None:
         if head[offset : offset + len(magic)] == magic:
             return whose
     return "data that is not penstock's" if any(head) else None
+
+
+MARKER_BYTES = 4096  # a multiple of every block that is spilled to
+
+_VERSION = 1
+_MARKER = struct.Struct("<16sII16s16sQQ64s")  # then a CRC-32C of it
+
+
+class Marker(NamedTuple):
+    """Who spills.
+
+    in_use         False: it has ended
+    random         16 bytes, of this run alone
+    place          16 bytes: the machine since it was started, and its container
+    process        number of the process there
+    started_ticks  when that began, as of /proc
+    host           name of the machine, for messages
+    settled_s      time.time() until which a write of a run that has ended may land; 0: none does
+    """
+
+    in_use: bool
+    random: bytes
+    place: bytes
+    process: int
+    started_ticks: int
+    host: str
+    settled_s: int = 0
+
+    def encoded(self) -> bytes:
+        """[4096 bytes]"""
+        packed = _MARKER.pack(
+            SPILL_MAGIC,
+            _VERSION,
+            int(self.in_use) or self.settled_s,
+            self.random,
+            self.place,
+            self.process,
+            self.started_ticks,
+            self.host.encode()[:64],
+        )
+        return (packed + struct.pack("<I", crc32c(packed))).ljust(MARKER_BYTES, b"\0")
+
+
+def marker_of(head: bytes | bytearray) -> Marker | None:
+    """The marker that a namespace begins with; None where there is none, or it is damaged."""
+    packed, crc = head[: _MARKER.size], head[_MARKER.size : _MARKER.size + 4]
+    if len(crc) < 4 or not packed.startswith(SPILL_MAGIC) or crc != struct.pack("<I", crc32c(packed)):
+        return None
+    _, version, in_use, random, place, process, started_ticks, host = _MARKER.unpack(packed)
+    if version != _VERSION:
+        return None
+    return Marker(
+        in_use == 1,
+        random,
+        place,
+        process,
+        started_ticks,
+        host.rstrip(b"\0").decode("utf-8", "replace"),
+        in_use if in_use > 1 else 0,
+    )
+
+
+def own_marker() -> Marker:
+    """Of this process, for one run."""
+    process = os.getpid()
+    return Marker(True, os.urandom(16), _place(), process, _started_ticks(process), socket.gethostname())
+
+
+def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
+    """What forbids to spill to a namespace that begins so, in words; None for nothing: it is empty, or an
+    earlier run's that has ended.
+
+    takeover   a run of another machine is held to have ended
+    """
+    for offset in STORE_MAGIC_OFFSETS:
+        if head[offset : offset + len(STORE_MAGIC)] == STORE_MAGIC:
+            return "a sample store"
+    marker = marker_of(head)
+    if marker is None:
+        return known_contents(head)
+    if any(head[MARKER_BYTES:]):
+        return "data that is not penstock's"
+    if not marker.in_use:
+        return None
+    run = f"the spill space of process {marker.process} on {marker.host or 'another machine'}"
+    if marker.place != _place():
+        gone = "has not said that it has ended (if that machine is gone, add &takeover=1 to the URL)"
+        return None if takeover else f"{run}, which {gone}"
+    if marker.started_ticks and _started_ticks(marker.process) == marker.started_ticks:
+        return f"{run}, which runs"
+    return None
+
+
+def _place() -> bytes:
+    """Process numbers mean the same where this is the same."""
+    known = []
+    with contextlib.suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        known.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join([socket.gethostname(), *known]).encode()).digest()[:16]
+
+
+def _started_ticks(process: int) -> int:
+    """When it began; 0 where there is no such process."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0

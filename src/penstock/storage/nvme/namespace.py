@@ -1,21 +1,25 @@
-"""Open namespaces. Those of one subsystem share an association in each process; none survives a fork."""
+"""Open namespaces, and who this machine says it is.
+
+Those of one subsystem share an association in each process; none survives a fork.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import threading
+import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock import _native
-from penstock.storage.nvme.host import this_host
-from penstock.storage.nvme.url import Portal, Url
-from penstock.storage.transports.contract import Completion, File, Kind, Request
-from penstock.storage.transports.native import NvmeTransport
+from penstock.storage.native import NvmeTransport
+from penstock.storage.nvme.url import LARGEST_NQN_BYTES, Portal, Url
+from penstock.storage.transfer import File, Kind, Transfer
 from penstock.units import format_seconds
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -142,18 +146,19 @@ class Namespace:
             raise ValueError(f"bytes {offset} to {offset + view.nbytes} are not all among {self.size_bytes}")
         if not view.nbytes:
             return
-        over: Future[Completion] = Future()
+        over = threading.Event()
         address = int(np.frombuffer(view, np.uint8).ctypes.data)
-        request = Request(kind, self.file, offset, address, view.nbytes, "direct", False, view)
-        _transport().submit([request], over.set_result)
+        transfer = Transfer(kind, self.file, offset, address, view.nbytes, keep=view)
+        transfer.on_done = lambda _: over.set()
+        _transport().submit([transfer])
         done = "read" if kind == "read" else "written"
-        if not wait([over], self._timeout_s * _PATIENCE).done:
+        if not over.wait(self._timeout_s * _PATIENCE):
             raise TargetError(
                 f"waited {format_seconds(self._timeout_s * _PATIENCE)} for {self.url}: {view.nbytes} bytes "
                 f"at {offset} were not {done}. {_REMEDIES['timeout']}"
             )
-        if error_number := over.result().error_number:
-            raise self.failure(done, offset, view.nbytes, error_number)
+        if transfer.error_number:
+            raise self.failure(done, offset, view.nbytes, transfer.error_number)
 
 
 class Subsystem(NamedTuple):
@@ -263,3 +268,53 @@ def _told(where: Url | Portal) -> Iterator[None]:
         portal = where.portal if isinstance(where, Url) else where
         remedy = _REMEDIES.get(kind, "Look at the target").format(portal=portal, host_nqn=host_nqn)
         raise TargetError(f"{text}. {remedy}") from error
+
+
+_PREFIX = "nqn.2014-08.org.nvmexpress:uuid:"
+_SPACE = uuid.UUID("5b2d7e0a-4f0e-5c5d-9d56-70656e73746b")  # penstock's own, for uuids made of names
+
+
+class Host(NamedTuple):
+    """nqn: its name. identifier: 16 bytes."""
+
+    nqn: str
+    identifier: bytes
+
+
+def this_host(nqn: str | None = None, root: Path = Path("/")) -> Host:
+    """This machine's identity.
+
+    nqn    to be used instead of its own
+    root   below which its files lie
+
+    It is that of nvme-cli, ``/etc/nvme/hostnqn`` and ``/etc/nvme/hostid``, where these can be read. Otherwise
+    both are made of ``/etc/machine-id``, which stays the same, or of the machine's network address.
+    """
+    own_nqn, own_id = _line(root / "etc/nvme/hostnqn"), _uuid(_line(root / "etc/nvme/hostid"))
+    if own_nqn and len(own_nqn.encode()) <= LARGEST_NQN_BYTES and nqn in (None, own_nqn):
+        return Host(own_nqn, (own_id or _uuid_of(own_nqn)).bytes)
+    if nqn is not None:
+        return Host(nqn, _uuid_of(nqn).bytes)
+    made = own_id or uuid.uuid5(_SPACE, _line(root / "etc/machine-id") or f"{uuid.getnode():012x}")
+    return Host(f"{_PREFIX}{made}", made.bytes)
+
+
+def _uuid_of(nqn: str) -> uuid.UUID:
+    """The one in the name, or one made of it: one name always goes with one identifier."""
+    return _uuid(nqn.removeprefix(_PREFIX)) or uuid.uuid5(_SPACE, nqn)
+
+
+def _uuid(text: str) -> uuid.UUID | None:
+    with contextlib.suppress(ValueError):
+        found = uuid.UUID(text)
+        return found if found.int else None
+    return None
+
+
+def _line(path: Path) -> str:
+    """The first line of a small file; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readline(1024).strip()
+    except (OSError, UnicodeError):
+        return ""

@@ -1,4 +1,4 @@
-"""Threads that carry out requests by priority, for transports whose calls block."""
+"""Threads that carry out transfers by priority, for transports whose calls block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from penstock.storage.aligned import align_down
-from penstock.storage.transports.contract import DEMAND, EVICT, FOR_EVER_S, Completion, OnComplete, Request
+from penstock.storage.transfer import DEMAND, EVICT, FOR_EVER_S, Transfer
 
 logger = logging.getLogger("penstock")
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock")
 class Workers:
     """The half of the transport contract that does not depend on where the bytes go, to inherit from.
 
-    piece_bytes    larger requests are cut into pieces of about this size, which several threads
+    piece_bytes    larger transfers are cut into pieces of about this size, which several threads
                    carry out at once; None to leave them whole. A multiple of the files' alignment
     """
 
@@ -37,17 +37,17 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def perform(self, request: Request, begin: int, end: int) -> int:
-        """Carry out the bytes [begin, end) of the request. Gives 0, or an errno."""
+    def perform(self, transfer: Transfer, begin: int, end: int) -> int:
+        """Carry out the bytes [begin, end) of the transfer. Gives 0, or an errno."""
         raise NotImplementedError
 
-    def submit(self, requests: Sequence[Request], on_complete: OnComplete) -> None:
-        for request in requests:
-            if request.method not in self.methods:
-                raise ValueError(f"there is no method {request.method!r}, only {', '.join(self.methods)}")
-            if not DEMAND <= request.priority <= EVICT:
-                raise ValueError(f"there is no priority {request.priority}, only {DEMAND} to {EVICT}")
-        jobs = [_Job(request, on_complete, self._piece_bytes) for request in requests]
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            if transfer.method not in self.methods:
+                raise ValueError(f"there is no method {transfer.method!r}, only {', '.join(self.methods)}")
+            if not DEMAND <= transfer.priority <= EVICT:
+                raise ValueError(f"there is no priority {transfer.priority}, only {DEMAND} to {EVICT}")
+        jobs = [_Job(transfer, self._piece_bytes) for transfer in transfers]
         with self._changed:
             if self._closed:
                 raise ValueError("the transport is closed")
@@ -55,14 +55,10 @@ class Workers:
                 self._waiting[job.priority].append(job)
             self._changed.notify(sum(job.pieces for job in jobs))
 
-    def cancel(self, requests: Sequence[Request]) -> int:
-        unwanted = {id(request) for request in requests}
+    def cancel(self, transfers: Sequence[Transfer]) -> int:
         with self._changed:
             cancelled = [
-                job
-                for queue in self._waiting
-                for job in queue
-                if id(job.request) in unwanted and not job.begun
+                job for queue in self._waiting for job in queue if job.transfer in transfers and not job.begun
             ]
             for job in cancelled:
                 self._waiting[job.priority].remove(job)
@@ -71,11 +67,10 @@ class Workers:
             job.complete()
         return len(cancelled)
 
-    def hurry(self, requests: Sequence[Request]) -> None:
-        wanted = {id(request) for request in requests}
+    def hurry(self, transfers: Sequence[Transfer]) -> None:
         with self._changed:
             for queue in self._waiting[DEMAND + 1 :]:
-                for job in [job for job in queue if id(job.request) in wanted]:
+                for job in [job for job in queue if job.transfer in transfers]:
                     queue.remove(job)
                     job.priority = DEMAND
                     self._waiting[DEMAND].append(job)
@@ -95,7 +90,7 @@ class Workers:
             pass
 
     def _serve(self) -> bool:
-        # A function of its own, so that no local holds a finished request's memory while waiting.
+        # A function of its own, so that no local holds a transfer's memory while waiting.
         with self._changed:
             while (queue := next(filter(None, self._waiting), None)) is None:
                 if self._closed:
@@ -106,9 +101,9 @@ class Workers:
             if job.begun == job.pieces:
                 queue.popleft()
         try:
-            error_number = self.perform(job.request, begin, end)
+            error_number = self.perform(job.transfer, begin, end)
         except Exception:
-            logger.exception("a transport failed on %s", job.request[:7])
+            logger.exception("a transport failed: %s", job.transfer)
             error_number = errno.EIO
         with self._changed:
             job.ended += 1
@@ -123,23 +118,22 @@ class Workers:
 
 
 class _Job:
-    """A request under way. All but `complete` happens under the lock of the workers.
+    """A transfer under way. All but `complete` happens under the lock of the workers.
 
     pieces         how many it is cut into
     begun, ended   how many of these are
     priority       of those pieces that have not begun
     """
 
-    def __init__(self, request: Request, on_complete: OnComplete, piece_bytes: int | None) -> None:
-        self.request = request
-        self.priority = request.priority
-        self.pieces = 1 if piece_bytes is None else max(1, -(-request.size_bytes // piece_bytes))
+    def __init__(self, transfer: Transfer, piece_bytes: int | None) -> None:
+        self.transfer = transfer
+        self.priority = transfer.priority
+        self.pieces = 1 if piece_bytes is None else max(1, -(-transfer.size_bytes // piece_bytes))
         self.begun = self.ended = self.error_number = 0
-        self._on_complete = on_complete
         self._started_s = 0.0
 
     def begin_piece(self) -> tuple[int, int]:
-        """The bytes of the request that are to be moved next."""
+        """The bytes of the transfer that are to be moved next."""
         if not self.begun:
             self._started_s = time.perf_counter()
         begin = self._cut_at(self.begun)
@@ -153,19 +147,13 @@ class _Job:
         self.begun = self.pieces
 
     def complete(self) -> None:
-        finished_s = time.perf_counter()
-        try:
-            self._on_complete(
-                Completion(self.request, self.error_number, self._started_s or finished_s, finished_s)
-            )
-        except Exception:  # the requester's fault: the other requests go on
-            logger.exception("the completion of %s failed", self.request[:7])
+        self.transfer.end(self.error_number, self._started_s)
 
     def _cut_at(self, piece: int) -> int:
-        """Where a piece begins, counted from the first byte of the request. The pieces are about equal,
+        """Where a piece begins, counted from the first byte of the transfer. The pieces are about equal,
         and share no block of the file."""
-        request = self.request
+        transfer = self.transfer
         if piece in (0, self.pieces):
-            return request.size_bytes if piece else 0
-        end = request.offset + request.size_bytes * piece // self.pieces
-        return align_down(end, request.file.alignment_bytes) - request.offset
+            return transfer.size_bytes if piece else 0
+        end = transfer.offset + transfer.size_bytes * piece // self.pieces
+        return align_down(end, transfer.file.alignment_bytes) - transfer.offset

@@ -14,11 +14,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from penstock.storage.autotune.costs import Medium, PathCost
-from penstock.storage.autotune.tables import Kind
+from penstock.storage.costs import Kind
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.storage.choice import PathCost, SizeClass
 
 IN_PLAY = 1.5  # times the best: paths above it are not waited for, but the second best is
 POLICIES = ("First", "Running", "Best")
@@ -123,17 +125,17 @@ class _Sum:
 class Rounds:
     """The rounds of one size class and kind of table."""
 
-    def __init__(self, kind: Mode, media: Sequence[Medium]) -> None:
+    def __init__(self, kind: Mode, known: SizeClass) -> None:
         self._kind = kind
         self.count = 0
         self.first = self.best = ""
         self._options: dict[str, tuple[PathCost, ...]] = {}
-        for medium in media:
+        for medium in known.media:
             if kind == "write+read":
-                for write, read in product(medium.records["write"], medium.records["read"]):
+                for write, read in product(known.among("write", [medium]), known.among("read", [medium])):
                     self._options[pair(write.path, read.path)] = (write, read)
             else:
-                self._options.update((record.path, (record,)) for record in medium.records[kind])
+                self._options.update((each.path, (each,)) for each in known.among(kind, [medium]))
         self._records = {record for parts in self._options.values() for record in parts}
         # Pairs of different paths are counted once they win: there are many.
         self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
@@ -150,8 +152,8 @@ class Rounds:
         self._waiting.discard(record)
         return not self._waiting
 
-    def end(self, home: Medium) -> None:
-        """Count who won, and begin the next round. The best paths of ``home`` are those in use."""
+    def end(self, known: SizeClass) -> None:
+        """Count who won, and begin the next round."""
         medians = {record: record.since(start) for record, start in self._starts.items()}
         costs = {name: sum(medians[part] for part in parts) for name, parts in self._options.items()}
         fresh = [
@@ -161,7 +163,7 @@ class Rounds:
         ]
         winner = min(fresh, key=costs.__getitem__)
         self.count += 1
-        running = self._in_use(home)
+        running = self._in_use(known)
         if self.count == 1:
             self.first = running = winner  # until then paths are tried, not chosen
         self._wins[winner] = self._wins.get(winner, 0) + 1
@@ -186,20 +188,20 @@ class Rounds:
             if costs[name] <= limit or costs[name] == math.inf:
                 self._waiting.update(parts)
 
-    def _in_use(self, home: Medium) -> str:
+    def _in_use(self, known: SizeClass) -> str:
         if self._kind != "write+read":
-            return home.best[self._kind].path
-        return pair(home.best["write"].path, home.best["read"].path)
+            return known.best[self._kind, known.home].path
+        return pair(known.best["write", known.home].path, known.best["read", known.home].path)
 
-    def row(self, class_bytes: int, home: Medium) -> ReportRow:
+    def row(self, known: SizeClass) -> ReportRow:
         """What was counted. At least one round must be over."""
         return ReportRow(
             kind=self._kind,
-            class_bytes=class_bytes,
+            class_bytes=1 << known.number,
             rounds=self.count,
             wins=dict(self._wins),
             first=self.first,
-            running=self._in_use(home),
+            running=self._in_use(known),
             best=self.best,
         )
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.storage.aligned import align_down, align_up
-from penstock.storage.transports.contract import (
+from penstock.storage.transfer import (
     FOR_EVER_S,
     File,
-    Request,
+    Transfer,
     TransportUnavailable,
     move_fully,
 )
-from penstock.storage.transports.workers import Workers
+from penstock.storage.workers import Workers
 
 logger = logging.getLogger("penstock")
 
@@ -34,7 +34,7 @@ SMALLEST_BYTES = 16 << 10
 
 
 class GpuDirectTransport(Workers):
-    """Satisfies Transport; a request's address is a device pointer, of any CUDA device.
+    """Satisfies Transport; a transfer's address is a device pointer, of any CUDA device.
 
     A file that takes no direct I/O, or that cuFile refuses, fails with the errno of its registration;
     `probe` says why. Kernels that make the content of a write, or still use the target of a read, must
@@ -42,8 +42,8 @@ class GpuDirectTransport(Workers):
     compatibility mode for single files cannot be seen from here: where cufile.json allows it
     (properties.allow_compat_mode), cuFile may copy a file that it cannot reach directly.
 
-    threads       pieces of requests that are under way at once; kvikio's pool gets as many threads
-    piece_bytes   larger requests are cut into pieces of about this size
+    threads       pieces of transfers that are under way at once; kvikio's pool gets as many threads
+    piece_bytes   larger transfers are cut into pieces of about this size
 
     Raises TransportUnavailable where there is no CUDA device, no kvikio, or no direct path.
     """
@@ -68,36 +68,36 @@ class GpuDirectTransport(Workers):
             return error.strerror
         return None
 
-    def perform(self, request: Request, begin: int, end: int) -> int:
+    def perform(self, transfer: Transfer, begin: int, end: int) -> int:
         try:
-            registered = self._files.registered(request.file)
+            registered = self._files.registered(transfer.file)
         except OSError as error:
             return error.errno or errno.EIO
-        for low, high in _parts(request, request.offset + begin, request.offset + end):
-            if error_number := _move(registered, request, low, high):
+        for low, high in _parts(transfer, transfer.offset + begin, transfer.offset + end):
+            if error_number := _move(registered, transfer, low, high):
                 return error_number
         return 0
 
 
-def _parts(request: Request, low: int, high: int) -> list[tuple[int, int]]:
+def _parts(transfer: Transfer, low: int, high: int) -> list[tuple[int, int]]:
     """The ranges of the file that are moved by one call each.
 
     Of a block that is shared with others a write may touch its own bytes only. kvikio does so with small
     ranges; cuFile would read, change and write back the whole block.
     """
-    if request.kind == "read" or request.padded or high - low < SMALLEST_BYTES:
+    if transfer.kind == "read" or transfer.padded or high - low < SMALLEST_BYTES:
         return [(low, high)]
-    alignment = request.file.alignment_bytes
+    alignment = transfer.file.alignment_bytes
     inner_low = min(align_up(low, alignment), high)
     inner_high = max(align_down(high, alignment), inner_low)
     parts = [(low, inner_low), (inner_low, inner_high), (inner_high, high)]
     return [part for part in parts if part[0] < part[1]]
 
 
-def _move(registered: Any, request: Request, low: int, high: int) -> int:
+def _move(registered: Any, transfer: Transfer, low: int, high: int) -> int:
     """Move the bytes [low, high) of the file; give 0, or an errno."""
-    start = registered.pwrite if request.kind == "write" else registered.pread
-    address = request.address + low - request.offset
+    start = registered.pwrite if transfer.kind == "write" else registered.pread
+    address = transfer.address + low - transfer.offset
 
     def move(done: int, size_bytes: int) -> int:
         left_bytes = size_bytes - done
@@ -107,7 +107,7 @@ def _move(registered: Any, request: Request, low: int, high: int) -> int:
             future = start(memory, size=left_bytes, file_offset=low + done, task_size=left_bytes)
             moved: int = future.get()  # waits without the GIL
         except Exception as error:
-            _log_once(f"kvikio failed to {request.kind}: {error}")
+            _log_once(f"kvikio failed to {transfer.kind}: {error}")
             number = _error_number(error, errno.EIO)
             # "Operation not permitted" is kvikio's word for every read that fails.
             raise OSError(errno.EIO if number == errno.EPERM else number, str(error)) from error

@@ -10,24 +10,44 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from penstock.errors import InvalidArgument
-from penstock.storage.transports import (
-    FOR_EVER_S,
-    GPU_TRANSPORTS,
-    MEDIA,
-    TRANSPORTS,
-    File,
-    Transport,
-    TransportUnavailable,
-)
+from penstock.storage.gpudirect import GpuDirectTransport
+from penstock.storage.native import NvmeSpillTransport, PosixTransport, UringTransport
+from penstock.storage.transfer import FOR_EVER_S, File, Transport, TransportUnavailable
 
 logger = logging.getLogger("penstock")
+
+# In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
+# Adding one takes a file, a line here or in GPU_TRANSPORTS, and a pass of the contract suite.
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "io_uring": UringTransport,
+    "posix": PosixTransport,
+}
+
+# Those between memory and a namespace of a remote drive.
+REMOTE_TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "nvme": NvmeSpillTransport,
+}
+
+# Those that move the memory of a GPU, and no other.
+GPU_TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "kvikio": GpuDirectTransport,
+}
+
+# The medium that each method leaves what it writes in: a method reads only what was written to the same.
+MEDIA = {
+    "direct": "disk",
+    "staged": "disk",
+    "gpu-direct": "disk",
+    "buffered": "page cache",
+    "mapped": "page cache",
+}
 
 
 class IoPath(NamedTuple):
     """One way to move bytes.
 
     name        its transport's, as in TRANSPORTS or GPU_TRANSPORTS, and its method: such as "io_uring direct"
-    method      what `Request.method` is to be
+    method      what `Transfer.method` is to be
     medium      where it leaves what it writes: "disk" or "page cache"
     """
 

@@ -24,9 +24,8 @@ from typing import Protocol
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.options import Explorers
-from penstock.storage.autotune.choose import Choice
-from penstock.storage.autotune.sharing import CostTables
-from penstock.storage.autotune.tables import Tables
+from penstock.storage.choice import Choice
+from penstock.storage.costs import CostTables, Tables
 
 logger = logging.getLogger("penstock")
 

@@ -1,1 +1,0 @@
-"""Which I/O path each transfer takes: learned from what transfers cost on this machine."""

@@ -1,0 +1,291 @@
+"""Starts transfers in their turn, tells who asked when they are over, and ends waits for a disk that hangs.
+
+Which of those that wait for the disk goes first, transports decide. Of several in flight nobody can say what
+each one costs. A transfer that is measured therefore has its direction (writes or reads) to itself: it waits
+until those before it are over, and those behind it wait for it. A demand waits for no measurement: it starts
+at once, and the measurement is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from time import perf_counter
+
+from penstock.errors import SpillError
+from penstock.storage.transfer import DEMAND, Kind, Transfer, TransportBroken
+
+logger = logging.getLogger("penstock")
+
+CLOSED = "the spill space is closed: no tensor can be moved any more"
+
+
+class _Direction:
+    """Writes, or reads.
+
+    alone       the one that is measured, and in flight
+    waiting     the most urgent first
+    progress_s  when one was last over
+    """
+
+    def __init__(self) -> None:
+        self.alone: Transfer | None = None
+        self.in_flight: set[Transfer] = set()
+        self.waiting: list[Transfer] = []
+        self.progress_s = 0.0
+
+    def add(self, transfer: Transfer) -> Sequence[Transfer]:
+        """Those that are to start now, ``transfer`` or others, in this order."""
+        if not transfer.measured and self.alone is None and not self.waiting:
+            self.in_flight.add(transfer)
+            transfer.began_s = transfer.asked_s
+            return (transfer,)
+        if transfer.priority == DEMAND and (self.in_flight or self.waiting):
+            transfer.measured = False
+            self.give_up_measuring()
+        insort(self.waiting, transfer, key=attrgetter("priority"))
+        return self.take_ready()
+
+    def hurry(self, transfer: Transfer) -> list[Transfer]:
+        """Make a demand of ``transfer``. Gives those that are to start now."""
+        waits = transfer in self.waiting
+        if waits:
+            self.waiting.remove(transfer)
+        for each in (transfer, *transfer.parts):
+            each.priority = DEMAND
+        if waits:
+            insort(self.waiting, transfer, key=attrgetter("priority"))
+            self.give_up_measuring()
+        return self.take_ready()
+
+    def give_up_measuring(self) -> None:
+        """Have nobody wait: neither the one in flight nor those that wait are measured any more."""
+        for transfer in (*([self.alone] if self.alone else ()), *self.waiting):
+            transfer.measured = False
+        self.alone = None
+
+    def take_overdue(self, now_s: float, timeout_s: float) -> list[Transfer]:
+        """Where nothing was over for so long, those that have waited so long: they wait no more."""
+        overdue = [e for e in self.waiting if now_s - max(e.asked_s, self.progress_s) >= timeout_s]
+        if overdue:
+            self.waiting = [each for each in self.waiting if each not in overdue]
+            self.give_up_measuring()
+        return overdue
+
+    def take_out(self, transfer: Transfer, now_s: float) -> list[Transfer]:
+        """The transfer is in flight no more. Gives those that are to start now."""
+        self.in_flight.discard(transfer)
+        self.progress_s = now_s
+        if self.alone is transfer:
+            self.alone = None
+        return self.take_ready() if self.waiting else []
+
+    def take_ready(self) -> list[Transfer]:
+        ready: list[Transfer] = []
+        while self.alone is None and self.waiting and not (self.waiting[0].measured and self.in_flight):
+            first = self.waiting.pop(0)
+            if first.measured:
+                self.alone = first
+            first.began_s = perf_counter()
+            self.in_flight.add(first)
+            ready.append(first)
+        return ready
+
+
+class Queue:
+    """The transfers of a spill space. Every method may be called from any thread.
+
+    timeout_s   where no transfer ends for so long, those that wait for their turn fail
+    check       what is wrong with a transfer that is over: asked where it failed, or is checksummed
+    note        called with the lock, and the time, once for each transfer that is over
+    hang_error  what a transfer fails with that waited in vain
+
+    lock        also of what `note` changes
+    hangs       `close` gave up
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        check: Callable[[Transfer], SpillError | None],
+        note: Callable[[Transfer, float], None],
+        hang_error: Callable[[], SpillError],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.hangs = False
+        self._timeout_s = timeout_s
+        self._check, self._note, self._hang_error = check, note, hang_error
+        self._directions: dict[Kind, _Direction] = {"write": _Direction(), "read": _Direction()}
+        self._telling: set[Transfer] = set()  # they are over, and somebody is being told
+        self._watch: threading.Timer | None = None  # while something waits for its turn
+        self._idle = threading.Condition(self.lock)
+        self._closed = False
+
+    def is_idle(self, kind: Kind) -> bool:
+        """Whether no transfer of that direction is in flight, or waits."""
+        direction = self._directions[kind]
+        return not direction.in_flight and not direction.waiting
+
+    def admit(self, transfer: Transfer) -> Iterator[Transfer]:
+        """Those to hand to their transports now: this one, unless it waits for a measurement. Of one that
+        cannot be handed over, `refused` is told. Called with the lock."""
+        direction = self._directions[transfer.kind]
+        ready = direction.add(transfer)
+        if direction.waiting and self._watch is None:
+            self._begin_watch()
+        return iter(ready)
+
+    def refused(self, transfer: Transfer, error: BaseException, others: Iterable[Transfer]) -> None:
+        """Its transport is closed, or broken: it is over. Raises other errors, such as an interrupt: whether
+        the transfer began is not known then. The others begin all the same."""
+        try:
+            if isinstance(error, ValueError):
+                transfer.started_s = transfer.finished_s = perf_counter()
+                broken = isinstance(error, TransportBroken)
+                self.end(transfer, SpillError(str(error) if broken else f"{CLOSED}: {error}"))
+                return
+            with self.lock:
+                others = [*others, *self._directions[transfer.kind].take_out(transfer, perf_counter())]
+                self._tell_if_idle()
+            raise error
+        finally:
+            self._start(iter(others))
+
+    def hurry(self, transfer: Transfer) -> None:
+        """Make a demand of the transfer."""
+        with self.lock:
+            if transfer.priority == DEMAND:
+                return
+            direction = self._directions[transfer.kind]
+            ready = direction.hurry(transfer)
+            begun = transfer in direction.in_flight
+        self._start(iter(ready))
+        if begun:
+            transfer.path.transport.hurry(transfer.parts or (transfer,))
+
+    def end_part(self, transfer: Transfer, part: Transfer) -> None:
+        """A part of the transfer is over, and with the last one the transfer."""
+        with self.lock:
+            transfer.left -= 1
+            transfer.started_s = min(transfer.started_s or math.inf, part.started_s)
+            transfer.finished_s = max(transfer.finished_s, part.finished_s)
+            transfer.abandoned |= part.abandoned
+            transfer.unsettled |= part.unsettled
+            if not part.error_number:
+                part.keep = None
+            elif transfer.failed is None:
+                transfer.failed, transfer.error_number = part, part.error_number
+            if transfer.left:
+                return
+        self.end(transfer)
+
+    def end(self, transfer: Transfer, error: SpillError | None = None) -> None:
+        """The transfer is over: tell who asked for it, and start who waited for it. Called by transports, on
+        any thread.
+
+        error   of one that never began
+        """
+        if transfer.rehearsed and transfer.measured and error is None and not transfer.error_number:
+            transfer.rehearsed, transfer.left = False, len(transfer.parts)
+            for each in (transfer, *transfer.parts):
+                each.method, each.keep = transfer.path.method, transfer.keep
+            transfer.began_s = perf_counter()
+            self._start(iter([transfer]))
+            return
+        if error is None and (transfer.error_number or transfer.checked):
+            error = self._check(transfer)
+        transfer.error = error
+        if not transfer.error_number:  # what failed may still have the memory
+            transfer.keep = None  # whoever is told that it is over can free the memory
+        now_s = perf_counter()
+        with self.lock:
+            self._note(transfer, now_s)
+            ready = self._directions[transfer.kind].take_out(transfer, now_s)
+            self._telling.add(transfer)
+        try:
+            transfer.told(transfer)
+        finally:
+            self._telling.discard(transfer)
+            if self._closed:
+                with self.lock:
+                    self._tell_if_idle()
+            if ready:
+                self._start(iter(ready))
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until every transfer is over. False: none was over for so long. Those that have not begun have
+        failed then."""
+        with self.lock:
+            self._closed = True
+            watch = self._watch
+        if watch is not None:
+            watch.cancel()
+            watch.join(timeout_s)
+        with self.lock:
+            began_s = perf_counter()
+            while not self._is_idle():
+                progress_s = max(began_s, *(each.progress_s for each in self._directions.values()))
+                left_s = progress_s + timeout_s - perf_counter()
+                if left_s <= 0:
+                    break
+                self._idle.wait(left_s)
+            else:
+                return True
+        self.give_up()
+        return False
+
+    def give_up(self) -> None:
+        """The disk hangs: end what has not begun."""
+        self.hangs = True
+        with self.lock:
+            waiting = [e for each in self._directions.values() for e in each.take_overdue(math.inf, 0.0)]
+            in_flight = [e for each in self._directions.values() for e in each.in_flight]
+        self._fail(waiting)
+        for transfer in in_flight:
+            transfer.path.transport.cancel(transfer.parts or (transfer,))
+
+    def _start(self, ready: Iterator[Transfer]) -> None:
+        for transfer in ready:
+            try:
+                transfer.path.transport.submit(transfer.parts or (transfer,))
+            except BaseException as error:
+                self.refused(transfer, error, ready)
+
+    def _tell_if_idle(self) -> None:
+        if self._closed and self._is_idle():
+            self._idle.notify_all()
+
+    def _is_idle(self) -> bool:
+        return not self._telling and self.is_idle("write") and self.is_idle("read")
+
+    def _fail(self, transfers: Sequence[Transfer]) -> None:
+        """They never began."""
+        for transfer in transfers:
+            transfer.started_s = transfer.finished_s = perf_counter()
+            try:
+                self.end(transfer, self._hang_error())
+            except Exception:  # the requester's fault: the others are told all the same
+                logger.exception("what follows a transfer failed")
+
+    def _begin_watch(self) -> None:
+        """Look after those that wait for their turn, soon. Called with the lock."""
+        self._watch = threading.Timer(self._timeout_s / 4, self._look)
+        self._watch.daemon = True
+        self._watch.name = "penstock-watch"
+        self._watch.start()
+
+    def _look(self) -> None:
+        with self.lock:
+            now_s, self._watch = perf_counter(), None
+            overdue, ready = [], []
+            for direction in self._directions.values():
+                overdue += direction.take_overdue(now_s, self._timeout_s)
+                ready += direction.take_ready()
+            if not self._closed and any(each.waiting for each in self._directions.values()):
+                self._begin_watch()
+        self._fail(overdue)
+        self._start(iter(ready))
