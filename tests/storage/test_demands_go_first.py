@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -158,6 +158,31 @@ def test_what_waits_for_a_measurement_can_be_hurried(mover: Mover, gate: Gate) -
     gate.wait_until_began(*(("read", extent.offset) for extent in extents))
     gate.open()
     mover.wait(4)
+
+
+def test_one_that_is_hurried_while_it_is_handed_over_is_a_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Late(MemoryTransport):
+        def submit(self, transfers: Sequence[Transfer]) -> None:
+            transfers[0].hurry()
+            super().submit(transfers)
+            order.append("submitted")
+
+        def hurry(self, transfers: Sequence[Transfer]) -> None:
+            super().hurry(transfers)
+            order.append("hurried")
+
+    monkeypatch.setitem(TRANSPORTS, "memory", Late)
+    with SpillSpace(tmp_path, IoOptions(paths=["memory direct"], reexplore=0)) as space:
+        mover, extent = Mover(space), space.allocate(SIZE)
+        for priority in (DEMAND, EVICT):  # the first one is carried out twice
+            order.clear()
+            mover.move("write", extent, priority)
+            mover.wait(1)
+    assert order == ["hurried", "submitted", "hurried"]
 
 
 @pytest.mark.parametrize("mover", [1], indirect=True)

@@ -250,8 +250,11 @@ class Queue:
 
     def _start(self, ready: Iterator[Transfer]) -> None:
         for transfer in ready:
+            asked, parts = transfer.priority, transfer.parts or (transfer,)
             try:
-                transfer.path.transport.submit(transfer.parts or (transfer,))
+                transfer.path.transport.submit(parts)
+                if transfer.priority != asked:  # hurried meanwhile
+                    transfer.path.transport.hurry(parts)
             except BaseException as error:
                 self.refused(transfer, error, ready)
 

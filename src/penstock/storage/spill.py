@@ -289,8 +289,11 @@ class SpillSpace:
                     each.method = "buffered"
             ready = self._queue.admit(transfer)
         for each in ready:  # here, and not in a function of its own: every copy passes through it
+            asked, parts = each.priority, each.parts or (each,)
             try:
-                each.path.transport.submit(each.parts or (each,))
+                each.path.transport.submit(parts)
+                if each.priority != asked:  # hurried meanwhile
+                    each.path.transport.hurry(parts)
             except BaseException as error:
                 self._queue.refused(each, error, ready)
         return transfer
@@ -324,8 +327,11 @@ class SpillSpace:
             transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
             ready = self._queue.admit(transfer)
         for each in ready:
+            asked, parts = each.priority, each.parts or (each,)
             try:
-                each.path.transport.submit(each.parts or (each,))
+                each.path.transport.submit(parts)
+                if each.priority != asked:  # hurried meanwhile
+                    each.path.transport.hurry(parts)
             except BaseException as error:
                 self._queue.refused(each, error, ready)
         return transfer
