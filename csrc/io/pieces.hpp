@@ -49,8 +49,8 @@ struct Piece {
 
 inline constexpr std::uint64_t kCutBytes = 4096;
 
-// In order of the file. Together their data is the transfer's, once each. `slot_bytes` bounds staged pieces; neither
-// bound is below the alignment.
+// In order of the file. Together their data is the transfer's, once each. `slot_bytes` bounds staged pieces;
+// neither bound is below the alignment.
 inline std::vector<Piece> cut(const Transfer& transfer, std::uint64_t piece_bytes, std::uint64_t slot_bytes) {
   std::vector<Piece> pieces;
   const auto data_begin = transfer.offset, data_end = transfer.offset + transfer.size_bytes;

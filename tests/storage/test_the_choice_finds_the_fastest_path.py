@@ -252,6 +252,18 @@ def test_a_path_that_copies_must_be_clearly_faster(copying_cost_s: float, chosen
     assert choice.path_to_write(MIB) == chosen
 
 
+def test_a_path_that_copies_is_tried_rarely_where_it_is_no_faster() -> None:
+    paths = {"direct": "disk", "staged": "disk"}
+    machine = Machine({kind: dict.fromkeys(paths, 1.0) for kind in ("write", "read")}, sigma=0, outliers=0)
+    tried = []
+    for copying in ((), ("staged",)):
+        moved = train(Choice(paths, copying=copying), machine, [MIB] * 20, 200)
+        tried.append([uses(steps, "write")["staged"] for steps in (moved[:3], moved[3:])])
+    (first, later), (first_copying, later_copying) = tried
+    assert first >= 9 and first_copying == 3
+    assert later > 5 * later_copying > 0
+
+
 @settings(max_examples=30)
 @given(
     SEEDS,

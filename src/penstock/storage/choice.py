@@ -56,6 +56,7 @@ class PathCost:
     in_flight   explorations asked for that are not over
     exploring   of these, those that are paid from its exploration budget
     loaded      its first costs are known from before
+    weight      of its costs where they are compared: `COPYING` for one that copies, else 1
     cost        median of the last `WINDOW`; infinite where unknown
     least, recent   of the last three: the least, and the median; 0 where there are not so many
     tried       number of the class's transfer that tried it last
@@ -64,6 +65,7 @@ class PathCost:
 
     path: str
     medium: str
+    weight: float = 1.0
     count: int = 0
     in_flight: int = 0
     exploring: int = 0
@@ -80,6 +82,10 @@ class PathCost:
     def samples(self) -> int:
         """How many costs the median stands on."""
         return len(self._ordered)
+
+    @property
+    def weighed(self) -> float:
+        return self.cost * self.weight
 
     @property
     def tries(self) -> int:
@@ -130,10 +136,13 @@ class SizeClass:
     """
 
     def __init__(self, number: int, paths: Mapping[str, str], copying: Collection[str]) -> None:
-        self.number, self._copying = number, copying
+        self.number = number
         self.waits = False
         self.media = tuple(dict.fromkeys(paths.values()))
-        self.records = {kind: {path: PathCost(path, paths[path]) for path in paths} for kind in KINDS}
+        weights = {path: COPYING if path in copying else 1.0 for path in paths}
+        self.records = {
+            kind: {path: PathCost(path, paths[path], weights[path]) for path in paths} for kind in KINDS
+        }
         self.best = {(kind, medium): self.among(kind, [medium])[0] for kind in KINDS for medium in self.media}
         self.home = self.media[0]
         self.untried = set(self.best)
@@ -165,28 +174,31 @@ class SizeClass:
     def refresh(self, kind: Kind, record: PathCost) -> None:
         """A cost of ``record`` was added: another path, or medium, may be the best now."""
         key = kind, record.medium
-        fastest = min(self.among(kind, [record.medium]), key=self._weighed)
-        if self._weighed(fastest) < self._weighed(self.best[key]) * (1 - MARGIN):
+        fastest = min(self.among(kind, [record.medium]), key=lambda record: record.weighed)
+        if fastest.weighed < self.best[key].weighed * (1 - MARGIN):
             self.best[key] = fastest
         if len(self.media) > 1:
             medium, held = self._fastest(self.media), self._cost(self.home)
             if held == math.inf or self._cost(medium) < held * (1 - MARGIN):
                 self.home = medium
 
-    def reading_back(self, record: PathCost) -> float:
-        """What reading from the medium that a path writes to costs beyond reading from `home`."""
+    def beyond(self, kind: Kind, record: PathCost, cost: float, best: PathCost) -> float:
+        """What a path that costs so much takes beyond the best, for each byte. Of a write, reading back from
+        its medium counts."""
         there, home = self.best["read", record.medium], self.best["read", self.home]
-        return there.cost - home.cost if there.count and home.count else 0.0
+        back = there.cost - home.cost if kind == "write" and there.count and home.count else 0.0
+        return max(cost * record.weight - best.weighed + back, 0.0)
 
     def exploration(self, records: Iterable[PathCost]) -> PathCost | None:
         """Of the paths that were not tried often enough, the one tried least."""
         records = list(records)
-        best = min(record.cost for record in records)
+        best = min(record.weighed for record in records)
         chosen, fewest = None, SURE
         for record in records:
-            if record.tries >= fewest or (record.count >= 2 and (record.loaded or record.cost > FAR * best)):
+            is_clear = record.count >= 2 and (record.loaded or record.weighed > FAR * best)
+            if record.tries >= fewest or is_clear:
                 continue
-            near = record.count >= EXPLORATIONS and record.cost <= NEAR * best and not record.loaded
+            near = record.count >= EXPLORATIONS and record.weighed <= NEAR * best and not record.loaded
             if record.tries < EXPLORATIONS or near:
                 chosen, fewest = record, record.tries
         return chosen
@@ -203,9 +215,6 @@ class SizeClass:
 
     def _cost(self, medium: str) -> float:
         return self.best["write", medium].cost + self.best["read", medium].cost
-
-    def _weighed(self, record: PathCost) -> float:
-        return record.cost * COPYING if record.path in self._copying else record.cost
 
 
 class Choice:
@@ -292,8 +301,7 @@ class Choice:
         if record.exploring:
             record.exploring -= 1
             best = known.best_to(kind, known.media if kind == "write" else [record.medium])
-            beyond = record.recent - best.cost + (known.reading_back(record) if kind == "write" else 0.0)
-            record.spent_s += max(beyond, 0.0) * size_bytes
+            record.spent_s += known.beyond(kind, record, record.recent, best) * size_bytes
         for rounds in self._rounds[known.number].values():
             if rounds.saw(kind, record, size_bytes):
                 rounds.end(known)  # as it was before this cost
@@ -392,8 +400,8 @@ class Choice:
         best.spent_s = max(best.spent_s, known.earned_s)
         affordable = []
         for record in known.among(kind, media):
-            beyond = record.least - best.cost + (known.reading_back(record) if kind == "write" else 0.0)
-            pays = known.earned_s - record.spent_s >= max(beyond, 0.0) * size_bytes
+            beyond_s = known.beyond(kind, record, record.least, best) * size_bytes
+            pays = known.earned_s - record.spent_s >= beyond_s
             if pays and record is not best and record.in_flight < EXPLORATIONS:
                 affordable.append(record)
         if not affordable:
