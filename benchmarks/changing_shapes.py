@@ -114,9 +114,7 @@ def program(name: str, quick: bool) -> tuple[Any, str]:
         try:
             import llama
         except ModuleNotFoundError:
-            sys.exit(
-                "Llama needs transformers: pip install 'penstock[bench-train]', or --model 'tiny kernels'"
-            )
+            sys.exit("Llama needs transformers: pip install '.[bench-train]', or --model 'tiny kernels'")
         return llama.Config(layers=2, width=128) if quick else llama.Config(), llama.__file__
     config = tiny_kernels.Config(layers=6, kernels=40) if quick else tiny_kernels.Config()
     return config, tiny_kernels.__file__

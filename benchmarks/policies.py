@@ -113,7 +113,7 @@ def budget_of(trace: penstock.Trace, hardware: penstock.Hardware, policy: str) -
     for share in TWENTIETHS:
         budget_bytes = trace.peak_bytes * share // 20
         try:
-            penstock.plan(trace, machine, policy, device_budget_bytes=budget_bytes, time_limit_s=1.0)
+            penstock.plan(trace, machine, policy, False, False, 1.0, device_budget_bytes=budget_bytes)
         except PenstockError as refused:
             failure = refused
         else:

@@ -282,10 +282,10 @@ def inside(
     spill_dir: str,
 ) -> dict[str, Any]:
     try:
-        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy)
+        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy, False)
     except penstock.BudgetTooSmall as error:  # a kernel alone needs more than the share
         budget_bytes = error.minimum_bytes
-        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy)
+        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy, False)
     predicted = simulate(trace, plan, given)
     with opened(budget_bytes, spill_dir, given, plan=plan) as run:
         train = model.build(model.blocks)

@@ -56,7 +56,7 @@ def main() -> int:
 
     console.rule("Before: what will it need?", align="left")
     spill = ["--spill-dir", options.spill_dir] if options.spill_dir else []
-    command("probe", "--seconds", "1" if options.quick else "5", *spill, "-o", str(hardware_file))
+    command("probe", "--time-limit", "1" if options.quick else "5", *spill, "-o", str(hardware_file))
     command("trace", f"{script}:{function}", "-o", str(trace_file))
     trace = penstock.Trace.load(trace_file)
     budgets = {percent: trace.peak_bytes * percent // 100 for percent in PERCENT}

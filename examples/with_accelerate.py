@@ -1,6 +1,6 @@
 """A loop of one's own with accelerate, two batches a step, in a budget of half its memory.
 
-pip install 'penstock[integrations]', then: python examples/with_accelerate.py
+pip install '.[integrations]', then: python examples/with_accelerate.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A LightningModule that is built, trained and validated in a budget of half its memory.
 
-pip install 'penstock[integrations]', then: python examples/with_lightning.py
+pip install '.[integrations]', then: python examples/with_lightning.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a language model by transformers.Trainer in a budget: the text of this folder.
 
-pip install 'penstock[integrations]', then: python examples/with_transformers.py
+pip install '.[integrations]', then: python examples/with_transformers.py
 """
 
 from __future__ import annotations

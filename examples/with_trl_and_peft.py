@@ -1,6 +1,6 @@
 """Fine-tune an adapter of PEFT by TRL's SFTTrainer, in a budget of half of its memory.
 
-pip install 'penstock[integrations]', then: python examples/with_trl_and_peft.py
+pip install '.[integrations]', then: python examples/with_trl_and_peft.py
 
 The model has random weights: take `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer instead.
 """

@@ -68,4 +68,4 @@ POLICIES: dict[str, Policy] = {
 def plan(trace: penstock.Trace, hardware: penstock.Hardware, policy: str, **options: Any) -> penstock.Plan:
     """`penstock.plan`, for the artifact's policies too."""
     with patch.dict(planners.POLICIES, POLICIES):
-        return penstock.plan(trace, hardware, policy, **options)
+        return penstock.plan(trace, hardware, policy, **({"recompute": False} | options))

@@ -24,6 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def installing(extra: str) -> str:
+    """What installs an extra: nothing is released, so that it comes from a clone."""
+    return f"pip install '.[{extra}]' in your clone of penstock"
+
+
 class PenstockError(Exception):
     """The root of all errors penstock raises on purpose."""
 

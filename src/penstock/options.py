@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from penstock.errors import InvalidArgument, InvalidSize
-from penstock.units import parse_bytes, parse_endurance
+from penstock.units import parse_budget, parse_bytes, parse_endurance, parse_share
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,8 @@ CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
 # What can be given: keys of _READ, and Literals.
 Policy: TypeAlias = str
 Size: TypeAlias = int | str
+Budget: TypeAlias = int | str
+Share: TypeAlias = int | str
 Endurance: TypeAlias = int | str
 Count: TypeAlias = int
 Number: TypeAlias = int
@@ -118,6 +120,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "Fraction": fraction,
     "MicroBatch": _micro_batch,
     "Size": parse_bytes,
+    "Budget": parse_budget,
+    "Share": parse_share,
     "Endurance": parse_endurance,
     "Path": Path,
     "str | os.PathLike[str]": Path,
@@ -251,7 +255,7 @@ class IoOptions(_Options):
     Raises InvalidArgument or InvalidSize where a value cannot be used.
     """
 
-    page_cache_budget: Size = 0
+    page_cache_budget: Budget = 0
     paths: str | Sequence[str] | None = field(default=None, metadata={"flag": "io-path"})
     costs: str | os.PathLike[str] | None = field(default=None, metadata={"flag": "io-costs"})
     explorers: Explorers = field(default="divided", metadata={"flag": "io-explorers"})
@@ -320,10 +324,10 @@ def offload(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    device_budget: Size,
+    device_budget: Share,
     spill_dir: Directories | None = None,
-    host_budget: Size | None = None,
-    disk_budget: Size | None = None,
+    host_budget: Share | None = None,
+    disk_budget: Budget | None = None,
     device: str | torch.device | None = None,
     plan: Plan | None = None,
     hardware: Hardware | None = None,
@@ -331,28 +335,30 @@ def offload(
     planning: PlanOptions = PlanOptions(),
     batches: BatchOptions = BatchOptions(),
 ) -> Offload:
-    """Run PyTorch with no more than ``device_budget`` of device memory. The same bits as without, unless
+    """Run PyTorch with no more than ``device_budget`` of device memory. Results are bit-identical, unless
     ``planning`` allows others.
 
     From now on until `close`, weights, gradients, optimizer state and activations leave the device when
     the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
-    the first one is recorded, and from then on a plan says what moves when. The model, and how the loop is
+    the first one or two run without a plan, and the next three by one; all of these are recorded, and slower
+    than those that follow. The model, and how the loop is
     written, do not change. Models larger than the budget are built inside::
 
         with penstock.offload(device_budget="8GiB", spill_dir="/mnt/nvme") as run:
             model = build()
 
     model, optimizer   where they exist already; for their names in reports
-    device_budget   most bytes of tensors and workspace on the device, such as 600MiB or 1.5GB. An integer, or
-                    such a text. On a CPU, bytes of RAM
+    device_budget   most bytes of tensors and workspace on the device, such as 600MiB or 8G. An integer, or
+                    such a text; 8G is 8GiB. On a CPU, bytes of RAM. "50%" is of the device's memory, on a
+                    CPU of what is available; "auto" is nine tenths of what is free now
     spill_dir       a directory on the disk to use; one on NVMe is best. With several, on as many disks, every
                     tensor is striped over all of them. None: the system's directory for temporary files. What
                     is written there has no name, is readable by nobody else, and is gone with the process,
                     however that ends. Or a namespace of a remote drive, empty or of an earlier run:
                     "nvme+tcp://HOST:PORT/NQN?ns=1". What is spilled there crosses the network as it is, and
                     stays there
-    host_budget     pinned host memory to use as a tier and for staging, on a GPU. None: an eighth of what is
-                    free
+    host_budget     pinned host memory to use as a tier and for staging, on a GPU. "50%" is of what is
+                    available, "auto" nine tenths of it. None: an eighth of what is free
     disk_budget     most bytes on disk. None: what is free there. Where torchrun has started several processes
                     on this machine, it and the host budget are theirs together, and are divided
     device          cpu, or a GPU such as cuda:0. None: the model's, or the CPU

@@ -1,6 +1,6 @@
 """Sizes, times and rates as people write and read them.
 
-GB is 10**9 bytes, GiB is 2**30.
+GB is 10**9 bytes; GiB is 2**30, and so are G and Gi, as torch and Slurm have them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ import re
 
 from penstock.errors import InvalidSize
 
-_FACTORS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "pb": 10**15,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "pib": 2**50,
-}
+_FACTORS = {"b": 1}
+for _power, _letter in enumerate("kmgtp", 1):
+    _FACTORS |= {f"{_letter}b": 10 ** (3 * _power)}
+    _FACTORS |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 2 ** (10 * _power))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+
+AUTO = "auto"
+AUTO_SHARE = 0.9  # of what is free: the rest is for contexts, workers that load data, and other programs
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes in ``size``: an integer, or text such as ``"600MiB"``, ``"1.5 GB"`` or ``"4096"``.
+    """Bytes in ``size``: an integer, or text such as ``"600MiB"``, ``"1.5 GB"``, ``"8G"`` or ``"4096"``.
 
     Raises InvalidSize where the text is no size, or the size is negative.
     """
@@ -48,6 +43,34 @@ def parse_bytes(size: int | str) -> int:
             "PiB, such as '600MiB' or '1.5GB'"
         )
     return math.ceil(float(match[1]) * factor)
+
+
+def parse_budget(size: int | str) -> int:
+    """Bytes in a budget. As `parse_bytes`, but that a text of less than 1 MiB needs a unit."""
+    if isinstance(size, str) and (size.strip() == AUTO or _SHARE.fullmatch(size)):
+        raise InvalidSize(f"{size!r} is of a machine's memory, and only a run asks for that: write 8GiB")
+    found, number = parse_bytes(size), str(size).strip()
+    if isinstance(size, str) and 0 < found < 1 << 20 and not number[-1].isalpha():
+        raise InvalidSize(f"{size!r} has no unit: {counted(found, 'byte')}? Write {number}GiB or {number}MiB")
+    return found
+
+
+def parse_share(size: int | str) -> int | str:
+    """A budget: bytes, or ``"auto"``, or a share of a memory such as ``"50%"``."""
+    if isinstance(size, str) and size.strip() == AUTO:
+        return AUTO
+    if not isinstance(size, str) or (share := _SHARE.fullmatch(size)) is None:
+        return parse_budget(size)
+    if not 0 < float(share[1]) <= 100:
+        raise InvalidSize(f"{size!r} is not a share: give more than 0 %, and 100 % at most")
+    return f"{share[1]}%"
+
+
+def share_bytes(budget: int | str, total_bytes: int, free_bytes: int) -> int:
+    """Bytes of what `parse_share` found, of a memory that has so many, of which so many are free."""
+    if isinstance(budget, int):
+        return budget
+    return int(AUTO_SHARE * free_bytes if budget == AUTO else total_bytes * float(budget[:-1]) / 100)
 
 
 def parse_endurance(size: int | str) -> int:

@@ -105,7 +105,7 @@ def test_policies_and_budgets_are_shown_on_request(folder: Path, capsys: pytest.
     assert "keep: the policy 'keep' needs" in shown and "limited by" in shown
 
 
-def test_recomputation_and_compression_are_used_only_where_asked_for(
+def test_recomputation_and_compression_are_used_unless_they_are_forbidden(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A disk of 1 MB/s: whatever else can make room is faster."""
@@ -119,16 +119,17 @@ def test_recomputation_and_compression_are_used_only_where_asked_for(
     slow.save("slow.json")
     arguments = ("plan", "trace.json.gz", "--hardware", "slow.json", "--device-budget", BUDGET)
     ask(capsys, "trace", "model.py:build")
-    assert ask(capsys, *arguments, "--time-limit", "2")["recomputations"] == 0
+    assert ask(capsys, *arguments, "--no-recompute", "--time-limit", "2")["recomputations"] == 0
     assert not penstock.Plan.load("plan.json").recomputations
-    assert ask(capsys, *arguments, "--recompute", "--time-limit", "2")["recomputations"] > 0
+    assert ask(capsys, *arguments, "--time-limit", "2")["recomputations"] > 0
     assert penstock.Plan.load("plan.json").recomputations
 
     (folder / "relu.py").write_text(SCRIPT.replace("GELU", "ReLU"))
     ask(capsys, "trace", "relu.py:build", "--real")
-    plain = ask(capsys, *arguments, "--time-limit", "2")
+    arguments = (*arguments, "--no-recompute")
+    plain = ask(capsys, *arguments, "--no-compress", "--time-limit", "2")
     assert {evict.codec for evict in penstock.Plan.load("plan.json").evictions} == {"raw"}
-    packed = ask(capsys, *arguments, "--compress", "--time-limit", "2")
+    packed = ask(capsys, *arguments, "--time-limit", "2")
     assert "csr" in {evict.codec for evict in penstock.Plan.load("plan.json").evictions}
     assert packed["predicted_s"] < plain["predicted_s"]
 
@@ -157,7 +158,7 @@ def test_other_machines_are_asked_about(folder: Path, capsys: pytest.CaptureFixt
         "1,4",
         "--disk-rate",
         "50MB/s",
-        "--seconds",
+        "--time-limit",
         "4",
     )
     arguments = ("whatif", "trace.json.gz", "--hardware", "given.json", *sweep)
@@ -292,7 +293,7 @@ def test_a_real_trace_is_measured(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_probe_measures_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = ask(capsys, "probe", "--spill-dir", ".", "--seconds", "0.2", "-o", "measured.json")
+    answer = ask(capsys, "probe", "--spill-dir", ".", "--time-limit", "0.2", "-o", "measured.json")
     assert answer["hardware"]["disk_write_bytes_per_s"] > 0
     assert penstock.Hardware.load("measured.json").disk_read_bytes_per_s > 0
 
@@ -321,3 +322,13 @@ def test_an_interrupt_ends_cleanly(folder: Path) -> None:
     assert names_in(folder) == {"model.py", "given.json", "penstock-run"}
     kept = Record.load(folder / "penstock-run")
     assert kept.report.steps >= 1 and "wrote penstock-run/report.json" in ended.stdout
+
+
+def test_a_prediction_of_estimated_times_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1GiB")
+    for real, said in ((), True), (("--real",), False):
+        ask(capsys, "trace", "model.py:build", *real)
+        assert cli.main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert ("bytes are exact, times are not" in shown) is said
+        assert ("nothing is compressed" in shown) is said

@@ -196,10 +196,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def test_bench_compares_what_reads_samples(store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = told(capsys, "bench", store, "--seconds", "0.05", "--batch", "2", "--cache", "2MiB")
+    shown = told(capsys, "bench", store, "--time-limit", "0.05", "--batch", "2", "--cache", "2MiB")
     for way in ("single reads", "read", "bread, full", "bread, chunk"):
         assert way in shown
-    found = values(capsys, "bench", store, "--seconds", "0.05", "--cold", "--io", "buffered")
+    found = values(capsys, "bench", store, "--time-limit", "0.05", "--cold", "--io", "buffered")
     assert found["io"] == "buffered" and found["cold"] is True
     assert [row["way"] for row in found["rows"]] == ["single reads", "read", "bread, full", "bread, chunk"]
     assert all(row["samples"] > 0 and row["time_s"] > 0 for row in found["rows"])
@@ -224,7 +224,7 @@ def test_bench_compares_what_reads_samples(store: str, capsys: pytest.CaptureFix
         (("verify", "tree"), "is not a sample store"),
         (("unpack", "store", "out", "cow"), "cow"),
         (("unpack", "store", "tree", "cat/1.txt"), "--overwrite"),
-        (("bench", "store", "--seconds", "0"), "more than 0"),
+        (("bench", "store", "--time-limit", "0"), "more than 0"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -256,5 +256,5 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main(["samples", *arguments])
-    assert refusal.value.code == 1
+    assert refusal.value.code == 2
     assert said in capsys.readouterr().err

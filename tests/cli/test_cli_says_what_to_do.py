@@ -88,7 +88,7 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
             ("plan", "notes.txt", "--hardware", "given.json", "--device-budget", "1MiB"),
             "is not a whole JSON file",
         ),
-        (("probe", "--spill-dir", "nowhere", "--seconds", "0.2"), "nowhere"),
+        (("probe", "--spill-dir", "nowhere", "--time-limit", "0.2"), "nowhere"),
         (("probe", "--device", "abacus"), "abacus"),
         (
             ("samples", "pack", "photos", "photos", "store"),
@@ -164,7 +164,7 @@ def test_names_are_shown_in_a_locale_without_their_letters(folder: Path) -> None
 def test_an_endurance_is_one_of_a_data_sheet(endurance: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main(["plan", "trace.json.gz", *PLAN, "--endurance", endurance])
-    assert refusal.value.code == 1
+    assert refusal.value.code == 2
     assert "600" in capsys.readouterr().err
 
 
@@ -172,7 +172,7 @@ def test_an_endurance_is_one_of_a_data_sheet(endurance: str, capsys: pytest.Capt
 def test_a_micro_batch_is_a_number_of_samples(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main([*RUN, "1GiB", f"--micro-batch={size}"])
-    assert refusal.value.code == 1
+    assert refusal.value.code == 2
     assert f"'{size}' is not a number of samples: give 1 or more, or \"auto\"" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_an_order_of_micro_batches_needs_their_size(capsys: pytest.CaptureFixtur
 def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main([*RUN[:-1], f"--device-budget={budget}"])
-    assert refusal.value.code == 1
+    assert refusal.value.code == 2
     assert "is not a size" in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str
         (("--disk-rate", "fast"), "is not a size"),
         (("--device-budget", "8GiB,"), "is not a size"),
         (("--host-budget=-1GiB",), "is not a size"),
-        (("--seconds", "soon"), "is not a number of seconds"),
+        (("--time-limit", "soon"), "is not a number of seconds"),
         (("--policy", "best"), "invalid choice: 'best'"),
     ],
 )
@@ -207,13 +207,13 @@ def test_what_a_sweep_cannot_read(
 ) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main(["whatif", "trace.json.gz", "--hardware", "given.json", *arguments])
-    assert refusal.value.code == 1
+    assert refusal.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_sweep_that_fits_nowhere_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["whatif", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1KiB,2KiB"]
-    assert cli.main(arguments) == 2
+    assert cli.main(arguments) == 3
     shown = capsys.readouterr().out
     assert "cannot" in shown and "raise the budget to" in shown and "No plan fits" in shown
     assert cli.main(["whatif", "trace.json.gz", "trace.json.gz", "--hardware", "given.json"]) == 1
@@ -222,7 +222,7 @@ def test_a_sweep_that_fits_nowhere_is_infeasible(traced: None, capsys: pytest.Ca
 
 def test_a_plan_below_the_minimum_is_infeasible(traced: None, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1KiB", "--json"]
-    assert cli.main(arguments) == 2
+    assert cli.main(arguments) == 3
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
     assert answer["minimum_bytes"] > 1024
@@ -234,13 +234,13 @@ def test_a_plan_below_the_minimum_is_infeasible(traced: None, capsys: pytest.Cap
 def test_a_run_below_the_minimum_is_infeasible(
     budget: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*RUN, budget, "--spill-dir", ".", "-o", "new/run"]) == 2
+    assert cli.main([*RUN, budget, "--spill-dir", ".", "-o", "new/run"]) == 3
     assert "raise device_budget to" in capsys.readouterr().err.lower()
     assert not (folder / "new").exists()
 
 
 def test_a_disk_too_small_is_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*RUN, "600KiB", "--spill-dir", ".", "--disk-budget", "8KiB"]) == 2
+    assert cli.main([*RUN, "600KiB", "--spill-dir", ".", "--disk-budget", "8KiB"]) == 3
     assert "penstock: error: " in capsys.readouterr().err
 
 
@@ -282,4 +282,4 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(builtins, "__import__", without)
     output = "page.html" if package == "plotly" else "picture.png"
     assert cli.main(["report", "penstock-run", "--no-policies", "-o", output]) == 1
-    assert "pip install 'penstock[report]'" in capsys.readouterr().err
+    assert "pip install '.[report]'" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_the_page_names_states_costs_and_remedies(tmp_path: Path, capsys: pytest
     said = f"tensors cannot be spilled to {tmp_path / 'missing'}: No such file or directory"
     begin = lines.index(f"fails spill directory {said}")
     assert lines[begin + 1] == "it costs: penstock cannot train here"
-    assert lines[begin + 2].startswith("mend it: give --spill-dir")
+    assert lines[begin + 2].startswith("fix it: give --spill-dir")
     assert lines[-1] == "penstock does not work here"
     assert not any("io_uring" in line for line in lines), "there is nowhere to try it"
 

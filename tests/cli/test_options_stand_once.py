@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,23 @@ import penstock
 from penstock.cli.arguments import parser
 from penstock.options import FineTuneOptions, LoraOptions, grouped, options_of, run_options
 from penstock.planners import POLICIES
+from tests.support.traces import five_kernels, machine
 
 RUN = ("run", "script.py:build", "--device-budget", "1GiB")
+
+
+def _planned() -> tuple[penstock.Trace, penstock.Hardware]:
+    return five_kernels(), machine()
+
+
+def test_a_plan_may_do_what_a_run_does() -> None:
+    given = inspect.signature(penstock.plan).parameters
+    options = penstock.PlanOptions()
+    assert (given["recompute"].default, given["compress"].default) == (options.recompute, options.compress)
+    for command in ("plan", "whatif", "report", "run", "finetune"):
+        typed = of_command(command)
+        for name in ("recompute", "compress"):
+            assert typed[name].default is True and f"--no-{name}" in typed[name].option_strings, command
 
 
 def of_command(name: str) -> dict[str, argparse.Action]:
@@ -30,6 +46,7 @@ def test_a_run_has_every_option_on_the_command_line() -> None:
         assert typed[name].default == known[name].default, name
         assert typed[name].help, name
     assert typed["policy"].choices == tuple(POLICIES)
+    assert typed["policy"].metavar == "POLICY" and "evict_all" in str(typed["policy"].help)
     assert typed["verify"].help == known["verify"].text
 
 
@@ -74,6 +91,10 @@ def test_what_is_typed_is_what_a_program_gives() -> None:
             lambda: penstock.offload(device_budget=1, io="posix"),
             "io is of type str: give penstock.IoOpt",
         ),
+        (lambda: penstock.offload(device_budget="8"), "device_budget: '8' has no unit"),
+        (lambda: penstock.offload(device_budget="1GB", disk_budget="auto"), "disk_budget: 'auto' is of a"),
+        (lambda: penstock.IoOptions(page_cache_budget="8"), "page_cache_budget: '8' has no unit"),
+        (lambda: penstock.plan(*_planned(), device_budget_bytes="8"), "'8' has no unit"),
         (lambda: penstock.offload(device_budget="-1"), "device_budget: '-1' is not a size"),
     ],
 )

@@ -312,3 +312,16 @@ def test_what_the_pure_parts_stand_on_imports_no_more() -> None:
         for module in imported(SOURCE / f"{name.rpartition('.')[2]}.py"):
             top = module.partition(".")[0]
             assert module in BELOW_PURE or top in sys.stdlib_module_names
+
+
+def test_nobody_is_told_to_install_what_is_not_released() -> None:
+    """On the index the name may be somebody else's."""
+    root = Path(__file__).parents[2]
+    pages = [
+        root / "README.md",
+        *(root / "docs").rglob("*.md"),
+        *(root / "examples").rglob("*.py"),
+        *(root / "benchmarks").rglob("*.py"),
+    ]
+    for path in [*pages, *(root / "src" / "penstock").rglob("*.py")]:
+        assert "pip install 'penstock" not in path.read_text(encoding="utf-8"), path

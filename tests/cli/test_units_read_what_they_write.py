@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from penstock.units import (
     format_lifetime,
     format_rate,
     format_seconds,
+    parse_budget,
     parse_bytes,
     parse_endurance,
+    parse_share,
+    share_bytes,
 )
 
 
@@ -35,6 +39,10 @@ from penstock.units import (
         ("2.TB", 2 * 10**12),
         ("0.3 B", 1),
         (7, 7),
+        ("8G", 8 << 30),
+        ("8Gi", 8 << 30),
+        ("512M", 512 << 20),
+        ("1.5k", 1536),
     ],
 )
 def test_sizes_that_can_be_read(text: int | str, size: int) -> None:
@@ -47,6 +55,40 @@ def test_sizes_that_can_be_read(text: int | str, size: int) -> None:
 def test_sizes_that_cannot(text: object) -> None:
     with pytest.raises(InvalidSize):
         parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8", "'8' has no unit: 8 bytes? Write 8GiB or 8MiB"),
+        ("0.5", "'0.5' has no unit: 1 byte? Write 0.5GiB"),
+        (" 1.5 ", "2 bytes? Write 1.5GiB"),
+        ("1048575", "has no unit"),
+        ("50%", "only a run asks for that"),
+        ("auto", "only a run asks for that"),
+    ],
+)
+def test_budgets_that_nobody_means(text: str, said: str) -> None:
+    with pytest.raises(InvalidSize, match=re.escape(said)):
+        parse_budget(text)
+    if "only" not in said:
+        with pytest.raises(InvalidSize, match=re.escape(said)):
+            parse_share(text)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [(8, 8), ("0", 0), ("512B", 512), ("1048576", 1 << 20), ("8G", 8 << 30), ("50%", 500), ("37.5 %", 375)]
+    + [("100%", 1000), ("auto", 540)],
+)
+def test_budgets_of_a_memory_of_1000_bytes_600_of_them_free(budget: int | str, size: int) -> None:
+    assert share_bytes(parse_share(budget), 1000, 600) == size
+
+
+@pytest.mark.parametrize("share", ["0%", "101%", "%", "-5%", "half"])
+def test_shares_that_are_none(share: str) -> None:
+    with pytest.raises(InvalidSize):
+        parse_share(share)
 
 
 @given(st.integers(0, 2**50))

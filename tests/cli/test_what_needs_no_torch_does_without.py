@@ -47,7 +47,7 @@ def test_names(program: str) -> None:
         ("plan", "trace.json.gz", "--hardware", "given.json", "--device-budget", "1GiB"),
         ("simulate", "trace.json.gz", "plan.json", "--hardware", "given.json"),
         ("report", "trace.json.gz", "plan.json", "--hardware", "given.json", "--no-policies"),
-        ("whatif", "trace.json.gz", "--hardware", "given.json", "--seconds", "1"),
+        ("whatif", "trace.json.gz", "--hardware", "given.json", "--time-limit", "1"),
         ("checkpoint", "info", "state.safetensors"),
         ("samples", "ls", "store"),
         ("samples", "info", "store"),

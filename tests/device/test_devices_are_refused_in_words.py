@@ -114,3 +114,13 @@ def test_steps_are_traced_on_it() -> None:
     x = torch.ones(64, 64, device=DEVICE)
     trace = penstock.trace(lambda: layer(x).square().sum().backward(), fake=False, device=DEVICE)
     assert trace.kernels > 3 and trace.peak_bytes >= 4 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [("25%", 0.25, 0.25), ("auto", 0.5, 0.9)])
+def test_a_budget_is_a_share_of_the_device(
+    budget: str, least: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "PROBE_S", 0.05)
+    total_bytes = torch.get_device_module(DEVICE).get_device_properties(0).total_memory
+    with penstock.offload(device=DEVICE, device_budget=budget, spill_dir=tmp_path) as run:
+        assert int(least * total_bytes) <= run._engine.budget_bytes <= int(most * total_bytes)

@@ -13,6 +13,6 @@ def test_the_error_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     monkeypatch.delitem(sys.modules, f"penstock.integrations.{library}", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'penstock\[integrations\]'") as raised:
+    with pytest.raises(ImportError, match=r"pip install '\.\[integrations\]'") as raised:
         importlib.import_module(f"penstock.integrations.{library}")
     assert raised.value.name == library

@@ -160,7 +160,7 @@ MISTAKES = {
     "no tokenizer": (("--tokenizer", None), 1, "--tokenizer bytes"),
     "too little text": (("--block-size", "100", "--gradient-accumulation-steps", "50"), 1, "Give more text"),
     "too long": (("--block-size", "4096"), 1, "128 positions"),
-    "too small": (("--device-budget", "1MiB"), 2, "raise --device-budget to"),
+    "too small": (("--device-budget", "1MiB"), 3, "raise --device-budget to"),
     "nothing to go on with": (("--resume",), 1, "nothing to go on with"),
 }
 

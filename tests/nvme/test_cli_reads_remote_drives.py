@@ -50,7 +50,7 @@ def test_a_store_goes_there_and_back(
     assert said.startswith(f"{len(SAMPLES)} samples, ")
     assert said.endswith(f"wrote {url}\n")
     assert "were there already" in told(capsys, "upload", store, url)
-    uploaded = values(capsys, "upload", store, url, "--force")
+    uploaded = values(capsys, "upload", store, url, "--overwrite")
     assert uploaded["written"] == [url]
     assert uploaded["written_bytes"] == uploaded["size_bytes"]
     for command in (["ls", "--long"], ["ls", "0/1*"], ["info"], ["verify"]):
@@ -59,7 +59,7 @@ def test_a_store_goes_there_and_back(
         assert remote.replace(url, "") == local.replace(str(store), "")
     assert told(capsys, "unpack", url, tmp_path / "out", SAMPLES[3][0]).startswith("1 samples")
     assert (tmp_path / "out" / SAMPLES[3][0]).read_bytes() == SAMPLES[3][1]
-    measured = values(capsys, "bench", url, "--seconds", "0.2", "--cache", "64KiB")
+    measured = values(capsys, "bench", url, "--time-limit", "0.2", "--cache", "64KiB")
     assert [row["cached"] for row in measured["rows"]] == [None] * 4
     assert all(row["samples"] > 0 for row in measured["rows"])
 

@@ -405,7 +405,7 @@ def test_another_store_is_not_read_by_those_that_had_mounted_this_one(folder: Pa
             assert store.read(0) == SHARES[0][0][1]
             with pytest.raises(SampleError, match="holds another store: nothing was written"):
                 upload(folder / "store-1", url)
-            upload(folder / "store-1", url, force=True)
+            upload(folder / "store-1", url, overwrite=True)
 
             def read() -> None:
                 with pytest.raises(SampleError, match="another store than when it was mounted"):

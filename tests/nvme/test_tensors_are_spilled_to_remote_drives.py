@@ -445,7 +445,7 @@ def test_the_commands_take_the_url(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = url_of(target)
-    assert cli.main(["probe", "--spill-dir", url, "--seconds", "0.5", "--json"]) == 0
+    assert cli.main(["probe", "--spill-dir", url, "--time-limit", "0.5", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["hardware"]
     assert measured["disk_bytes"] == 63 * MIB
     (tmp_path / "model.py").write_text(SCRIPT)

@@ -33,7 +33,7 @@ from tests.support.traces import (
     whole_traces,
 )
 
-pytest.importorskip("highspy", reason="the bound needs the solver: pip install 'penstock[plan]'")
+pytest.importorskip("highspy", reason="the bound needs the solver: pip install '.[plan]'")
 
 GIB = 2**30
 ARTIFACT = Hardware(  # G10's evaluation: the README beside the data

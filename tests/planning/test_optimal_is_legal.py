@@ -111,7 +111,7 @@ def test_without_a_solver_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     hardware = machine(trace.tensor_bytes.sum() / trace.ideal_s / 4)
     result = plan(trace, hardware, "optimal", device_budget_bytes=minimum_bytes(trace))
     sound(trace, hardware, result)
-    assert "pip install 'penstock[plan]'" in result.reason
+    assert "pip install '.[plan]'" in result.reason
 
 
 def test_an_input_that_is_written_later_is_there_when_its_reader_runs_again() -> None:

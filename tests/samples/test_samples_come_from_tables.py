@@ -328,5 +328,5 @@ def test_without_pyarrow_the_extra_is_named(
 ) -> None:
     path = save(pa.table({"x": [1]}))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'penstock\[arrow\]'"):
+    with pytest.raises(InvalidArgument, match=r"pip install '\.\[arrow\]'"):
         open_source(os.fspath(path))

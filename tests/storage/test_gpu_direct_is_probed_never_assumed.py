@@ -107,7 +107,7 @@ def test_without_kvikio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "kvikio", None)
     refused = refusal()
-    assert refused.expected and "pip install 'penstock[gds]'" in str(refused)
+    assert refused.expected and "pip install '.[gds]'" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError
+from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, installing
 from penstock.machine import available_bytes, container_available_bytes, container_bytes
 from penstock.options import IoOptions
 from penstock.runtime import arena, resident
@@ -362,8 +362,7 @@ def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
         reason = space.unavailable.get("kvikio", "it moves nothing here")
     cost = "tensors pass through host memory between the GPU and the disk"
     remedy = (
-        "pip install 'penstock[gds]' (gds-cu12 for a torch of CUDA 12), and load NVIDIA's kernel module "
-        "nvidia-fs"
+        f"{installing('gds')} (gds-cu12 for a torch of CUDA 12), and load NVIDIA's kernel module nvidia-fs"
     )
     return [*findings, _costs("cuFile", reason, cost, remedy)]
 

@@ -1,6 +1,7 @@
 """The command line: one command for each stage, each reading and writing named files.
 
-Exit codes: 0 done, 1 error, 2 infeasible (the budget is too small, or the disk), 130 interrupted.
+Exit codes: 0 done, 1 error, 2 wrong usage, 3 infeasible (the budget is too small, or the disk), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from penstock.cli import output
 from penstock.cli.arguments import parser
-from penstock.cli.output import ERROR, INFEASIBLE, INTERRUPTED
+from penstock.cli.output import DONE, ERROR, INFEASIBLE, INTERRUPTED
 from penstock.errors import BudgetTooSmall, PenstockError, SpillSpaceFull
 
 
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot show, as on standard error
     options = parser().parse_args(arguments)
+    if options.command is None:
+        options.print_help()
+        return DONE
     try:
         output.require_writable(getattr(options, "output", None))
         answer = options.command(options)

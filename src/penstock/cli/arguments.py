@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import penstock
 from penstock.capture.datasheets import DATA_SHEETS
@@ -17,9 +16,12 @@ from penstock.options import (
     CACHES,
     CHUNK_BYTES,
     FORMATS,
+    BatchOptions,
     FineTuneOptions,
+    IoOptions,
     LoraOptions,
     Option,
+    PlanOptions,
     choices,
     fraction,
     options_of,
@@ -27,7 +29,7 @@ from penstock.options import (
     run_options,
     whole_number,
 )
-from penstock.units import parse_bytes
+from penstock.units import parse_budget, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.cli.output import Answer
@@ -55,18 +57,11 @@ WHATIF_HELP = """\
 Every combination is planned for. "limited by" names the resource of which twice as much would help the
 plan most. The disk counts as fast enough where one that never keeps the plan waiting would save less
 than 5 % of the step.
-
-  penstock whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks 1,2,4 \
-    --disk-rate 3.2GB/s
 """
-
 
 FINETUNE_HELP = """\
 MODEL_DIR has config.json, weights as safetensors files, and a tokenizer, as save_pretrained writes them and a
 hub has them; nothing is downloaded. The text is cut into sequences of --block-size tokens.
-
-  penstock finetune llama/ book.txt --device-budget 2GiB
-  penstock finetune llama/ book.txt --device-budget 1GiB --lora -o adapters
 
 Interrupted or killed, the same command goes on from the latest checkpoint, with the same losses. At the end
 the model is in FOLDER/model, for from_pretrained.
@@ -74,11 +69,8 @@ the model is in FOLDER/model, for from_pretrained.
 
 UPLOAD_HELP = """\
 URL names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All of it
-belongs to the store from then on. What is not this store's is replaced only with --force. Interrupted, the
-same command goes on where it stopped.
-
-  penstock samples discover storage1:4420
-  penstock samples upload photos.store 'nvme+tcp://storage1:4420/nqn.2014-08.org.example:photos?ns=1'
+belongs to the store from then on. What is not this store's is replaced only with --overwrite. Interrupted,
+the same command goes on where it stopped.
 
 Bytes cross the network as they are, and nobody is asked for a password: for networks that you trust.
 """
@@ -98,28 +90,51 @@ Names that would lead out of DEST are refused, before anything is written; see -
 become a folder each: a file for each field of bytes, FIELD.npy for each array, fields.json for the others.
 """
 
+# At the end of the help of each command, by what carries it out. "penstock" precedes it.
+EXAMPLES = {
+    "machine.probe": "probe --spill-dir /mnt/nvme -o hardware.json",
+    "doctor.doctor": "doctor --spill-dir /mnt/nvme",
+    "machine.io_paths": "io-paths --spill-dir /mnt/nvme --time-limit 20",
+    "training.trace": "trace train.py:build --device h100 -o trace.json.gz",
+    "planning.plan": "plan trace.json.gz --hardware hardware.json --device-budget 8GiB --compare-budgets",
+    "planning.simulate": "simulate trace.json.gz plan.json --hardware hardware.json --chrome-trace step.json",
+    "training.run": "run train.py:build --device-budget 50% --spill-dir /mnt/nvme --steps 20",
+    "training.finetune": "finetune llama/ book.txt --device-budget 1GiB --lora -o adapters",
+    "planning.report": "report penstock-run -o report.html",
+    "planning.whatif": """\
+whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks 1,2,4 \\
+      --disk-rate 3.2GB/s""",
+    "checkpoint.info": "checkpoint info run.safetensors",
+    "checkpoint.verify": "checkpoint verify run.safetensors",
+    "checkpoint.convert": "checkpoint convert model.pt model.safetensors",
+    "samples.pack": "samples pack photos/ photos.store",
+    "samples.ls": "samples ls photos.store 'cat/*' --long --limit 20",
+    "samples.info": "samples info photos.store --cache 64MiB,1GiB",
+    "samples.verify": "samples verify photos.store",
+    "samples.unpack": "samples unpack photos.store photos/ cat/1.png",
+    "samples.bench": "samples bench photos.store --cold --cache 1GiB",
+    "samples.upload": "samples upload photos.store 'nvme+tcp://storage1:4420/nqn.2014-08.org.example:photos?ns=1'",
+    "samples.discover": "samples discover storage1:4420",
+}
 
-class _Parser(argparse.ArgumentParser):
-    """Says what was typed wrong, and exits with 1: argparse's own 2 means "infeasible" here."""
+MEMORY, PLANNING, OUTPUT = "memory and disk", "planning", "output"
 
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(1, f"{self.prog}: error: {message}\n")
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parser() -> argparse.ArgumentParser:
-    root = _Parser(
+    root = argparse.ArgumentParser(
         prog="penstock",
         description="Train PyTorch models that do not fit in memory. Every command reads and writes files.",
-        epilog="exit codes: 0 done, 1 error, 2 infeasible, 130 interrupted",
+        epilog="exit codes: 0 done, 1 error, 2 wrong usage, 3 infeasible, 130 interrupted",
     )
     root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
-    names = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    names = _commands(root)
 
     probe = _command(names, "probe", "machine.probe", "measure this machine")
     _spill_dir(probe, "measure", remote=True)
     _options(probe, RUN, "device", default="cpu")
-    _add(probe, "--seconds", "time it may take", seconds, 10.0)
+    _time_limit(probe, 10.0)
     _written(probe, "hardware.json")
 
     doctor = _command(
@@ -130,9 +145,9 @@ def parser() -> argparse.ArgumentParser:
     paths = _command(names, "io-paths", "machine.io_paths", "compare the I/O paths between memory and disk")
     _spill_dir(paths, "use")
     _options(paths, RUN, "page_cache_budget")
-    _add(paths, "--seconds", "time to take", seconds, 5.0)
     _options(paths, RUN, "costs")
     _options(paths, RUN, "device", says="whose runs use --io-costs: ", default="cpu")
+    _time_limit(paths, 5.0)
 
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
     _add(trace, "script", "see below", metavar="SCRIPT.py:build")
@@ -144,13 +159,17 @@ def parser() -> argparse.ArgumentParser:
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
     step = "file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build"
     _add(plan, "trace", step, Path, metavar="TRACE")
-    _options(plan, RUN, "hardware", required=True)
-    _options(plan, RUN, "device_budget", required=True)
-    _options(plan, RUN, "policy", "lossy", "endurance", "micro_batch", "micro_batch_order")
-    _actions(plan)
-    _add(plan, "--compare-policies", "show the plan of every policy", bool)
-    _add(plan, "--compare-budgets", "show what other device budgets bring", bool)
-    _written(plan, "plan.json")
+    machine = plan.add_argument_group(MEMORY)
+    _options(machine, RUN, "hardware", required=True)
+    _options(machine, RUN, "device_budget", required=True, type=budget, metavar="SIZE")
+    _options(machine, RUN, "endurance")
+    planning = _planning(plan)
+    _options(planning, RUN, "lossy", "micro_batch", "micro_batch_order")
+    _time_limit(planning, 10.0)
+    shown = plan.add_argument_group(OUTPUT)
+    _add(shown, "--compare-policies", "show the plan of every policy", bool)
+    _add(shown, "--compare-budgets", "show what other device budgets bring", bool)
+    _written(shown, "plan.json")
 
     simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
     _add(simulate, "trace", "file that `penstock trace` wrote", Path, metavar="TRACE")
@@ -161,12 +180,18 @@ def parser() -> argparse.ArgumentParser:
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _add(run, "script", "see below", metavar="SCRIPT.py:build")
-    _options(run, RUN, "device_budget", required=True)
-    _spill_dir(run, "use", remote=True)
-    _add(run, "--steps", "over all batches again where there are fewer; default: one for each batch", count)
-    _options(run, RUN, "device", default="cpu")
-    _options(run, RUN, *(name for name in RUN if name not in ("device_budget", "spill_dir", "device")))
-    _written(run, "penstock-run", "FOLDER")
+    steps = "over all batches again where there are fewer; default: one for each batch"
+    _add(run, "--steps", steps, count)
+    machine = run.add_argument_group(MEMORY)
+    _options(machine, RUN, "device_budget", required=True)
+    _spill_dir(machine, "use", remote=True)
+    _options(machine, RUN, "host_budget", "disk_budget")
+    _options(machine, RUN, "device", default="cpu")
+    _options(machine, RUN, "hardware")
+    _options(run.add_argument_group(PLANNING), RUN, "plan", *options_of(PlanOptions))
+    _options(run.add_argument_group("batches"), RUN, *options_of(BatchOptions))
+    _options(run.add_argument_group("I/O between memory and disk"), RUN, *options_of(IoOptions))
+    _written(run.add_argument_group(OUTPUT), "penstock-run", "FOLDER")
 
     _finetune(names)
     _report(names)
@@ -176,61 +201,63 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _finetune(names: argparse._SubParsersAction[_Parser]) -> None:
-    tune = _command(
-        names,
-        "finetune",
-        "training.finetune",
-        "fine-tune a language model on a text inside a budget",
-        FINETUNE_HELP,
-    )
+def _finetune(names: Commands) -> None:
+    summary = "fine-tune a language model on a text inside a budget"
+    tune = _command(names, "finetune", "training.finetune", summary, FINETUNE_HELP)
     _add(tune, "model", "see below", Path, metavar="MODEL_DIR")
     _add(tune, "text", "file with the text, in UTF-8", Path, metavar="TEXT")
-    _options(tune, RUN, "device_budget", required=True)
-    _spill_dir(tune, "use")
-    _options(tune, RUN, "hardware", "policy", "endurance")
+    machine = tune.add_argument_group(MEMORY)
+    _options(machine, RUN, "device_budget", required=True)
+    _spill_dir(machine, "use")
+    _options(machine, RUN, "disk_budget", "hardware", "endurance")
+    _planning(tune)
     tuning = options_of(FineTuneOptions)
-    _options(tune, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
-    _add(tune, "--lora", "train adapters of PEFT, not all weights", bool)
+    training = tune.add_argument_group("training, as in transformers' TrainingArguments")
+    _options(training, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
+    adapters = tune.add_argument_group("adapters")
+    _add(adapters, "--lora", "train adapters of PEFT, not all weights", bool)
     lora = {
         f"lora_{name}": option._replace(flag=f"lora-{option.flag}")
         for name, option in options_of(LoraOptions).items()
     }
-    _options(tune, lora, *lora)
-    _add(tune, "--save-steps", "between checkpoints", count, 100)
-    _add(tune, "--resume", "fail where FOLDER holds nothing to go on with", bool)
-    _written(tune, "penstock-finetune", "FOLDER")
+    _options(adapters, lora, *lora)
+    written = tune.add_argument_group(OUTPUT)
+    _add(written, "--save-steps", "between checkpoints", count, 100)
+    _add(written, "--resume", "fail where FOLDER holds nothing to go on with", bool)
+    _written(written, "penstock-finetune", "FOLDER")
 
 
-def _report(names: argparse._SubParsersAction[_Parser]) -> None:
+def _report(names: Commands) -> None:
     summary = "show a plan, and compare a run with it, in one page"
     report = _command(names, "report", "planning.report", summary, REPORT_HELP)
     _add(report, "source", "FOLDER, or TRACE PLAN", Path, nargs="+", metavar="SOURCE")
     _add(report, "--hardware", "file that `penstock probe` wrote; with TRACE PLAN", Path)
     _add(report, "--measured", "timeline of a run; with TRACE PLAN", Path)
-    _chrome_trace(report, ", with what was measured below")
-    _add(report, "--no-policies", "leave out the table of policies", bool)
-    _actions(report, "for the table of policies: ", time_limit_s=5.0)
+    table = report.add_argument_group("the table of policies")
+    _add(table, "--no-policies", "leave it out", bool)
+    _options(table, RUN, "recompute", "compress")
+    _time_limit(table, 5.0)
+    written = report.add_argument_group(OUTPUT)
+    _chrome_trace(written, ", with what was measured below")
     page = ".html for the page, .png, .svg or .pdf for a picture; default: report.html, in FOLDER"
-    _add(report, "--output", page, Path)
+    _add(written, "--output", page, Path)
 
 
-def _whatif(names: argparse._SubParsersAction[_Parser]) -> None:
+def _whatif(names: Commands) -> None:
     summary = "plan for other machines: is the disk fast enough?"
     whatif = _command(names, "whatif", "planning.whatif", summary, WHATIF_HELP)
     _add(whatif, "trace", "one for each batch size", Path, nargs="+", metavar="TRACE")
-    _options(whatif, RUN, "hardware", required=True)
-    _add(whatif, "--device-budget", "one or more; default: all of the device", sizes)
-    _add(whatif, "--host-budget", "host memory; default: as measured", sizes)
-    _add(whatif, "--disks", "disks that work as one", counts, "1")
-    _add(whatif, "--disk-rate", "of one disk, such as 3.2GB/s; default: as measured", rate)
-    _options(whatif, RUN, "policy")
-    _actions(whatif, time_limit_s=None)
-    _add(whatif, "--seconds", "about how long it may take", seconds, 60.0)
-    _add(whatif, "--output", "write the table as JSON; default: do not", Path)
+    machines = whatif.add_argument_group("machines")
+    _options(machines, RUN, "hardware", required=True)
+    _add(machines, "--device-budget", "one or more; default: all of the device", budgets)
+    _add(machines, "--host-budget", "host memory; default: as measured", budgets)
+    _add(machines, "--disks", "disks that work as one", counts, "1")
+    _add(machines, "--disk-rate", "of one disk, such as 3.2GB/s; default: as measured", rate)
+    _time_limit(_planning(whatif), 60.0)
+    _add(whatif.add_argument_group(OUTPUT), "--output", "write the table as JSON; default: do not", Path)
 
 
-def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
+def _checkpoint(names: Commands) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
     info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
@@ -247,7 +274,7 @@ def _checkpoint(names: argparse._SubParsersAction[_Parser]) -> None:
     _add(convert, "--overwrite", "replace B if it is there", bool)
 
 
-def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
+def _samples(names: Commands) -> None:
     below = _group(names, "samples", "pack samples into a store, look at it, and get them back")
     _pack(below)
     ls = _command(below, "ls", "samples.ls", "list the names of samples")
@@ -275,37 +302,40 @@ def _samples(names: argparse._SubParsersAction[_Parser]) -> None:
     _add(bench, "--cache", "of the sample cache", size, "256MiB")
     _add(bench, "--io", "how the store is read", default="auto", choices=("auto", "buffered", "direct"))
     _add(bench, "--cold", "drop the store from the page cache each time", bool)
-    _add(bench, "--seconds", "time to take", seconds, 8.0)
+    _time_limit(bench, 8.0)
 
 
-def _upload(names: argparse._SubParsersAction[_Parser]) -> None:
+def _upload(names: Commands) -> None:
     summary = "write a store onto a drive of another machine"
     upload = _command(names, "upload", "samples.upload", summary, UPLOAD_HELP)
     _add(upload, "store", "a store, or its partitions' folder", path_or_url, metavar="STORE")
     _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
-    _add(upload, "--force", "replace whatever lies on the namespace", bool)
+    _add(upload, "--overwrite", "replace whatever lies on the namespace", bool)
     summary = "list the namespaces of a target, and what they hold"
     discover = _command(names, "discover", "samples.discover", summary)
     _add(discover, "portal", "where the target listens; port: 4420", metavar="HOST:PORT")
 
 
-def _pack(names: argparse._SubParsersAction[_Parser]) -> None:
+def _pack(names: Commands) -> None:
     pack = _command(names, "pack", "samples.pack", "pack samples into a store", PACK_HELP)
     _add(pack, "source", "see below", nargs="+", metavar="SOURCE")
     _add(pack, "destination", "folder of the store: new, or empty", Path, metavar="DEST")
-    _add(pack, "--format", f"{', '.join(FORMATS)}; default: found out", choices=FORMATS, metavar="NAME")
     _add(pack, "--chunk-bytes", "read at once, with all samples in them", size, CHUNK_BYTES)
-    _add(pack, "--rank", "of several processes, this one packs", int, 0, metavar="R")
-    _add(pack, "--world", "partition R of N", int, 1, metavar="N")
-    _add(pack, "--name-column", "arrow: of samples; default: numbers", metavar="NAME")
-    _add(pack, "--label-column", "arrow: the class of samples", metavar="NAME")
-    _add(pack, "--label-field", "arrays: the one that holds the class of samples", metavar="NAME")
-    _add(pack, "--prefix", "webdataset: put the shard before each name", choices=("shard",))
-    pack.add_argument(
-        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
-    )
     _add(pack, "--overwrite", "replace the store at DEST", bool)
     _add(pack, "--no-resume", "start from the beginning, also where packing was interrupted", bool)
+    parts = pack.add_argument_group("several processes")
+    _add(parts, "--rank", "of several processes, this one packs", int, 0, metavar="R")
+    _add(parts, "--world", "partition R of N", int, 1, metavar="N")
+    source = pack.add_argument_group("what SOURCE is")
+    formats = [name for name in FORMATS if name != "iterable"]  # which only a program has
+    _add(source, "--format", f"{', '.join(formats)}; default: found out", choices=formats, metavar="NAME")
+    _add(source, "--name-column", "arrow: of samples; default: numbers", metavar="NAME")
+    _add(source, "--label-column", "arrow: the class of samples", metavar="NAME")
+    _add(source, "--label-field", "arrays: the one that holds the class of samples", metavar="NAME")
+    _add(source, "--prefix", "webdataset: put the shard before each name", choices=("shard",))
+    source.add_argument(
+        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
+    )
 
 
 def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
@@ -319,26 +349,28 @@ def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
     return command
 
 
-def _group(
-    names: argparse._SubParsersAction[_Parser], name: str, summary: str
-) -> argparse._SubParsersAction[_Parser]:
-    """Commands of two words."""
-    group = names.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    return group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+def _commands(parser: argparse.ArgumentParser) -> Commands:
+    """Of two words, where the parser is not the first one. Without a command, the help is shown."""
+    parser.set_defaults(command=None, print_help=parser.print_help)
+    return parser.add_subparsers(title="commands", metavar="COMMAND")
+
+
+def _group(names: Commands, name: str, summary: str) -> Commands:
+    return _commands(names.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."))
 
 
 def _command(
-    names: argparse._SubParsersAction[_Parser],
+    names: Commands,
     name: str,
     command: str,
     summary: str,
-    more: str | None = None,
+    more: str = "",
 ) -> argparse.ArgumentParser:
     parser = names.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=more,
+        description=f"{summary[0].upper()}{summary[1:]}{'' if summary.endswith('?') else '.'}",
+        epilog=f"{more}\nexample:\n  penstock {EXAMPLES[command]}".strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=_later(command))
@@ -347,7 +379,7 @@ def _command(
 
 
 def _add(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     name: str,
     says: str,
     reads: Callable[[str], Any] = str,
@@ -365,7 +397,7 @@ def _add(
     parser.add_argument(*names, type=reads, default=default, help=said, **more)
 
 
-def _spill_dir(parser: argparse.ArgumentParser, purpose: str, *, remote: bool = False) -> None:
+def _spill_dir(parser: argparse._ActionsContainer, purpose: str, *, remote: bool = False) -> None:
     text = f"on the disk to {purpose}; repeated: striped over all; default: for temporary files"
     if remote:
         text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
@@ -380,7 +412,11 @@ def _directory(text: str) -> Path:
 
 
 def _options(
-    parser: argparse.ArgumentParser, known: Mapping[str, Option], *names: str, says: str = "", **changes: Any
+    parser: argparse._ActionsContainer,
+    known: Mapping[str, Option],
+    *names: str,
+    says: str = "",
+    **changes: Any,
 ) -> None:
     """Options as they stand in `penstock.options`, but for what is changed. ``says`` precedes their help."""
     for name in names:
@@ -394,6 +430,9 @@ def _options(
             arguments["action"] = argparse.BooleanOptionalAction if default else "store_true"
         elif allowed := choices(option.kind):
             arguments["choices"] = allowed
+            if len(allowed) > 4:  # too many for every usage
+                arguments["metavar"] = option.kind.upper()
+                arguments["help"] = f"{said}; {', '.join(allowed)}"
         else:
             is_file = option.kind in ("Hardware", "Plan")
             arguments["type"] = Path if is_file else typed(partial(read, option.kind))
@@ -403,20 +442,24 @@ def _options(
         parser.add_argument(f"--{option.flag}", **arguments | changes)
 
 
-def _actions(parser: argparse.ArgumentParser, purpose: str = "", time_limit_s: float | None = 10.0) -> None:
-    """What a plan may do with a tensor besides moving it, and how long planning may take."""
-    _options(parser, RUN, "recompute", "compress", says=purpose, default=False)
-    if time_limit_s is not None:
-        says = f"{purpose}for planning; the best plan so far is used then"
-        _add(parser, "--time-limit", says, seconds, time_limit_s)
+def _planning(parser: argparse.ArgumentParser) -> argparse._ActionsContainer:
+    """What a plan may do."""
+    group = parser.add_argument_group(PLANNING)
+    _options(group, RUN, "policy", "recompute", "compress")
+    return group
 
 
-def _chrome_trace(parser: argparse.ArgumentParser, more: str = "") -> None:
+def _time_limit(parser: argparse._ActionsContainer, default_s: float) -> None:
+    says = "time to take, about; a plan is the best that was found by then"
+    _add(parser, "--time-limit", says, seconds, default_s)
+
+
+def _chrome_trace(parser: argparse._ActionsContainer, more: str = "") -> None:
     says = f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz"
     _add(parser, "--chrome-trace", says, Path)
 
 
-def _written(parser: argparse.ArgumentParser, default: str, metavar: str = "FILE") -> None:
+def _written(parser: argparse._ActionsContainer, default: str, metavar: str = "FILE") -> None:
     _add(parser, "--output", "what is written", Path, Path(default), metavar=metavar)
 
 
@@ -449,6 +492,7 @@ count = typed(partial(whole_number, what="number of steps", least=1))
 samples_count = typed(partial(whole_number, what="number of samples", least=1))
 seconds = typed(partial(fraction, what="number of seconds"))
 sizes = _several(parse_bytes)
+budget, budgets = typed(parse_budget), _several(parse_budget)
 counts = _several(partial(whole_number, what="number of disks", least=1))
 
 
@@ -458,7 +502,14 @@ def path_or_url(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-METAVARS: dict[Any, str] = {sizes: "SIZE,...", counts: "N,...", rate: "RATE", seconds: "SECONDS"}
+METAVARS: dict[Any, str] = {
+    "Share": "SIZE|N%|auto",
+    sizes: "SIZE,...",
+    budgets: "SIZE,...",
+    counts: "N,...",
+    rate: "RATE",
+    seconds: "SECONDS",
+}
 METAVARS |= dict.fromkeys((Path, "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
-METAVARS |= dict.fromkeys((size, "Size", "Endurance"), "SIZE")
+METAVARS |= dict.fromkeys((size, "Size", "Budget", "Endurance"), "SIZE")
 METAVARS |= dict.fromkeys((count, samples_count, "Count", "Number", "Fraction", "MicroBatch"), "N")

@@ -28,5 +28,5 @@ def doctor(options: Namespace) -> Answer:
 def _rows(finding: Finding) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(finding.state, finding.name, printable(finding.found))]
     if finding.state != FINE:
-        rows += [("", "", f"it costs: {finding.cost}"), ("", "", f"mend it: {finding.remedy}")]
+        rows += [("", "", f"it costs: {finding.cost}"), ("", "", f"fix it: {finding.remedy}")]
     return rows

@@ -24,7 +24,7 @@ from penstock.units import format_bytes, format_rate
 
 def probe(options: Namespace) -> Answer:
     directories = options.spill_dir or [Path(default_spill_dir())]
-    hardware = penstock.probe(directories, device=options.device, time_budget_s=options.seconds)
+    hardware = penstock.probe(directories, device=options.device, time_budget_s=options.time_limit)
     save(hardware, options.output)
     links = [link for link in LINKS if link in hardware.measured_rates]
     sizes = sorted({size for link in links for size, _ in hardware.measured_rates[link]})
@@ -60,7 +60,7 @@ def io_paths(options: Namespace) -> Answer:
             accelerator=device_name(options.device),
         ) as space,
     ):
-        _transfer(space, options.seconds)
+        _transfer(space, options.time_limit)
         tables = space.tables()
         known = [f"{path.name}: bytes go to the {path.medium}" for path in space.paths.values()]
         missing = [f"{transport} is not used: {why}" for transport, why in space.unavailable.items()]

@@ -31,7 +31,7 @@ _UNDECODED = re.compile(
 )  # how Python keeps bytes that are no text in the locale's encoding
 
 # Exit codes.
-DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 2, 130
+DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 3, 130  # argparse has 2, for what cannot be typed
 
 
 @dataclass(frozen=True)

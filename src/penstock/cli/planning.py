@@ -88,6 +88,8 @@ def plan(options: Namespace) -> Answer:
         "summary": dataclasses.asdict(summary),
     }
     shown.append(f"policy {chosen.policy}: {chosen.reason}")
+    if options.compress and not len(captured.tensor_density):
+        shown.append("nothing is compressed: only a trace of a real run (--real) knows what that saves")
     if chosen.lossy:
         shown.append(chosen.lossy_text)
     if options.compare_policies:
@@ -370,7 +372,7 @@ def whatif(options: Namespace) -> Answer:
         compress=options.compress,
     )
     workers = min(len(asked), workers_for(sum(case.trace.kernels for case in asked)))
-    limit_s = max(LEAST_S, PLANNING * options.seconds * workers / len(asked))
+    limit_s = max(LEAST_S, PLANNING * options.time_limit * workers / len(asked))
     cells = sweep([replace(case, time_limit_s=limit_s) for case in asked], workers)
     said = verdict(cells)
     infeasible = all(cell.summary is None for cell in cells)

@@ -76,7 +76,7 @@ def pack(options: Namespace) -> Answer:
 def upload(options: Namespace) -> Answer:
     try:
         with bytes_progress("uploaded", quiet=options.json) as progress:
-            done = upload_store(options.store, options.url, force=options.force, progress=progress)
+            done = upload_store(options.store, options.url, overwrite=options.overwrite, progress=progress)
     except KeyboardInterrupt:
         print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
         raise
@@ -282,7 +282,7 @@ def unpack(options: Namespace) -> Answer:
 def bench(options: Namespace) -> Answer:
     found = inspection.bench(
         options.store,
-        seconds=options.seconds,
+        seconds=options.time_limit,
         cache_bytes=options.cache,
         batch=options.batch,
         io=options.io,
@@ -291,7 +291,7 @@ def bench(options: Namespace) -> Answer:
     rows = [_throughput_row(row) for row in found.rows]
     notes = [
         f"{found.io} reads, batches of {options.batch}, a cache of {format_bytes(options.cache)}, "
-        f"{options.seconds / len(rows):.1f} s for each row"
+        f"{options.time_limit / len(rows):.1f} s for each row"
     ]
     columns = ("read by", "a sample", "samples/s", "rate", "first batch", "page cache before", "mixing")
     table = Table(columns, rows, notes=notes)

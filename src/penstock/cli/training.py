@@ -40,7 +40,7 @@ from penstock.options import (
 )
 from penstock.report import Record
 from penstock.report.summary import Summary
-from penstock.runtime.opening import PROBE_S
+from penstock.runtime.opening import PROBE_S, device_budget_bytes
 from penstock.runtime.resident import default_spill_dir
 from penstock.runtime.run import Offload
 from penstock.units import counted, format_bytes, format_bytes_up, format_seconds
@@ -332,15 +332,18 @@ def finetune(options: Namespace) -> Answer:
             if options.hardware
             else penstock.probe(spill_dirs, time_budget_s=PROBE_S)
         )
-        predicted = tuning.predict(options.device_budget, hardware, options.policy, options.endurance)
+        budget_bytes = device_budget_bytes(options.device_budget, torch.device("cpu"))
+        planning = PlanOptions(policy=options.policy, recompute=options.recompute, compress=options.compress)
+        predicted = tuning.predict(budget_bytes, hardware, planning, options.endurance)
         if not options.json:
             _show(predicted, tuning)
         with penstock.offload(
-            device_budget=options.device_budget,
+            device_budget=budget_bytes,
             spill_dir=spill_dirs,
+            disk_budget=options.disk_budget,
             hardware=hardware,
             io=IoOptions(endurance=options.endurance),
-            planning=PlanOptions(policy=options.policy),
+            planning=planning,
         ) as run:
             outcome = _tune(tuning, run, options.save_steps)
             report = run.report() if len(outcome.losses) > outcome.begun else None

@@ -40,7 +40,9 @@ class Segment:
                 try:
                     file = _make(size_bytes)
                 except OSError as failed:
-                    error = f"{format_bytes(size_bytes)} of shared memory cannot be had: {failed.strerror}"
+                    error = (
+                        f"{format_bytes(size_bytes)} of shared memory cannot be allocated: {failed.strerror}"
+                    )
             found = _gathered((_machine(), os.getpid(), file, error), group)
             _require_one_machine([machine for machine, *_ in found])
             _raise_first([found[0][3]], group)

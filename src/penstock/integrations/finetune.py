@@ -357,7 +357,7 @@ class FineTuning:
         self,
         device_budget_bytes: int,
         hardware: Hardware,
-        policy: str = "optimal",
+        planning: PlanOptions,
         endurance_bytes: int | None = None,
     ) -> Summary:
         """What a step takes, traced on fake tensors and planned. Raises BudgetTooSmall and SpillSpaceFull."""
@@ -373,14 +373,14 @@ class FineTuning:
         trace = penstock.trace(lambda: training.step(batch), mode=mode)
         with self._nothing_left():
             self._require_room(training.state_bytes, model)
-            return self._planned(trace, device_budget_bytes, hardware, policy, endurance_bytes)
+            return self._planned(trace, device_budget_bytes, hardware, planning, endurance_bytes)
 
     def _planned(
         self,
         trace: Trace,
         device_budget_bytes: int,
         hardware: Hardware,
-        policy: str,
+        planning: PlanOptions,
         endurance_bytes: int | None,
     ) -> Summary:
         large = trace.tensor_bytes >= parse_bytes(PlanOptions().smallest_bytes)  # smaller ones stay
@@ -389,8 +389,9 @@ class FineTuning:
             plan = penstock.plan(
                 trace,
                 hardware,
-                policy,
-                recompute=True,
+                planning.policy,
+                recompute=planning.recompute,
+                compress=planning.compress,
                 time_limit_s=planning_s(trace),  # as the run will
                 device_budget_bytes=device_budget_bytes,
             )

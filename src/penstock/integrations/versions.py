@@ -7,6 +7,8 @@ import logging
 import re
 from importlib.metadata import version
 
+from penstock.errors import installing
+
 # The oldest and the newest release that the tests were run with; patch releases count as their minor one.
 RUN_WITH = {
     "accelerate": ("1.11", "1.15"),
@@ -21,7 +23,7 @@ logger = logging.getLogger("penstock")
 
 def missing(library: str) -> ImportError:
     return ImportError(
-        f"penstock.integrations.{library} needs {library}: pip install 'penstock[integrations]'",
+        f"penstock.integrations.{library} needs {library}: {installing('integrations')}",
         name=library,
     )
 

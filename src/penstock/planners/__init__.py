@@ -14,7 +14,7 @@ from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.options import POLICIES as MODULES
 from penstock.planners.problem import Decision, Policy, Problem, as_traced
 from penstock.simulator import simulate
-from penstock.units import format_bytes, format_bytes_up, parse_bytes
+from penstock.units import format_bytes, format_bytes_up, parse_budget
 
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
@@ -32,8 +32,8 @@ def plan(
     trace: Trace,
     hardware: Hardware,
     policy: str = "optimal",
-    recompute: bool = False,
-    compress: bool = False,
+    recompute: bool = True,
+    compress: bool = True,
     time_limit_s: float = 10.0,
     *,
     device_budget_bytes: int | str | None = None,
@@ -43,7 +43,8 @@ def plan(
 
     policy                a name in POLICIES
     recompute             tensors may be recomputed instead of being moved, where the trace says how
-    compress              tensors may be moved as bitmask-CSR, where the trace knows their density
+    compress              tensors may be moved as bitmask-CSR, where the trace knows their density: one of
+                          a real run does (fake=False), or `Trace.with_density` assumes it
     time_limit_s          for planning; a policy that reaches it answers with the best it has found
     lossy                 "fp16" or "bf16": float32 activations that are saved for backward may leave in it,
                           and come back rounded; see `Trace.with_lossy`. None: everything comes back as it was
@@ -53,12 +54,11 @@ def plan(
     again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
-    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget, or the trace does
-    not know what compression would save.
+    to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
     """
     require_kinds(trace=trace, hardware=hardware)
     if isinstance(device_budget_bytes, str):
-        device_budget_bytes = parse_bytes(device_budget_bytes)
+        device_budget_bytes = parse_budget(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
     problem = Problem(trace, hardware, budget, recompute, compress, lossy, time_limit_s)
     return solve(problem, policy)
@@ -77,11 +77,7 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
             f"{format_bytes(hardware.device_bytes)}: lower the budget"
         )
     needed = refuse_below_minimum(trace, budget)
-    if problem.compress and not len(trace.tensor_density):
-        raise InvalidArgument(
-            "compress needs to know how many zeros tensors hold, and the trace does not say: trace a real "
-            "run (fake=False, --real), or assume densities (Trace.with_density)"
-        )
+    problem = replace(problem, compress=problem.compress and len(trace.tensor_density) > 0)
     asked = within_budget(trace, budget, problem.lossy)
     if problem.lossy is not None:
         hardware.codec_rates(problem.lossy)

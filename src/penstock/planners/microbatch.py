@@ -138,7 +138,7 @@ def choose_micro_batch(
         )
         limit_s = time_limit_s / len(wanted)
         try:
-            made = plan(trace, hardware, policy, time_limit_s=limit_s, device_budget_bytes=budget_bytes)
+            made = plan(trace, hardware, policy, False, False, limit_s, device_budget_bytes=budget_bytes)
         except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:
             last_error = error
             table.append(replace(row, reason=str(error)))

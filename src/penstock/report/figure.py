@@ -16,7 +16,7 @@ from penstock.core.hardware import LINKS
 from penstock.core.plan import Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, installing
 from penstock.report.memory_by_kind import (
     SAMPLES,
     Eviction,
@@ -266,7 +266,7 @@ def figure(
         import plotly.graph_objects as go
         from plotly.subplots import make_subplots
     except ModuleNotFoundError as error:
-        raise PenstockError("the page needs plotly: pip install 'penstock[report]'") from error
+        raise PenstockError(f"the page needs plotly: {installing('report')}") from error
 
     streams_pixels = ROW_PIXELS * len(rows) + 14
     chart = make_subplots(

@@ -13,7 +13,7 @@ from penstock.core.columns import PHASES
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
-from penstock.errors import InvalidArgument, PenstockError
+from penstock.errors import InvalidArgument, PenstockError, installing
 from penstock.report.figure import FAINT, GRID, INK, MEASURED, STALL_COLOURS, Row, rows
 from penstock.report.memory_by_kind import device_samples, layers, memory_unit
 from penstock.units import format_bytes, format_seconds
@@ -44,7 +44,7 @@ def plot(
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise PenstockError("pictures need matplotlib: pip install 'penstock[report]'") from error
+        raise PenstockError(f"pictures need matplotlib: {installing('report')}") from error
 
     timelines = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
     stream_rows = rows(trace, predicted, measured)

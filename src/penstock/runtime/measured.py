@@ -45,9 +45,8 @@ class MeasuredStep(NamedTuple):
 class MeasuredSteps:
     """What the steps of one kind took: the latest ones, and the last of them.
 
-    planned_s   of those that followed a plan, and were not recorded
-    stalls_s    of those that followed a plan
-    clock_s     of those that were not recorded
+    planned_s, stalls_s   of those that followed a plan, and were not recorded
+    clock_s               of those that were not recorded
     """
 
     last: MeasuredStep
@@ -63,7 +62,7 @@ class MeasuredSteps:
         last, moved = self.last, self.last.moved
         return {
             "step_s": statistics.median(self.planned_s or [self.last_step_s]),
-            "stall_s": statistics.median(self.stalls_s or [0.0]),
+            "stall_s": statistics.median(self.stalls_s or [last.stall_s]),
             "clock_s": statistics.median(self.clock_s or [last.clock_s]),
             "operators": last.operators,
             "evicted_bytes": moved_bytes(moved, device.evict_link) + last.swapped_out_bytes,

@@ -358,7 +358,7 @@ def choose_order(
     for order, found in traces.items():
         try:
             predicted_s[order] = plan(
-                found, hardware, policy, time_limit_s=ORDER_PLANNING_S, device_budget_bytes=budget_bytes
+                found, hardware, policy, False, False, ORDER_PLANNING_S, device_budget_bytes=budget_bytes
             ).predicted_s
         except (BudgetTooSmall, SpillSpaceFull) as error:
             failed.append(error)

@@ -32,9 +32,13 @@ from penstock.runtime.run import Offload
 from penstock.runtime.steps import StepKinds
 from penstock.storage.nvme import Url
 from penstock.storage.spill import SpillSpace, as_paths
-from penstock.units import format_bytes
+from penstock.units import format_bytes, share_bytes
 
 PROBE_S = 2.0
+
+NO_HOST_TIER = (
+    "host_budget has no effect on a CPU: its memory is the device's, and what leaves that goes to disk"
+)
 
 logger = logging.getLogger("penstock")
 
@@ -43,9 +47,9 @@ def open_run(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     *,
-    device_budget: int,
+    device_budget: int | str,
     spill_dir: Directories | None,
-    host_budget: int | None,
+    host_budget: int | str | None,
     disk_budget: int | None,
     device: str | torch.device | None,
     plan: Plan | None,
@@ -67,7 +71,7 @@ def open_run(
         spill_dirs = as_paths(resident.default_spill_dir() if spill_dir is None else spill_dir)
         require_torch()
         open_runs.require_none()
-        if device_budget <= 0:
+        if device_budget == 0:
             raise InvalidArgument(f"a device_budget of {device_budget} bytes is not one: give more than 0")
         open_runs.give_back_lingering()
         processes = ranks.on_this_machine()
@@ -87,8 +91,11 @@ def open_run(
         resident.release_free_memory()
         held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
         resident_before_bytes = resident.resident_bytes() - held_bytes
+        device_budget = device_budget_bytes(device_budget, name, held_bytes, processes)
         if on_cpu:
             _warn_if_memory_ends_before(device_budget, held_bytes)
+            if host_budget is not None:
+                logger.warning(NO_HOST_TIER)
         # Before the run has the spill space: a namespace is one run's alone.
         machine = hardware or _probe_together(spill_dirs, name, processes)
         accelerator = device_name(str(name))
@@ -96,7 +103,12 @@ def open_run(
             spill_dirs, io, capacity_bytes=disk_budget, accelerator=accelerator, gpu=not on_cpu
         )
         undo.callback(spill.close)
-        host_bytes = machine.host_bytes // 8 if host_budget is None else host_budget
+        left_bytes = available_bytes()
+        host_bytes = (
+            machine.host_bytes // 8
+            if host_budget is None
+            else share_bytes(host_budget, left_bytes, left_bytes)
+        )
         made, host_tier_bytes = _make_device(
             name, spill, device_budget, 0 if on_cpu else host_bytes // processes
         )
@@ -113,6 +125,8 @@ def open_run(
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
+        if on_cpu and host_budget is not None:
+            run.notes = (NO_HOST_TIER,)
         for tensor, kind in _known_tensors(model, optimizer):
             run._clock.know(tensor, kind)
         resident.release_free_memory()  # what they took before
@@ -138,6 +152,19 @@ def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, proc
         if together
         else machine.scaled({link: 1 / processes for link in LINKS if machine.rate_bytes_per_s(link)})
     )
+
+
+def device_budget_bytes(
+    budget: int | str, device: torch.device, held_bytes: int = 0, processes: int = 1
+) -> int:
+    """Bytes of a device budget. ``held_bytes`` of it are in use already; processes share a CPU's memory."""
+    if isinstance(budget, int):
+        return budget
+    if device.type == "cpu":
+        left_bytes = available_bytes() // processes + held_bytes
+        return share_bytes(budget, left_bytes, left_bytes)
+    driver = driver_of(device)
+    return share_bytes(budget, driver.total_bytes, driver.free_bytes + driver.memory().reserved_bytes)
 
 
 def _warn_if_memory_ends_before(budget_bytes: int, held_bytes: int) -> None:

@@ -51,6 +51,7 @@ class Report:
     lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
     processes               of this job on this machine, which share its links, host and disk budgets
+    notes                   what was given and has no effect, and why
     """
 
     device: str
@@ -96,6 +97,7 @@ class Report:
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
     lossy: str = ""
     processes: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -130,7 +132,7 @@ class Report:
         return [
             ("peak on the device", format_bytes(self.predicted_peak_bytes), format_bytes(self.peak_bytes)),
             ("step time", format_seconds(self.predicted_step_s), format_seconds(self.step_s)),
-            ("of it stalls", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
+            ("of which stalled", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
             (
                 "evicted per step",
                 format_bytes(self.predicted_evicted_bytes),
@@ -184,6 +186,7 @@ class Report:
                 f"  one of {self.processes} processes on this machine, which share its links: the host and "
                 "disk budgets are divided among them"
             )
+        lines += [f"  {note}" for note in self.notes]
         if self.lossy:
             lines.append(f"  {self.lossy}")
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:

@@ -84,6 +84,7 @@ class Offload:
         self._swapped_before_bytes = (0, 0)
         self._time_step: Callable[[], None] | None = None
         self._warned = self._warned_of_prefetches = False
+        self.notes: tuple[str, ...] = ()  # for the report
 
     def _begin(self) -> None:
         """From now on the run has every operator of this thread."""
@@ -148,8 +149,6 @@ class Offload:
         steps = self._measured[kind] = self._measured.pop(kind, MeasuredSteps())
         steps.last, steps.last_step_s = self._measure(), step_s
         planned = self._kinds.followed(kind, followed, self._clock.native.touched_bytes())
-        if planned is not None:
-            steps.stalls_s.append(steps.last.stall_s)
         if recording is not None:
             self._finish_recording(kind, planned, recording, begun_s, step_s)
             return
@@ -205,6 +204,7 @@ class Offload:
         steps.last_step_s = took_s()
         if planned is not None:
             steps.planned_s.append(steps.last_step_s)
+            steps.stalls_s.append(step.stall_s)
             self._kinds.replanning.add_step(planned, step, steps.last_step_s)
 
     def micro_batches(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Iterator[Any]:
@@ -380,6 +380,7 @@ class Offload:
         return Report(
             device=str(self._device_name),
             processes=ranks.on_this_machine(),
+            notes=self.notes,
             reason=predicted.pop("reason", "") or planner.refusal or "no plan could be made",
             memory_manager=self._device.memory_manager,
             direct_io=spill.direct,

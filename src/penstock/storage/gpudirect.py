@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.errors import installing
 from penstock.storage.aligned import align_down, align_up
 from penstock.storage.transfer import (
     FOR_EVER_S,
@@ -208,7 +209,7 @@ def _open_kvikio(threads: int) -> Any:
         driver = importlib.import_module("kvikio.cufile_driver")
     except ModuleNotFoundError as error:
         extra = "gds-cu12" if str(torch.version.cuda).startswith("12.") else "gds"
-        reason = f"{error.name} is not installed: pip install 'penstock[{extra}]'"
+        reason = f"{error.name} is not installed: {installing(extra)}"
         raise TransportUnavailable(reason, expected=True) from error
     except Exception as error:  # a library of NVIDIA's cannot be loaded
         raise TransportUnavailable(f"kvikio cannot be loaded: {error}") from error

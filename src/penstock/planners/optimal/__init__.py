@@ -23,7 +23,7 @@ import numpy as np
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.trace import Trace
-from penstock.errors import SpillSpaceFull
+from penstock.errors import SpillSpaceFull, installing
 from penstock.planners.optimal.fractional import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
     ActionArray,
@@ -161,7 +161,7 @@ def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
     if problem.time_limit_s <= 0:
         return nothing, "there was no time for a linear program"
     if find_spec("highspy") is None:
-        note = "without a solver nothing was proven: pip install 'penstock[plan]'"
+        note = f"without a solver nothing was proven: {installing('plan')}"
         _warn_once(note)
         return nothing, note
     return fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s)), ""

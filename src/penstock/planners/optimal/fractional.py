@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import least_workspace_bytes
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, installing
 from penstock.planners.optimal.lp import LPModel
 from penstock.planners.optimal.program import Program
 from penstock.planners.optimal.slots import EvictionCandidates, cut
@@ -123,9 +123,7 @@ def _highs() -> Any:
     try:
         import highspy
     except ImportError as error:
-        raise InvalidArgument(
-            "the solver HiGHS is not installed: install it with  pip install 'penstock[plan]'"
-        ) from error
+        raise InvalidArgument(f"the solver HiGHS is not installed: {installing('plan')}") from error
     return highspy
 
 

@@ -121,7 +121,7 @@ def upload(
     store: PathLike,
     url: str,
     *,
-    force: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Upload:
@@ -129,7 +129,7 @@ def upload(
 
     store      a store, or the folder in which several processes packed their partitions
     url        ``nvme+tcp://HOST:PORT/NQN?ns=1``. All of the namespace belongs to the store from then on
-    force      replace whatever is there
+    overwrite      replace whatever is there
     progress   called now and then with the bytes that are durable so far, and those of all files
     timeout_s  longest wait for the target
 
@@ -149,7 +149,7 @@ def upload(
     local = local_store(store)
     try:
         with Namespace(parsed, timeout_s) as namespace:
-            return upload_to(namespace, str(parsed), local, force=force, progress=progress)
+            return upload_to(namespace, str(parsed), local, overwrite=overwrite, progress=progress)
     except TargetError as error:
         raise from_target(error, "The same upload goes on where this one stopped") from error
 
@@ -159,7 +159,7 @@ def upload_to(
     name: str,
     store: LocalStore,
     *,
-    force: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
     extent_bytes: int = EXTENT_BYTES,
 ) -> Upload:
@@ -175,7 +175,7 @@ def upload_to(
             f"{format_bytes_up(plan.used_bytes)}. Nothing was written: give a larger namespace, or pack the "
             "store in partitions and upload each to a namespace of its own"
         )
-    superblock, goes_on = _begin(device, name, store, plan, force)
+    superblock, goes_on = _begin(device, name, store, plan, overwrite)
     written_bytes = 0
     if not superblock.complete:
         writer = _Writer(device, name, store, plan, superblock)
@@ -197,7 +197,7 @@ def upload_to(
 
 
 def _begin(
-    device: Device, name: str, store: LocalStore, plan: UploadPlan, force: bool
+    device: Device, name: str, store: LocalStore, plan: UploadPlan, overwrite: bool
 ) -> tuple[Superblock, bool]:
     """The superblock to upload under, and whether an upload goes on. It is complete where all is done.
 
@@ -207,24 +207,24 @@ def _begin(
     try:
         old = read_superblock(device, name).superblock
     except InvalidFile as error:
-        if not force:
+        if not overwrite:
             raise SampleError(f"nothing was written: {error}") from error
         return fresh, False
     if old is None:
-        if not force and (there := contents(device)):
+        if not overwrite and (there := contents(device)):
             raise SampleError(
                 f"{name} holds {there}: nothing was written. Give another namespace, or destroy what is "
-                "there with force=True (--force)"
+                "there with overwrite=True (--overwrite)"
             )
         return fresh, False
     if _is_same(old, fresh):
-        if not old.complete or not force:
+        if not old.complete or not overwrite:
             return old, not old.complete
-    elif not force:
+    elif not overwrite:
         what = "another store" if old.complete else "a part of another store, whose upload was broken off"
         raise SampleError(
             f"{name} holds {what}: nothing was written. Give another namespace, or replace it with "
-            "force=True (--force)"
+            "overwrite=True (--overwrite)"
         )
     return replace(fresh, generation=old.generation + 1), False
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidArgument, SampleError
+from penstock.errors import InvalidArgument, SampleError, installing
 from penstock.samples.encoding import DTYPES, encode
 from penstock.samples.manifest import Field
 from penstock.samples.sources.arrays import label_classes, record_block
@@ -409,7 +409,7 @@ def open_arrow(
     label_column: str | None = None,
     encoding: str | None = None,
 ) -> Tables:
-    """Samples of rows. Needs pyarrow: pip install 'penstock[arrow]'.
+    """Samples of rows. Needs pyarrow: pip install '.[arrow]' in a clone.
 
     source        Parquet files, Arrow files or streams (.arrow), a folder of them, a folder that a Hugging
                   Face dataset was saved to, or such a dataset itself
@@ -446,7 +446,7 @@ def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise InvalidArgument("Parquet and Arrow need pyarrow: run pip install 'penstock[arrow]'") from None
+        raise InvalidArgument(f"Parquet and Arrow need pyarrow: {installing('arrow')}") from None
     if hasattr(source, "with_format"):
         return (DatasetRows.of(source),), "a dataset"
     if isinstance(source, str | os.PathLike):

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.errors import InvalidArgument, InvalidFile, SampleError, installing
 from penstock.samples.encoding import encode
 from penstock.samples.layout import text_of
 from penstock.samples.manifest import Field
@@ -387,7 +387,7 @@ def _opened(file: Any, compression: str, path: str) -> Readable:
         try:
             import pyarrow
         except ImportError:
-            raise InvalidArgument(f"{path} needs pyarrow: run pip install 'penstock[arrow]'") from None
+            raise InvalidArgument(f"{path} needs pyarrow: {installing('arrow')}") from None
         reader: Readable = pyarrow.CompressedInputStream(file, "zstd")
         return reader
     raise SampleError(f"{path} is compressed with {compression!r}: gz, bz2 and zstd can be read")
