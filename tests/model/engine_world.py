@@ -871,7 +871,7 @@ class World:
         self.engine.drain()
         with self.lock:
             self.storages.bury()
-            if not self.device.settle(self.storages.all()):
+            if not self.device.bring_all_back(self.storages.all()):
                 raise Violation("what fits does not come back")
         self.recomputation.close()
         self.device.close()

@@ -209,7 +209,7 @@ def test_kernels_go_on_before_the_host_has_seen_a_copy(spill: SpillSpace) -> Non
             slot = managed.slot
             with run.engine.lock:
                 run.engine.will_write(managed)
-                device.forget(managed, slot)
+                device.free_slot(managed, slot)
                 managed.slot = None
             taken = device._copies.slab.try_allocate(slot.block.size_bytes)
             assert taken is not None and taken.offset != slot.block.offset

@@ -49,7 +49,7 @@ class Program(RuleBasedStateMachine):
         if managed.key in self.device.packed:
             self.device.drop_packed(managed)
         if managed.slot is not None:
-            self.device.forget(managed, managed.slot)
+            self.device.free_slot(managed, managed.slot)
             managed.slot = None
 
     @contextlib.contextmanager

@@ -677,7 +677,7 @@ def checked_run(
                 engine.drain()
                 with engine.lock:
                     clock.storages.bury()
-                    device.settle(clock.storages.all())
+                    device.bring_all_back(clock.storages.all())
                 device.close()
             finally:
                 driver.check()  # what a violation has led to is of less interest

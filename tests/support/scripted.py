@@ -96,7 +96,7 @@ class ScriptedDevice:
         self.slots[self._numbers] = b""
         return self._numbers
 
-    def forget(self, managed: ManagedStorage, slot: int) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: int) -> None:
         assert not any(copy.managed is managed for copy in self.pending), (
             "forgotten while a copy is under way"
         )

@@ -142,7 +142,7 @@ def _log_unheard(path: Path, future: _Future, asked: list[bool]) -> None:
         logger.error("nobody waited for the save of %s, which failed: %s", path, error)
 
 
-def _forget() -> None:
+def _after_fork() -> None:
     global _changed
     _changed = threading.Condition()
     _copies.clear()
@@ -150,4 +150,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # the threads stay with the parent
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -125,7 +125,7 @@ def _fill_from(source: Source, saved: Any, into: Any) -> Any:
         for index, pair in enumerate(match.pairs):
             _copy(pair)
             if last[addresses[index]] == index:
-                mapped.forget(addresses[index], pair.saved.untyped_storage().nbytes())
+                mapped.release_pages(addresses[index], pair.saved.untyped_storage().nbytes())
         return match.take_over(saved, into)
 
 

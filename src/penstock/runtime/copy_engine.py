@@ -286,7 +286,7 @@ class CopyEngine:
             if managed.state == RESIDENT and managed.slot is not None:
                 managed.clean = False
                 self._device.will_write(managed)
-                self._device.forget(managed, managed.slot)
+                self._device.free_slot(managed, managed.slot)
                 managed.slot = None
                 dropped = True
         return dropped
@@ -475,7 +475,7 @@ class CopyEngine:
                 self._wait()
         self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
 
-    def settle(self, managed: ManagedStorage, needed: bool) -> None:
+    def wait_until_unused(self, managed: ManagedStorage, needed: bool) -> None:
         """Wait until no copy uses the storage's memory, which is about to be freed.
 
         needed   its bytes are wanted before
@@ -809,7 +809,7 @@ class CopyEngine:
             while self._out_bytes or self._in_bytes:
                 self._wait_for_copy()
 
-    def note_arrived(self, managed: ManagedStorage, clean: bool) -> None:
+    def came_back_unasked(self, managed: ManagedStorage, clean: bool) -> None:
         """The device brought the storage back by itself."""
         if managed.state == AWAY:
             if managed.writing and managed.queued:
@@ -820,7 +820,7 @@ class CopyEngine:
             if managed.packed_bytes:
                 self._packed_gone(managed)
 
-    def note_elsewhere(self, managed: ManagedStorage) -> None:
+    def got_other_memory(self, managed: ManagedStorage) -> None:
         """The program gave the storage other memory: there it is, and no copy counts. Those under way end."""
         self._unmark_released(managed)
         managed.clean, managed.void = False, True
@@ -829,7 +829,7 @@ class CopyEngine:
         if managed.state in (AWAY, DROPPED):
             managed.state = RESIDENT
 
-    def note_gone(self, managed: ManagedStorage) -> None:
+    def left_unasked(self, managed: ManagedStorage) -> None:
         """The device took the storage's memory by itself, and keeps a copy of its own."""
         if managed.state == RESIDENT:
             managed.state = AWAY

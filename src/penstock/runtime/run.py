@@ -455,7 +455,7 @@ class Offload:
         with self._engine.lock:
             self._clock.storages.bury()
             storages = self._clock.storages.all()
-        if self._device.settle(storages) and recomputed:
+        if self._device.bring_all_back(storages) and recomputed:
             self._clock.recomputation.close()
             self._device.close()
             open_runs.lingering.remove(self)

@@ -158,7 +158,7 @@ class StorageAccess:
                 with self._interrupts, self._engine.lock:
                     if managed is not None:
                         self._recomputation.will_write(managed)
-                        self._engine.settle(managed, needed)
+                        self._engine.wait_until_unused(managed, needed)
                     self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
                 while not self._device.resize(storage, size):
                     with self._interrupts, self._engine.lock:
@@ -191,9 +191,9 @@ class StorageAccess:
                 with self._interrupts, self._engine.lock:
                     try:
                         self._recomputation.will_write(managed)
-                        self._engine.settle(managed, needed=True)
+                        self._engine.wait_until_unused(managed, needed=True)
                     except BudgetTooSmall:  # the arena brings it in while it is copied
-                        self._engine.settle(managed, needed=False)
+                        self._engine.wait_until_unused(managed, needed=False)
                     self._engine.make_room(managed.size_bytes, expected=True)
                 return share(storage, *args, **kwargs)
             finally:
@@ -201,7 +201,9 @@ class StorageAccess:
                     managed.pins -= 1
                     if managed.address and storage.data_ptr() != managed.address:
                         self._recomputation.will_write(managed)
-                        self._engine.settle(managed, needed=False)  # another thread may have demanded it
+                        self._engine.wait_until_unused(
+                            managed, needed=False
+                        )  # another thread may have demanded it
                         self._storages.renew(storage)
                         self._storages.bury()
                         with contextlib.suppress(BudgetTooSmall):  # what is shared is there

@@ -153,7 +153,7 @@ class Exchange:
                 self._tell(choice, number, known.key)
                 known.over = True
         elif self._store.check([known.key]):
-            told = self._told(known.key)
+            told = self._tables_of(known.key)
             with self._lock:
                 choice.explore(number)  # what was not told
                 choice.learn(told)
@@ -177,7 +177,7 @@ class Exchange:
         known = Tables(tuple(entry for entry in tables.entries if entry.class_bytes == 1 << number))
         self._store.set(key, files.encoded(CostTables({self._kind: known})))
 
-    def _told(self, key: str) -> Tables:
+    def _tables_of(self, key: str) -> Tables:
         """What another rank has told; nothing where that is not what a file may hold."""
         name = "what another rank tells of I/O paths"
         try:

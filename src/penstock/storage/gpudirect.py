@@ -146,7 +146,7 @@ class _Files:
         with self._lock:
             known, registered = self._entries.get(descriptor, (None, None))
             if known != identity:
-                self._forget_closed()
+                self._drop_closed()
                 registered = self._register(descriptor)
                 self._entries[descriptor] = identity, registered
         if isinstance(registered, OSError):
@@ -170,7 +170,7 @@ class _Files:
             number = _error_number(error, errno.EOPNOTSUPP)
             return OSError(number, f"cuFile refuses it: {error}")
 
-    def _forget_closed(self) -> None:
+    def _drop_closed(self) -> None:
         """Let go of files whose descriptors were closed: they would keep their disk space.
 
         A piece that still uses one keeps it, and the last one closes it.

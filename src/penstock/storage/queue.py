@@ -101,10 +101,10 @@ class Queue:
 
     timeout_s   where no transfer ends for so long, those that wait for their turn fail
     check       what is wrong with a transfer that is over: asked where it failed, or is checksummed
-    note        called with the lock, and the time, once for each transfer that is over
+    record        called with the lock, and the time, once for each transfer that is over
     hang_error  what a transfer fails with that waited in vain
 
-    lock        also of what `note` changes
+    lock        also of what `record` changes
     hangs       `close` gave up
     """
 
@@ -112,13 +112,13 @@ class Queue:
         self,
         timeout_s: float,
         check: Callable[[Transfer], SpillError | None],
-        note: Callable[[Transfer, float], None],
+        record: Callable[[Transfer, float], None],
         hang_error: Callable[[], SpillError],
     ) -> None:
         self.lock = threading.Lock()
         self.hangs = False
         self._timeout_s = timeout_s
-        self._check, self._note, self._hang_error = check, note, hang_error
+        self._check, self._record, self._hang_error = check, record, hang_error
         self._directions: dict[Kind, _Direction] = {"write": _Direction(), "read": _Direction()}
         self._telling: set[Transfer] = set()  # they are over, and somebody is being told
         self._watch: threading.Timer | None = None  # while something waits for its turn
@@ -203,7 +203,7 @@ class Queue:
             transfer.keep = None  # whoever is told that it is over can free the memory
         now_s = perf_counter()
         with self.lock:
-            self._note(transfer, now_s)
+            self._record(transfer, now_s)
             ready = self._directions[transfer.kind].take_out(transfer, now_s)
             self._telling.add(transfer)
         try:

@@ -147,7 +147,7 @@ class SpillSpace:
         self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
         self.written_bytes = 0
         self.read_bytes = 0
-        self._queue = Queue(timeout_s, self._error, self._note, self.hang_error)
+        self._queue = Queue(timeout_s, self._error, self._record, self.hang_error)
         self.lock = self._queue.lock
         self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
@@ -471,7 +471,7 @@ class SpillSpace:
             "spill_dir."
         )
 
-    def _note(self, transfer: Transfer, now_s: float) -> None:
+    def _record(self, transfer: Transfer, now_s: float) -> None:
         """What a transfer cost that is over. Called with the lock."""
         kind, name, moved = transfer.kind, transfer.path.name, transfer.error is None
         if kind == "write" and (transfer.abandoned or transfer.unsettled):

@@ -65,9 +65,9 @@ class MappedFile:
         if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def forget(self, begin: int, end: int) -> None:
+    def release_pages(self, begin: int, end: int) -> None:
         """Give the pages that lie in [begin, end) back to the page cache: they can be read again."""
-        _forget(self.address + begin, self.address + end)
+        _release_pages(self.address + begin, self.address + end)
 
 
 class Mappings:
@@ -80,14 +80,14 @@ class Mappings:
             [int(address, 16) for address in found[0].split("-")] for found in fields if found[5:] == [name]
         ]
 
-    def forget(self, address: int, size_bytes: int) -> None:
+    def release_pages(self, address: int, size_bytes: int) -> None:
         """Give these bytes back to the page cache, if they are the file's: they can be read again."""
         end = address + size_bytes
         if any(first <= address and end <= last for first, last in self._ranges):
-            _forget(address, end)
+            _release_pages(address, end)
 
 
-def _forget(begin: int, end: int) -> None:
+def _release_pages(begin: int, end: int) -> None:
     low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
     if low < high:
         _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_DONTNEED)

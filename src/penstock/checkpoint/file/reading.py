@@ -151,7 +151,7 @@ def fill(
 
         def copy_out(piece: Piece, address: int) -> None:
             copy(piece, address)
-            memory.forget(piece.offset, piece.end)
+            memory.release_pages(piece.offset, piece.end)
 
         _use_mapped(source, memory, copy_out, in_parallel if on_host else in_order, pieces())
     else:

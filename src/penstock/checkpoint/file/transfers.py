@@ -45,7 +45,7 @@ def carry_out(
     incomplete: set[Transfer] = set()
     hangs = False
 
-    def note_over(transfer: Transfer) -> None:
+    def transfer_over(transfer: Transfer) -> None:
         incomplete.discard(transfer)
         over.put(transfer)
 
@@ -67,7 +67,7 @@ def carry_out(
         in_flight = 0
         for transfer in transfers:
             incomplete.add(transfer)
-            transfer.on_done = note_over
+            transfer.on_done = transfer_over
             try:
                 transport.submit([transfer])
             except ValueError:  # nothing has begun

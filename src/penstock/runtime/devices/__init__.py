@@ -85,7 +85,7 @@ class Device(Protocol):
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
         """Space for a copy, on that tier or a lower one. Raises SpillSpaceFull."""
 
-    def forget(self, managed: ManagedStorage, slot: Any) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: Any) -> None:
         """Give the space of a copy back. No copy is under way."""
 
     def pack(
@@ -173,7 +173,7 @@ class Device(Protocol):
         """A kernel of this thread is about to use these: they stay until the next one does."""
 
     def notice(self) -> None:
-        """Tell the engine, by `note_arrived` and `note_gone`, what the device moved by itself."""
+        """Tell the engine, by `came_back_unasked` and `left_unasked`, what the device moved by itself."""
 
     def is_gone(self, managed: ManagedStorage) -> bool:
         """Whether the device took the storage's memory by itself, and keeps a copy of its own."""
@@ -273,7 +273,7 @@ class Device(Protocol):
         """Bytes that lived during the kernel only."""
         ...
 
-    def settle(self, storages: list[ManagedStorage]) -> bool:
+    def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
         """The run is over: bring back what is away. False: some of it does not fit, and stays away."""
         ...
 

@@ -180,7 +180,7 @@ class AcceleratorDevice:
         if managed.state not in (AWAY, DROPPED):
             self.memory.known_bytes -= managed.size_bytes
         self._packing.drop(managed)
-        self._forget_copy(managed)
+        self._free_copy(managed)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self._driver.device
@@ -195,10 +195,10 @@ class AcceleratorDevice:
         self.begin_kernel()
         return self._driver.resize(storage, size_bytes, self._driver.current_stream())
 
-    def _forget_copy(self, managed: ManagedStorage) -> None:
+    def _free_copy(self, managed: ManagedStorage) -> None:
         managed.clean = False
         if managed.slot is not None:
-            self.forget(managed, managed.slot)
+            self.free_slot(managed, managed.slot)
             managed.slot = None
 
     # -- memory --------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ class AcceleratorDevice:
     def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
         return self._copies.reserve(managed.size_bytes, tier)
 
-    def forget(self, managed: ManagedStorage, slot: Slot) -> None:
-        self._copies.forget(slot)
+    def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
+        self._copies.free_slot(slot)
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         slot: Slot = managed.slot
@@ -562,7 +562,7 @@ class AcceleratorDevice:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def settle(self, storages: list[ManagedStorage]) -> bool:
+    def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
         """The budget is over: everything comes back that the device has memory for."""
         self._driver.limit(None)
         self._compaction.close()
@@ -571,7 +571,7 @@ class AcceleratorDevice:
         for managed in storages:
             storage = managed.storage()
             if storage is None or managed.state != AWAY:
-                self._forget_copy(managed)
+                self._free_copy(managed)
                 continue
             error: object = "no memory"
             is_compressed = managed.key not in self._packing.packed and self.packed_bytes(managed) > 0
@@ -587,8 +587,8 @@ class AcceleratorDevice:
                     break
             if error is None and self.engine is not None:
                 self.drop_packed(managed)
-                self.engine.note_arrived(managed, clean=False)
-                self._forget_copy(managed)
+                self.engine.came_back_unasked(managed, clean=False)
+                self._free_copy(managed)
             if error is not None:
                 left_bytes += managed.size_bytes
                 logger.warning(

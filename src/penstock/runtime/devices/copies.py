@@ -130,7 +130,7 @@ class Copies:
             return Slot("host", block)
         return Slot("disk", self.paths.allocate(size_bytes))
 
-    def forget(self, slot: Slot) -> None:
+    def free_slot(self, slot: Slot) -> None:
         if slot.tier == "host":
             with self._lock:
                 slot.is_forgotten = True

@@ -93,7 +93,7 @@ class CpuDevice:
         ] = {}  # by key: where it is read to, and whether it stays packed
         self._packed: dict[int, _native.ArenaPacked] = {}  # by key: until they are written
         self._pending: dict[int, Transfer] = {}  # by key: reads under way
-        self._told = False  # that something was left behind
+        self._has_warned = False  # that something was left behind
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
         self._before_bytes = 0
@@ -120,7 +120,7 @@ class CpuDevice:
                 if self.engine is not None:
                     if not made:
                         self.engine.make_room(managed.size_bytes)
-                    self._note_peak()  # without it
+                    self._measure_peak()  # without it
                     _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
                 self._set_budget()
@@ -152,7 +152,7 @@ class CpuDevice:
             self._set_budget()
         self._packed.pop(managed.key, None)
         if managed.slot is not None:
-            self.forget(managed, managed.slot)
+            self.free_slot(managed, managed.slot)
             managed.slot = None
 
     def has(self, storage: torch.UntypedStorage) -> bool:
@@ -173,7 +173,7 @@ class CpuDevice:
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
         return Slot(self._spill.allocate(managed.size_bytes))
 
-    def forget(self, managed: ManagedStorage, slot: Slot) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
         self._spill.release(slot.extent)
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -183,7 +183,7 @@ class CpuDevice:
         assert self.storages is not None and self.engine is not None
         self.storages.forget_address(managed)
         managed.movable = managed.guarded = managed.gone = False
-        self.engine.note_elsewhere(managed)
+        self.engine.got_other_memory(managed)
         if not self._serial(storage):
             managed.noted = True
             self._fixed_bytes += managed.size_bytes
@@ -228,7 +228,7 @@ class CpuDevice:
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_drop_packed(managed.address)
 
-    def _forget_packed(self, managed: ManagedStorage) -> None:
+    def _drop_packed(self, managed: ManagedStorage) -> None:
         if not managed.writing:
             self._packed.pop(managed.key, None)
 
@@ -257,12 +257,12 @@ class CpuDevice:
             packed = self._packed[managed.key]
             if not packed.address:  # the arena wrote it elsewhere, for its memory
                 managed.void = True
-                self._note_written(managed, done, None, [])
+                self._packed_is_written(managed, done, None, [])
                 return
             slot.packing = packed.packing
             size_bytes = _page_bytes(slot.packing.packed_bytes)
             report = _report(
-                "disk_write", managed, size_bytes, functools.partial(self._note_written, managed, done)
+                "disk_write", managed, size_bytes, functools.partial(self._packed_is_written, managed, done)
             )
             self._spill.write(
                 slot.extent,
@@ -292,7 +292,7 @@ class CpuDevice:
             _native.arena_lent_back(loan)
             raise
 
-    def _note_written(
+    def _packed_is_written(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
     ) -> None:
         assert self.engine is not None
@@ -331,8 +331,8 @@ class CpuDevice:
 
     def _tell_if_left_behind(self, transfer: Transfer) -> None:
         """The system may use the memory and the extent of a transfer for ever: nobody else gets them."""
-        if transfer.abandoned and not self._told:
-            self._told = True
+        if transfer.abandoned and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "transfers to or from %s were given up amid: their memory and disk space stay in use until "
                 "the process ends",
@@ -451,7 +451,7 @@ class CpuDevice:
             return None
         if not staging:  # the arena has read, or expanded, its own copy
             clean = managed.clean and not managed.gone
-            self._forget_packed(managed)
+            self._drop_packed(managed)
             managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again
             managed.guarded = not managed.gone
             if clean and not managed.keeps_copy:
@@ -474,7 +474,7 @@ class CpuDevice:
             if state in ("in", "guarded"):  # somebody touched it meanwhile
                 assert self.engine is not None
                 managed.guarded = state == "guarded"
-                self.engine.note_arrived(managed, clean=False)
+                self.engine.came_back_unasked(managed, clean=False)
 
     def will_write(self, managed: ManagedStorage) -> None:
         if managed.guarded:
@@ -560,13 +560,13 @@ class CpuDevice:
             if what == "out":
                 managed.gone = True
                 managed.guarded = False
-                self.engine.note_gone(managed)
+                self.engine.left_unasked(managed)
             else:
                 managed.guarded = True
-                self._forget_packed(managed)
+                self._drop_packed(managed)
                 was_gone = managed.gone
                 managed.gone = False
-                self.engine.note_arrived(managed, clean=not was_gone)
+                self.engine.came_back_unasked(managed, clean=not was_gone)
 
     def end_kernel(self) -> None:
         _native.arena_kernel_over()
@@ -624,7 +624,7 @@ class CpuDevice:
         return contextlib.nullcontext()  # profilers of CPUs see torch's own records
 
     def begin_measuring(self) -> None:
-        self._note_peak()
+        self._measure_peak()
         _native.arena_reset_peak()
         self._before_bytes = arena.stats().in_use_bytes
 
@@ -639,14 +639,14 @@ class CpuDevice:
         pass
 
     def peak_bytes(self) -> int:
-        self._note_peak()
+        self._measure_peak()
         return self._peak_bytes
 
-    def _note_peak(self) -> None:
+    def _measure_peak(self) -> None:
         peak_bytes = arena.stats().peak_in_memory_bytes + self._fixed_bytes
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
-    def settle(self, storages: list[ManagedStorage]) -> bool:
+    def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()
         return self._lease.close(brings_back=True)
