@@ -270,8 +270,12 @@ void Replayer::restore(const Operation& operation, Index kernel) {
   }
   if (state_[at(row)] != kReleased) return;
   const auto producer = trace_.producer[at(rows_.tensor[row])];
-  wait(kernel, raw(row) + beside(row, kernel, /*planned=*/false));
-  const auto extra = beside(row, kernel, /*planned=*/false);
+  auto extra = beside(row, kernel, /*planned=*/false);
+  for (Bytes waited = -1; extra > waited;) {  // another result may leave in a wait
+    waited = extra;
+    wait(kernel, raw(row) + waited);
+    extra = beside(row, kernel, /*planned=*/false);
+  }
   use(0, raw(row) + extra);
   work(kRecomputation, producer, kernels_.time_s[producer], raw(row));
   use(0, -extra);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.memory_profile import minimum_bytes
-from penstock.core.plan import Evict, Plan
+from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
@@ -85,6 +86,27 @@ def test_plans_are_legal_whatever_a_copy_costs(
     kernels_s = timeline.busy_s("compute") - starting_s
     assert timeline.iteration_s >= kernels_s + starting_s - 1e-9
     assert made.predicted_s == timeline.iteration_s >= made.lower_bound_s
+
+
+def test_another_result_that_leaves_meanwhile_has_room_where_a_tensor_is_recomputed() -> None:
+    """b leaves while the recomputation of a waits for c to leave: then its kernel makes b again, beside a."""
+    step = Step()
+    parameter = step.tensor(100, kind="weight", persistent=True)
+    a, b, c = step.tensor(100), step.tensor(20), step.tensor(100)
+    step.kernel("ab", 1.0, [parameter], [a, b])
+    step.kernel("c", 0.1, [parameter], [c])
+    step.kernel("reads a", 1.0, [a])
+    step.kernel("reads b", 1.0, [b], phase="backward")
+    step.kernel("reads c", 1.0, [c], phase="backward")
+    trace = replace(step.trace(), tensor_recompute=np.array([-1, 0, 0, -1]))
+    made = Plan(
+        policy="test",
+        device_budget_bytes=310,
+        evictions=(Evict(b, 0, 1, 3, 3), Evict(c, 1, 2, 4, 4)),
+        recomputations=(Recompute(a, 1, 2),),
+    )
+    assert check(trace, made, machine(50.0)) == []
+    assert simulate(trace, made, machine(50.0)).peak_bytes <= 310
 
 
 def test_where_copies_cost_time_fewer_and_larger_ones_move() -> None:

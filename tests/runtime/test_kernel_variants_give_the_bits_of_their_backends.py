@@ -23,7 +23,7 @@ from penstock.runtime.schedule import Schedule, schedule
 from penstock.storage.spill import SpillSpace
 from tests.support import runs
 from tests.support.checked import checked_run
-from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, state_bits
+from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, run_in_memory, state_bits
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
@@ -139,9 +139,9 @@ def forced(trace: penstock.Trace, name: str, kernels: set[str] | None = None) ->
 def test_variants_give_the_bits_of_their_backends(
     program: Program, name: str, backend: Callable[[], Any], operators: set[str], tmp_path: Path
 ) -> None:
-    as_it_is = in_memory(program)
+    as_it_is = run_in_memory(program)
     with backend():
-        by_hand = in_memory(program)
+        by_hand = run_in_memory(program)
     # Measuring changes nothing: the first step runs as it is.
     _, (trace, _, _) = recorded(program, tmp_path, variants=True)
     found = {
@@ -162,7 +162,7 @@ def test_variants_give_the_bits_of_their_backends(
 def test_measuring_changes_nothing_that_the_program_sees(tmp_path: Path) -> None:
     program = training(Attention, drawn(2, 48, 32), steps=1)
     measured, (trace, _, report) = recorded(program, tmp_path, variants=True)
-    assert differences(in_memory(program), measured) == []
+    assert differences(run_in_memory(program), measured) == []
     assert any(trace.kernel_variants) and report.steps == report.profiled_steps == 1
     _, (plain, _, _) = recorded(program, tmp_path)
     assert plain.kernel_variants == () and plain.kernel_name == trace.kernel_name
@@ -188,7 +188,7 @@ def test_forward_and_backward_may_differ(tmp_path: Path) -> None:
     found = {}
     for name, backend in (("math", math_attention), ("fused", contextlib.nullcontext)):
         with backend():
-            found[name] = in_memory(program)
+            found[name] = run_in_memory(program)
     assert differences(found["math"][:1], mixed[:1]) == []  # the first loss
     assert differences(found["fused"], mixed)
     for expected, got in zip(found["fused"], mixed, strict=True):
@@ -214,7 +214,7 @@ def test_plans_choose_where_it_pays(tmp_path: Path) -> None:
 def test_a_kernel_whose_workspace_does_not_fit_runs_otherwise(tmp_path: Path) -> None:
     """25 times the input is what PyTorch's own convolution unfolds it to; oneDNN's does with less."""
     program = training(lambda: torch.nn.Conv2d(16, 16, 5, padding=2), drawn(1, 16, 192, 192), steps=4)
-    by_hand = in_memory(program)
+    by_hand = run_in_memory(program)
     with without_onednn():
         with pytest.raises(penstock.BudgetTooSmall):
             recorded(program, tmp_path, "24MiB")

@@ -106,7 +106,7 @@ def test_a_store_that_is_there_is_left_as_it_is(store: LocalStore, uploaded: byt
     device = MemoryDevice(24 * MIB, content=uploaded)
     assert upload_to(device, NAME, store, extent_bytes=MIB).written_bytes == 0
     assert device.writes == 0
-    assert upload_to(device, NAME, store, extent_bytes=MIB, force=True).written_bytes > 0
+    assert upload_to(device, NAME, store, extent_bytes=MIB, overwrite=True).written_bytes > 0
     assert files_of(device) == originals(store)
 
 
@@ -118,21 +118,21 @@ def test_an_interrupted_upload_goes_on(store: LocalStore, first: int, second: in
     device = MemoryDevice(24 * MIB, content=junk)
     whole = originals(store)
     for attempt, fails_at in enumerate((first, second)):
-        force = needs_force(device)
+        overwrite = needs_overwrite(device)
         device.fails_at = device._steps + fails_at
         with contextlib.suppress(Broken):
-            upload_to(device, NAME, store, extent_bytes=MIB, force=force)
+            upload_to(device, NAME, store, extent_bytes=MIB, overwrite=overwrite)
         device.lose_power(seed + attempt)
         if first >= 2:  # the first superblock was written, and flushed
-            assert not needs_force(device)
+            assert not needs_overwrite(device)
         with contextlib.suppress(SampleError, InvalidFile):
             assert files_of(device) == whole
-    upload_to(device, NAME, store, extent_bytes=MIB, force=needs_force(device))
+    upload_to(device, NAME, store, extent_bytes=MIB, overwrite=needs_overwrite(device))
     device.lose_power(seed)
     assert files_of(device) == whole
 
 
-def needs_force(device: MemoryDevice) -> bool:
+def needs_overwrite(device: MemoryDevice) -> bool:
     """It holds what is not penstock's, or a superblock of which a part was written."""
     try:
         return read_superblock(device, NAME).superblock is None and contents(device) is not None
@@ -200,12 +200,12 @@ def test_what_is_there_is_not_destroyed(store: LocalStore, what: str) -> None:
     assert device.writes == 0
     with pytest.raises(SampleError, match="has no sample store: it holds"):
         read_store(device, NAME)
-    upload_to(device, NAME, store, force=True)
+    upload_to(device, NAME, store, overwrite=True)
     assert files_of(device) == originals(store)
     assert device.content[offset : offset + len(magic)] != magic
 
 
-def test_another_store_is_replaced_only_by_force(uploaded: bytes, tmp_path: Path) -> None:
+def test_another_store_is_replaced_only_where_that_is_said(uploaded: bytes, tmp_path: Path) -> None:
     write_store(tmp_path, some_samples(40, seed=2))
     other = local_store(tmp_path)
     device = MemoryDevice(24 * MIB, content=uploaded)
@@ -214,7 +214,7 @@ def test_another_store_is_replaced_only_by_force(uploaded: bytes, tmp_path: Path
     assert device.writes == 0
     device.fails_at = 9
     with pytest.raises(Broken):
-        upload_to(device, NAME, other, force=True)
+        upload_to(device, NAME, other, overwrite=True)
     device.fails_at = None
     with pytest.raises(SampleError, match="was not finished"):
         read_store(device, NAME)
@@ -251,7 +251,7 @@ def test_no_superblock_is_an_error(store: LocalStore, uploaded: bytes) -> None:
         read_store(device, NAME)
     with pytest.raises(SampleError, match="nothing was written"):
         upload_to(device, NAME, store)
-    upload_to(device, NAME, store, force=True)
+    upload_to(device, NAME, store, overwrite=True)
     assert files_of(device) == originals(store)
 
 

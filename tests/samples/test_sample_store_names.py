@@ -43,7 +43,7 @@ SIGNATURES = {
         ["path", "order=", "cache_bytes=", "rank=", "world="],
         ["group=", "io=", "verify=", "on_damage=", "prefetch_bytes=", "timeout_s="],
     ),
-    "upload": (["store", "url"], ["force=", "progress=", "timeout_s="]),
+    "upload": (["store", "url"], ["overwrite=", "progress=", "timeout_s="]),
     "discover": (["portal", "timeout_s="], []),
     "Store.sequence": (["self"], ["seed=", "epoch=", "after=", "replica=", "replicas=", "skip="]),
     "Store.bread": (["self", "n"], []),

@@ -139,11 +139,16 @@ _plain: WeakKeyDictionary[Program, Bits] = WeakKeyDictionary()
 _range: WeakKeyDictionary[Program, dict[str, tuple[int, int]]] = WeakKeyDictionary()
 
 
+def run_in_memory(program: Program) -> Bits:
+    """Run the program without penstock."""
+    torch.manual_seed(7)
+    return program(lambda kind=None: contextlib.nullcontext())
+
+
 def in_memory(program: Program) -> Bits:
-    """Run the program without penstock, once for all who ask."""
+    """As `run_in_memory`, once for all who ask: torch's settings are the usual ones."""
     if program not in _plain:
-        torch.manual_seed(7)
-        _plain[program] = program(lambda kind=None: contextlib.nullcontext())
+        _plain[program] = run_in_memory(program)
     return _plain[program]
 
 
