@@ -1,4 +1,4 @@
-"""What can be typed: the commands and their options."""
+"""What can be typed: the commands and their options, all in one table."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Every change of a storage's state is made here, under one lock. The engine bounds the bytes in flight,
 lets demands overtake prefetches and both overtake evictions (G10 section 4.6), and makes a kernel wait
 where memory would not suffice: back-pressure, not luck, keeps the budget. A device does the copying.
+
+One file, since it is one state machine, which tests/model runs in every order.
 """
 
 from __future__ import annotations

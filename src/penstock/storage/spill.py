@@ -1,4 +1,7 @@
-"""Spill space on one or several disks, and the transfers between it and memory."""
+"""Spill space on one or several disks, and the transfers between it and memory.
+
+One file: opening, transfers and closing share the space's files and their errors.
+"""
 
 from __future__ import annotations
 

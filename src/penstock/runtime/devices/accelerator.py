@@ -3,7 +3,7 @@
 A storage that leaves is resized to 0 bytes, and gets its bytes back before a kernel uses it; its tensors
 stay. Copies go through page-locked host memory, which is a tier too. To disk they go through staging buffers
 in that memory, or where there is a direct path and it is faster, by that: see
-penstock.runtime.devices.direct.
+penstock.runtime.devices.direct. One file: its rules are about what follows what.
 
 Rules that keep copies and kernels apart:
 

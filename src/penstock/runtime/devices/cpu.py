@@ -2,7 +2,8 @@
 
 Tensors lie in penstock's arena. What is planned is copied by the storage engine, straight between the
 arena's pages and the disk; an access that nobody planned, and memory that nobody foresaw, are served by
-the arena itself, below Python (see penstock.runtime.arena).
+the arena itself, below Python (see penstock.runtime.arena). One file: what the arena moves unasked meets
+each of the engine's moves here.
 """
 
 from __future__ import annotations

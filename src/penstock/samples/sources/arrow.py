@@ -1,4 +1,7 @@
-"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow."""
+"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow.
+
+One file: all three are tables of the same columns.
+"""
 
 from __future__ import annotations
 
