@@ -177,6 +177,7 @@ class CopyEngine:
             self._mark_released(managed)
         if not packs:
             self._queue(managed)
+            self._pump()
             return
         self._out_bytes += managed.size_bytes
         try:
@@ -191,7 +192,6 @@ class CopyEngine:
     def _queue(self, managed: ManagedStorage) -> None:
         managed.queued = True
         self._evictions.append(managed)
-        self._pump()
 
     def _stay(self, managed: ManagedStorage) -> None:
         """It was to leave, and does not."""
@@ -241,6 +241,7 @@ class CopyEngine:
             managed.writing, managed.void, managed.hold = True, False, storage
             self._mark_released(managed)
             self._queue(managed)
+            self._pump()
 
     def _packed_gone(self, managed: ManagedStorage) -> None:
         self.memory.reserved_bytes -= managed.packed_bytes

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from time import perf_counter
 
@@ -130,16 +130,27 @@ class Queue:
         direction = self._directions[kind]
         return not direction.in_flight and not direction.waiting
 
-    def admit(self, transfer: Transfer) -> Iterator[Transfer]:
-        """Those to hand to their transports now: this one, unless it waits for a measurement. Of one that
-        cannot be handed over, `refused` is told. Called with the lock."""
+    def admit(self, transfer: Transfer) -> Sequence[Transfer]:
+        """Those to `start` now: this one, unless it waits for a measurement. Called with the lock."""
         direction = self._directions[transfer.kind]
         ready = direction.add(transfer)
         if direction.waiting and self._watch is None:
             self._begin_watch()
-        return iter(ready)
+        return ready
 
-    def refused(self, transfer: Transfer, error: BaseException, others: Iterable[Transfer]) -> None:
+    def start(self, ready: Iterable[Transfer]) -> None:
+        """Hand them to their transports. Called without the lock."""
+        waiting = iter(ready)
+        for transfer in waiting:
+            asked, parts = transfer.priority, transfer.parts or (transfer,)
+            try:
+                transfer.path.transport.submit(parts)
+                if transfer.priority != asked:  # hurried meanwhile
+                    transfer.path.transport.hurry(parts)
+            except BaseException as error:
+                self._refused(transfer, error, waiting)
+
+    def _refused(self, transfer: Transfer, error: BaseException, others: Iterable[Transfer]) -> None:
         """Its transport is closed, or broken: it is over. Raises other errors, such as an interrupt: whether
         the transfer began is not known then. The others begin all the same."""
         try:
@@ -153,7 +164,7 @@ class Queue:
                 self._tell_if_idle()
             raise error
         finally:
-            self._start(iter(others))
+            self.start(others)
 
     def hurry(self, transfer: Transfer) -> None:
         """Make a demand of the transfer."""
@@ -163,7 +174,7 @@ class Queue:
             direction = self._directions[transfer.kind]
             ready = direction.hurry(transfer)
             begun = transfer in direction.in_flight
-        self._start(iter(ready))
+        self.start(ready)
         if begun:
             transfer.path.transport.hurry(transfer.parts or (transfer,))
 
@@ -194,7 +205,7 @@ class Queue:
             for each in (transfer, *transfer.parts):
                 each.method, each.keep = transfer.path.method, transfer.keep
             transfer.began_s = perf_counter()
-            self._start(iter([transfer]))
+            self.start([transfer])
             return
         if error is None and (transfer.error_number or transfer.checked):
             error = self._check(transfer)
@@ -214,7 +225,7 @@ class Queue:
                 with self.lock:
                     self._tell_if_idle()
             if ready:
-                self._start(iter(ready))
+                self.start(ready)
 
     def close(self, timeout_s: float) -> bool:
         """Wait until every transfer is over. False: none was over for so long. Those that have not begun have
@@ -247,16 +258,6 @@ class Queue:
         self._fail(waiting)
         for transfer in in_flight:
             transfer.path.transport.cancel(transfer.parts or (transfer,))
-
-    def _start(self, ready: Iterator[Transfer]) -> None:
-        for transfer in ready:
-            asked, parts = transfer.priority, transfer.parts or (transfer,)
-            try:
-                transfer.path.transport.submit(parts)
-                if transfer.priority != asked:  # hurried meanwhile
-                    transfer.path.transport.hurry(parts)
-            except BaseException as error:
-                self.refused(transfer, error, ready)
 
     def _tell_if_idle(self) -> None:
         if self._closed and self._is_idle():
@@ -291,4 +292,4 @@ class Queue:
             if not self._closed and any(each.waiting for each in self._directions.values()):
                 self._begin_watch()
         self._fail(overdue)
-        self._start(iter(ready))
+        self.start(ready)

@@ -291,14 +291,7 @@ class SpillSpace:
                 for each in (transfer, *transfer.parts):
                     each.method = "buffered"
             ready = self._queue.admit(transfer)
-        for each in ready:  # here, and not in a function of its own: every copy passes through it
-            asked, parts = each.priority, each.parts or (each,)
-            try:
-                each.path.transport.submit(parts)
-                if each.priority != asked:  # hurried meanwhile
-                    each.path.transport.hurry(parts)
-            except BaseException as error:
-                self._queue.refused(each, error, ready)
+        self._queue.start(ready)
         return transfer
 
     def read(
@@ -329,14 +322,7 @@ class SpillSpace:
             )
             transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
             ready = self._queue.admit(transfer)
-        for each in ready:
-            asked, parts = each.priority, each.parts or (each,)
-            try:
-                each.path.transport.submit(parts)
-                if each.priority != asked:  # hurried meanwhile
-                    each.path.transport.hurry(parts)
-            except BaseException as error:
-                self._queue.refused(each, error, ready)
+        self._queue.start(ready)
         return transfer
 
     def _transfer(

@@ -54,10 +54,10 @@ class SpillNamespace:
             )
         self.place = url
         self.size_bytes = 0
-        with _naming(url):
+        with _spill_errors(url):
             self._namespace = Namespace(url, timeout_s)
         try:
-            with _naming(url):
+            with _spill_errors(url):
                 self._take()
         except BaseException:
             self._namespace.close()
@@ -174,7 +174,7 @@ class SpillNamespace:
 
 
 @contextlib.contextmanager
-def _naming(url: Url) -> Iterator[None]:
+def _spill_errors(url: Url) -> Iterator[None]:
     try:
         yield
     except TargetError as error:

@@ -30,7 +30,7 @@ class Slot:
     codec          of the copy, and bytes of an element
     packed_bytes   that it takes then; 0: it is as it was
     copies         to or from the block, under way
-    is_forgotten   the block is free when they are over
+    is_freed       the block is free when they are over
     """
 
     tier: str
@@ -38,7 +38,7 @@ class Slot:
     codec: tuple[str, int] = ("raw", 0)
     packed_bytes: int = 0
     copies: int = 0
-    is_forgotten: bool = False
+    is_freed: bool = False
 
 
 class Events:
@@ -133,7 +133,7 @@ class Copies:
     def free_slot(self, slot: Slot) -> None:
         if slot.tier == "host":
             with self._lock:
-                slot.is_forgotten = True
+                slot.is_freed = True
                 if not slot.copies:
                     self.slab.release(slot.block)
         else:
@@ -183,7 +183,7 @@ class Copies:
 
     def _copy_over(self, slot: Slot) -> None:
         slot.copies -= 1
-        if slot.is_forgotten and not slot.copies:
+        if slot.is_freed and not slot.copies:
             self.slab.release(slot.block)
 
     def join(self, managed: ManagedStorage) -> bool:

@@ -69,7 +69,7 @@ class Namespace:
         self.url, self._timeout_s = url, timeout_s
         self._process = os.getpid()
         self._is_open = False
-        with _naming(url):
+        with _target_errors(url):
             self._controller = _connected(url, timeout_s)
             try:
                 found = self._controller.open_namespace(url.namespace)
@@ -105,7 +105,7 @@ class Namespace:
     def flush(self) -> None:
         """Have the drive make durable what was written. Raises TargetError."""
         self._check()
-        with _naming(self.url):
+        with _target_errors(self.url):
             self._controller.flush(self.url.namespace)
 
     def error_text(self) -> str:
@@ -186,7 +186,7 @@ def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     """What a target tells this host that it has. Raises TargetError."""
     host = this_host()
     _needs_linux()
-    with _naming(portal):
+    with _target_errors(portal):
         found = _native.nvme_discover(
             portal.host, portal.port, host_nqn=host.nqn, host_id=host.identifier, timeout_s=timeout_s
         )
@@ -208,7 +208,7 @@ def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
 def namespaces_of(subsystem: Subsystem, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[int]:
     """The numbers of its namespaces. Raises TargetError."""
     url = subsystem.url(1)
-    with _naming(url):
+    with _target_errors(url):
         controller = _connected(url, timeout_s)
         try:
             return controller.namespaces()
@@ -256,7 +256,7 @@ def _transport() -> NvmeTransport:
 
 
 @contextlib.contextmanager
-def _naming(where: Url | Portal) -> Iterator[None]:
+def _target_errors(where: Url | Portal) -> Iterator[None]:
     """What the initiator says, as an error of penstock's."""
     try:
         yield
