@@ -48,15 +48,6 @@ MUTANTS = [
         fast=True,
     ),
     Mutant(
-        "what came back by itself is written later all the same",
-        "packed, touched",
-        "copy_engine",
-        "            if managed.writing and managed.queued:\n"
-        "                self._evictions.remove(managed)\n"
-        "                self._stay(managed)\n            managed.state = RESIDENT",
-        "            managed.state = RESIDENT",
-    ),
-    Mutant(
         "copies that are given up stay the arena's",
         "full",
         "copy_engine",

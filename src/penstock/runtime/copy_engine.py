@@ -815,9 +815,6 @@ class CopyEngine:
     def came_back_unasked(self, managed: ManagedStorage, clean: bool) -> None:
         """The device brought the storage back by itself."""
         if managed.state == AWAY:
-            if managed.writing and managed.queued:
-                self._evictions.remove(managed)
-                self._stay(managed)
             managed.state = RESIDENT
             managed.clean = clean and (managed.clean or not managed.packed_bytes)
             if managed.packed_bytes:

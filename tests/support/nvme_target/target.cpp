@@ -311,6 +311,7 @@ struct Connection : std::enable_shared_from_this<Connection> {
   std::size_t output_bytes = 0;
   bool waits_for_room = false, closed = false, silent = false;
   std::atomic<bool> silence_asked{false};
+  std::atomic<bool> dropped{false};  // by the target: the host may be amid a PDU
   bool initialized = false, header_digest = false, data_digest = false, flow_control = true, connected = false;
   unsigned hpda = 0;
   int qid = -1;
@@ -328,6 +329,11 @@ struct Connection : std::enable_shared_from_this<Connection> {
   ~Connection() { close(fd); }
 
   void violation(const std::string& what) { report(number, qid, what); }
+
+  void drop() {
+    dropped = true;
+    shutdown(fd, SHUT_RDWR);
+  }
 
   // -- Output
 
@@ -699,7 +705,7 @@ void Connection::end(bool reset) {
   controller->queue_ids.erase(static_cast<u16>(qid));
   if (qid == 0) {
     if (!controller->shut_down && !controller->expired) count(kAbandoned);
-    for (auto* other : controller->connections) shutdown(other->fd, SHUT_RDWR);
+    for (auto* other : controller->connections) other->drop();
     g_controllers.erase(controller->cntlid);
   }
 }
@@ -717,7 +723,7 @@ bool Connection::readable() {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) return true;
     if (got <= 0) {
-      if (input_begin != input_end) violation("the connection ended within a PDU");
+      if (input_begin != input_end && !dropped) violation("the connection ended within a PDU");
       return false;
     }
     if (silent || silence_asked) {
@@ -1771,7 +1777,7 @@ std::string control(const std::string& line) {
       for (auto* connection : one->connections) {
         const linger at_once{1, 0};
         setsockopt(connection->fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-        shutdown(connection->fd, SHUT_RDWR);
+        connection->drop();
       }
     return "{}";
   }
@@ -1851,7 +1857,7 @@ void watch_keep_alive() {
     bool silent = false;
     for (auto* connection : one->connections) silent = silent || connection->silence_asked || connection->silent;
     if (!silent) report(0, 0, "keep-alive did not come within " + std::to_string(one->kato_ms) + " ms");
-    for (auto* connection : one->connections) shutdown(connection->fd, SHUT_RDWR);
+    for (auto* connection : one->connections) connection->drop();
   }
 }
 
