@@ -265,7 +265,7 @@ OUTSIDE = {
     "highspy",
 }  # msgspec: in core/files.py; highspy: in planners/optimal/fractional.py
 # These import the native module.
-COMPILED = {"simulator/replay.py", "planners/optimal/search.py"}
+COMPILED = {"simulator/__init__.py", "planners/optimal/search.py"}
 DEADLINES = {"planners/optimal/__init__.py", "planners/optimal/fractional.py"}
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 

@@ -74,11 +74,11 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: what it is, and how much."""
+        step = format_seconds(self.predicted_s)
+        step += "" if self.over_ideal is None else f", {self.over_ideal:.2f} x the ideal"
+        step += "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
         return [
-            (
-                "predicted step",
-                f"{format_seconds(self.predicted_s)}{_times(self.over_ideal)}{self._estimated()}",
-            ),
+            ("predicted step", step),
             ("bound", self.bound_text()),
             ("predicted peak", self._peak()),
             ("moved", self._moved()),
@@ -86,9 +86,6 @@ class Summary:
             ("stalls", self.stall_text()),
             ("disk wear", str(self.disk_wear)),
         ]
-
-    def _estimated(self) -> str:
-        return "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
 
     def timing(self) -> tuple[str, ...]:
         """For people: time, over the ideal, above the bound, stalls, bytes evicted."""
@@ -216,7 +213,3 @@ def percent(fraction: float) -> str:
 
 def _bytes(spans: list[Span]) -> int:
     return sum(span.size_bytes for span in spans)
-
-
-def _times(over_ideal: float | None) -> str:
-    return "" if over_ideal is None else f", {over_ideal:.2f} x the ideal"
