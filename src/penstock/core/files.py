@@ -49,13 +49,6 @@ def _schema(kind: type) -> str:
     return f"penstock.{name}/{VERSIONS.get(name, 1)}"
 
 
-def _is_earlier(schema: str, wanted: str) -> bool:
-    """Whether a schema is an earlier version of the one wanted."""
-    name, _, version = schema.partition("/")
-    other, _, now = wanted.partition("/")
-    return name == other and version.isdecimal() and int(version) < int(now)
-
-
 def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -212,7 +205,9 @@ def load(kind: type[Value], path: str | Path) -> Value:
 
 def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     """The ``kind`` in what was read from ``path``."""
-    if _is_earlier(source.schema, _schema(kind)):
+    name, _, version = source.schema.partition("/")
+    wanted, _, now = _schema(kind).partition("/")
+    if name == wanted and version.isdecimal() and int(version) < int(now):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
             f"{_REMEDY[kind.__name__]}"

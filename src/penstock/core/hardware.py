@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.core import files
 from penstock.core.tables import html_table
-from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.options import LOSSY
 from penstock.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from penstock.core.timeline import Timeline
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
@@ -237,3 +239,12 @@ class Hardware:
     def load(cls, path: str | Path) -> Hardware:
         """Read what `save` wrote. Raises InvalidFile where it is something else."""
         return files.load(cls, path)
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans, from its start to its end, took place."""
+    total_s, until_s = 0.0, -math.inf
+    for start_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s

@@ -9,7 +9,7 @@ from penstock.core.arguments import require_kinds
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
-from penstock.core.trace import Trace, released_after_last_use, within_budget
+from penstock.core.trace import Trace, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.options import POLICIES as MODULES
 from penstock.planners.problem import Decision, Policy, Problem, as_traced
@@ -51,7 +51,7 @@ def plan(
     device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
-    again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
+    again is taken to leave by itself (see `Trace.released`), and is not in the plan.
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
@@ -132,7 +132,7 @@ def _reason(trace: Trace, budget: int, more: str) -> str:
     peak = format_bytes_up(trace.peak_bytes)
     if trace.peak_bytes <= budget:
         return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
-    released = released_after_last_use(trace)
+    released = trace.released
     if released.peak_bytes <= budget:
         more = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"

@@ -29,12 +29,12 @@ from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
-    Candidates,
     Room,
     add_cyclic,
     advance,
     cyclic_slices,
     evict_further,
+    eviction,
     unrolled,
 )
 
@@ -61,7 +61,7 @@ def algorithm_1(
     selection.run()
     chosen = [evict for evict, _, _ in selection.chosen]
     further = evict_further(
-        selection.options,
+        trace,
         selection.taken,
         chosen,
         selection.room,
@@ -103,15 +103,15 @@ class _Selection:
         self.as_artifact = as_artifact
         self.trace, self.hardware = problem.trace, problem.hardware
         self.budget_bytes, self.tiers = problem.budget_bytes, tiers
-        self.options = Candidates.of(self.trace)
+        self.periods = self.trace.periods
         self.room = Room(self.trace, self.hardware)
         self.traffic = Traffic(self.trace, self.hardware, tiers)
         self.resident = self.trace.live_bytes.copy()
-        self.taken = np.zeros(len(self.options), dtype=np.bool_)
+        self.taken = np.zeros(len(self.periods), dtype=np.bool_)
         self.chosen: list[tuple[Evict, int, int]] = []
         clock = unrolled(self.trace.kernel_time_s)
-        self.length_s: FloatArray = clock[self.options.end] - clock[self.options.begin]
-        sizes = self.options.size_bytes.tolist()
+        self.length_s: FloatArray = clock[self.periods.end] - clock[self.periods.begin]
+        sizes = self.periods.size_bytes.tolist()
         self.write_s = {tier: [self.hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
         self.read_s = {tier: [self.hardware.prefetch_s(tier, size) for size in sizes] for tier in tiers}
         self._above = self._seconds_above()
@@ -122,7 +122,7 @@ class _Selection:
         An offer only gets worse as others are taken: the best of the old ones is the best of all if
         it is still ahead when recomputed.
         """
-        periods = range(len(self.options)) if self.tiers else ()
+        periods = range(len(self.periods)) if self.tiers else ()
         heap = [offer for index in periods if (offer := self._offer(index)) is not None]
         heapq.heapify(heap)
         while heap and self._above[-1] > 0:
@@ -139,12 +139,12 @@ class _Selection:
         return unrolled(above)
 
     def _offer(self, index: int) -> _Offer | None:
-        tier, begin, end = self.tiers[0], int(self.options.begin[index]), int(self.options.end[index])
+        tier, begin, end = self.tiers[0], int(self.periods.begin[index]), int(self.periods.end[index])
         half_out = self.traffic.away_from(tier, begin, self.write_s[tier][index] / 2)
         half_back = self.traffic.back_from(tier, end, self.read_s[tier][index] / 2)
         if half_out >= half_back:
             return None
-        size = int(self.options.size_bytes[index])
+        size = int(self.periods.size_bytes[index])
         benefit = size * float(self._above[half_back] - self._above[half_out])
         return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
 
@@ -153,12 +153,12 @@ class _Selection:
         tier = self._tier(index)
         if tier is None:
             return
-        evict = self.options.evict(index, tier)
+        evict = eviction(self.trace, index, tier)
         away = max(self.traffic.away_from(tier, evict.after + 1, self.write_s[tier][index]), evict.begin)
         back = min(self.traffic.back_from(tier, evict.end, self.read_s[tier][index]), evict.end)
         if away >= back or not self.room.fits(tier, evict):
             return
-        size = int(self.options.size_bytes[index])
+        size = int(self.periods.size_bytes[index])
         self.taken[index] = True
         self.room.take(tier, evict)
         self.traffic.write(tier, size, evict.after + 1)
@@ -174,10 +174,10 @@ class _Selection:
         if len(tiers) < 2:
             return tiers[0] if tiers else None
         first, *others = tiers
-        begin = int(self.options.begin[index])
+        begin = int(self.periods.begin[index])
         if not self.traffic.is_full(first, begin, self.write_s[first][index], self.as_artifact):
             return first
-        other = self.room.first(others, self.options.evict(index, others[0]))
+        other = self.room.first(others, eviction(self.trace, index, others[0]))
         return other or first
 
 

@@ -27,8 +27,8 @@ from penstock.errors import SpillSpaceFull, installing
 from penstock.planners.optimal.fractional import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
     ActionArray,
-    Candidate,
     Choices,
+    FoundPlan,
     Improver,
     choices,
     everything_away,
@@ -44,7 +44,7 @@ NEAR = 1.01  # of the bound: a first plan that is no nearer is worth solving the
 TEMPERATURES = (5e-5, 0.0)  # of the searches side by side, where the start is FAR from the bound or farther
 FAR = 0.05
 ROUNDS = 5  # at least, of the time limit; after each, all go on from the best
-SETTLED = 2e-4  # rounds that gain less
+LITTLE_GAIN = 2e-4  # rounds that gain less
 LAST_ROUNDS = (2, 6)  # so many of them in a row are the last: where the best is NEAR the bound, and elsewhere
 WARMER = 3.0  # each time
 _SOLVING = 0.6  # of the time limit, at most, for the linear program
@@ -128,14 +128,14 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     )
 
 
-def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
+def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:
     """The fastest plan that moves large tensors alone, and whether nothing can be faster.
 
     Where the machine's cost of a copy is not known, only one that is as fast as any can be counts.
     """
     begun_s = time.perf_counter()
     trace = problem.trace
-    best: Candidate | None = None
+    best: FoundPlan | None = None
     largest = int(trace.tensor_bytes.max(initial=0))
     for power in range(largest.bit_length() - 1, SMALLEST_LARGE.bit_length() - 2, -1):
         movable = trace.movable & (trace.tensor_bytes >= 1 << power)
@@ -181,8 +181,8 @@ def _starts(
     options: Choices,
     relaxed: FractionalPlan,
     seconds: float,
-    given: Candidate | None = None,
-) -> list[Candidate]:
+    given: FoundPlan | None = None,
+) -> list[FoundPlan]:
     """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
     fractions = relaxed.fractions
@@ -199,7 +199,7 @@ def _starts(
         if best is not None and math.isfinite(best.iteration_s):
             found.append(best)
 
-    found: list[Candidate] = []
+    found: list[FoundPlan] = []
     if given is not None:
         evictions, recomputations = given.intervals(problem.trace)
         fitted(of_intervals(options, evictions, recomputations))
@@ -222,10 +222,10 @@ def _search(
     problem: Problem,
     options: Choices,
     fractions: FloatArray | None,
-    starts: Sequence[Candidate],
+    starts: Sequence[FoundPlan],
     bound_s: float,
     seconds: float,
-) -> Candidate:
+) -> FoundPlan:
     """The best plan that several searches find that now and then go on from the best of all."""
     begun_s = time.perf_counter()
     trace = problem.trace
@@ -234,7 +234,7 @@ def _search(
     best = starts[0]
     improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
     froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
-    tried, settled, timed_out = 0, 0, seconds <= 0
+    tried, without_gain, timed_out = 0, 0, seconds <= 0
     with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
         for turn in count():
             left_s = seconds - (time.perf_counter() - begun_s)
@@ -249,7 +249,7 @@ def _search(
                     evaluations=changes,
                     seconds=left_s / max(ROUNDS - turn, 1),
                     target_s=target_s,
-                    temperature=TEMPERATURES[index] * far * WARMER**settled,
+                    temperature=TEMPERATURES[index] * far * WARMER**without_gain,
                     seed=turn * len(TEMPERATURES) + index,
                 )
                 for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
@@ -260,13 +260,13 @@ def _search(
             tried += sum(result.evaluations for result in results)
             short = any(result.timed_out for result in results)
             timed_out = timed_out or short
-            settled = settled + 1 if best.iteration_s > before_s * (1 - SETTLED) else 0
+            without_gain = without_gain + 1 if best.iteration_s > before_s * (1 - LITTLE_GAIN) else 0
             # Where nothing is gained, one of them goes on from another start, by itself.
-            alone = starts[1 % len(starts)] if settled == 1 else results[-1]
-            froms = [best, best if settled == 0 else alone]
-            if settled >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
+            alone = starts[1 % len(starts)] if without_gain == 1 else results[-1]
+            froms = [best, best if without_gain == 0 else alone]
+            if without_gain >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
                 break
-    return replace(best, evaluations=tried, timed_out=timed_out)
+    return best._replace(evaluations=tried, timed_out=timed_out)
 
 
 def _no_room(problem: Problem) -> SpillSpaceFull:

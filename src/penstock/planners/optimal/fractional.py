@@ -15,7 +15,7 @@ from penstock.planners.optimal.lp import LPModel
 from penstock.planners.optimal.program import Program
 from penstock.planners.optimal.slots import EvictionCandidates, cut
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import ACTIONS, KEEP, MOVES, RECOMPUTE
+from penstock.simulator import ACTIONS, KEEP, MOVES, RECOMPUTE
 
 _INFINITE = 1e20
 _ROUNDING = 1e-10  # of the sum of magnitudes: far above what adding doubles loses
@@ -48,7 +48,10 @@ def solve(program: Program, time_limit_s: float) -> Solution:
 
 
 def _run(program: Program, method: str, time_limit_s: float) -> Solution:
-    highspy = _highs()
+    try:
+        import highspy
+    except ImportError as error:
+        raise InvalidArgument(f"the solver HiGHS is not installed: {installing('plan')}") from error
     highs = highspy.Highs()
     for option, value in (
         ("output_flag", False),
@@ -119,21 +122,13 @@ def _finite(values: FloatArray, count: int) -> FloatArray:
     return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0) if len(values) == count else np.zeros(count)
 
 
-def _highs() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise InvalidArgument(f"the solver HiGHS is not installed: {installing('plan')}") from error
-    return highspy
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FractionalPlan:
     """What the linear program answers. P inactive periods in the trace's order.
 
     bound_s     no plan is faster, repeated without end: proven, however well it was solved
     fractions   [P, 6] how much of each period has which action: the columns are those of
-                penstock.simulator.replay.ACTIONS; None where nothing was solved
+                penstock.simulator.ACTIONS; None where nothing was solved
     status      "optimal"; "time limit", "infeasible" (not even parts of tensors find room on the tiers) or
                 "unknown": then only `bound_s` means something
     model       None where everything fits

@@ -29,7 +29,7 @@ from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import Hardware
 from penstock.planners.optimal.program import Amounts, Builder, Flows, joined
 from penstock.planners.optimal.slots import EvictionCandidates, Slots
-from penstock.simulator.replay import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, RECOMPUTE
+from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, RECOMPUTE
 
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
 _ALIKE = 4.0  # tensors whose waits differ by less than this factor share a stock of early writes

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
-from penstock.core.trace import Trace
+from penstock.core.trace import Periods, Trace
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EvictionCandidates:
-    """P rows, one for each of the trace's inactive periods, in its order. K kernels; kernel K + k is
-    kernel k of the next iteration, kernel k - K of the one before.
+@dataclass(frozen=True, eq=False)
+class EvictionCandidates(Periods):
+    """The trace's inactive periods, and more of each. K kernels; kernel K + k is kernel k of the next
+    iteration, kernel k - K of the one before.
 
-    tensor, begin, end   [P] as in `InactivePeriod`
     ready                [P] kernel after which the tensor can be copied: the last that writes it, maybe
                          in the iteration before; -1 where it can be copied from the start
     version              [P] periods of one version of a tensor, between which nothing writes it, have
@@ -24,7 +23,6 @@ class EvictionCandidates:
     opened               [P] begin of the first period of its version, maybe in the iteration before
     lasting              [P] nothing ever writes the tensor: its copy stays valid from one iteration to
                          the next, and costs nothing
-    size_bytes           [P]
     packed_bytes         [P] compressed; the size where that is not less
     recompute_s          [P] time of the kernel that recomputes the tensor; infinite where none can
     recompute_until      [P] last kernel before which it can be recomputed: later, an input is gone
@@ -32,34 +30,25 @@ class EvictionCandidates:
     lossy                codec of some of what leaves compressed, or empty
     """
 
-    tensor: IntArray
-    begin: IntArray
-    end: IntArray
-    ready: IntArray
     version: IntArray
     rank: IntArray
     opened: IntArray
     lasting: BoolArray
-    size_bytes: IntArray
     packed_bytes: IntArray
     recompute_s: FloatArray
     recompute_until: IntArray
     wraps: bool
     lossy: str
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     @classmethod
     def of(
         cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool
     ) -> EvictionCandidates:
         """``kernel_time_s``: [K] the least time each kernel can take."""
-        tensor, begin, end, before = trace.periods
+        tensor, begin, end = trace.periods.tensor, trace.periods.begin, trace.periods.end
         wraps = bool((end >= trace.kernels).any())
-        ready, lasting = _ready(trace, tensor, before, cyclic=wraps)
+        ready, lasting = _ready(trace, tensor, trace.periods.ready, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
-        size = trace.tensor_bytes[tensor]
         packed = trace.period_bytes(compress)
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
@@ -69,7 +58,7 @@ class EvictionCandidates:
             possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
             recompute_s[possible] = kernel_time_s[producer[possible]]
         return cls(
-            tensor, begin, end, ready, version, rank, opened, lasting, size, packed,
+            tensor, begin, end, ready, trace.periods.size_bytes, version, rank, opened, lasting, packed,
             recompute_s, recompute_until, wraps, trace.lossy,
         )  # fmt: skip
 
