@@ -87,8 +87,7 @@ def show(answer: Answer, *, as_json: bool) -> None:
         elif isinstance(part, str):
             console.print(part)
         else:
-            drawn = _rich_table(part) if part.columns else _rich_names(part)
-            _print_whole(console, drawn)
+            _print_whole(console, _rich_table(part))
         for note in part.notes if isinstance(part, Table) else ():
             console.print(f"  {note}")
     for path in answer.written:
@@ -170,7 +169,9 @@ def _rich_table(table: Table) -> Any:
     import rich.box
     import rich.table
 
-    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    drawn = (
+        rich.table.Table(box=rich.box.SIMPLE_HEAD) if table.columns else rich.table.Table.grid(padding=(0, 2))
+    )
     for index, column in enumerate(table.columns):
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for index, row in enumerate(table.rows):
@@ -184,15 +185,6 @@ def _print_whole(console: Console, drawn: Any) -> None:
     console.width = max(width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
     console.print(drawn)
     console.width = width
-
-
-def _rich_names(table: Table) -> Any:
-    import rich.table
-
-    drawn = rich.table.Table.grid(padding=(0, 2))
-    for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
 
 
 def printable(text: str) -> str:

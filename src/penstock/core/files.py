@@ -86,11 +86,6 @@ def save(value: Any, path: str | Path) -> None:
     write(encoded(value), path)
 
 
-def save_json(value: Any, path: str | Path) -> None:
-    """As `save`, without a schema: in a format that is not penstock's."""
-    write(msgspec.json.encode(value), path)
-
-
 def write(data: bytes, path: str | Path) -> None:
     """Write ``data`` to ``path``, durably, gzipped where it ends in ``.gz``. Raises OSError, as `save`."""
     path = Path(path)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.core import files
 from penstock.core.hardware import LINKS
 from penstock.core.tables import html_table
@@ -135,7 +137,7 @@ class Timeline:
 
         Raises OSError where the file cannot be written.
         """
-        files.save_json(chrome_trace([self, *others]), path)
+        files.write(msgspec.json.encode(chrome_trace([self, *others])), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:

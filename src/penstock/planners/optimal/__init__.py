@@ -1,7 +1,7 @@
 """The default: everything decided together, near a linear program, and checked by the simulator.
 
 A linear program over time slots says how much of each inactive period should have which action, and proves
-a bound (`penstock.planners.optimal.fractional`). Its fractions are rounded, what then does not fit is
+a bound (`penstock.planners.optimal.lp`). Its fractions are rounded, what then does not fit is
 repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a greedy
 one are seeds, too: without a solver they are all there is.
 """
@@ -24,7 +24,7 @@ from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull, installing
-from penstock.planners.optimal.fractional import FractionalPlan, dive, fractional_plan
+from penstock.planners.optimal.lp import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
     ActionArray,
     Choices,

@@ -23,13 +23,18 @@ for its inputs, and no memory for what a codec works on.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import Hardware
-from penstock.planners.optimal.program import Amounts, Builder, Flows, joined
-from penstock.planners.optimal.slots import EvictionCandidates, Slots
-from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, RECOMPUTE
+from penstock.core.memory_profile import least_workspace_bytes
+from penstock.planners.optimal.program import Amounts, Builder, Flows, joined, proven, solve
+from penstock.planners.optimal.slots import EvictionCandidates, Slots, cut
+from penstock.planners.problem import Problem
+from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, MOVES, RECOMPUTE
 
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
 _ALIKE = 4.0  # tensors whose waits differ by less than this factor share a stock of early writes
@@ -319,3 +324,92 @@ class LPModel:
             different = [size for size in np.unique(sizes).tolist() if size > 0]
             best = max((size / self.hardware.transfer_s(link, size) for size in different), default=best)
         return best / self.unit_bytes * self.unit_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FractionalPlan:
+    """What the linear program answers. P inactive periods in the trace's order.
+
+    bound_s     no plan is faster, repeated without end: proven, however well it was solved
+    fractions   [P, 6] how much of each period has which action: the columns are those of
+                penstock.simulator.ACTIONS; None where nothing was solved
+    status      "optimal"; "time limit", "infeasible" (not even parts of tensors find room on the tiers) or
+                "unknown": then only `bound_s` means something
+    model       None where everything fits
+    """
+
+    bound_s: float
+    fractions: FloatArray | None
+    status: str
+    model: LPModel | None = None
+
+
+def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
+    """Solve the problem with tensors as water, in about ``slots`` slots of time.
+
+    Raises InvalidArgument where the solver is not installed.
+    """
+    began = time.perf_counter()
+    trace, budget = problem.trace, problem.budget_bytes
+    live_bytes = trace.live_bytes - trace.kernel_workspace_bytes + least_workspace_bytes(trace)
+    candidates = EvictionCandidates.of(
+        trace, trace.fastest_time_s, compress=problem.compress, recompute=problem.recompute
+    )
+    fractions = np.zeros((len(candidates), len(ACTIONS)))
+    if int(live_bytes.max(initial=0)) <= budget:  # everything fits
+        fractions[:, KEEP] = 1.0
+        return FractionalPlan(trace.fastest_s, fractions, "optimal")
+    grid = cut(trace, candidates, trace.fastest_time_s, slots)
+    model = LPModel(candidates, grid, problem.hardware, trace.fastest_time_s, live_bytes, budget)
+    solution = solve(model.program, problem.time_limit_s - (time.perf_counter() - began))
+    bound_s = max(trace.fastest_s, proven(model.program, solution.dual) * model.unit_s)
+    return FractionalPlan(bound_s, model.fractions(solution.value), solution.status, model)
+
+
+_ROUNDS = 8
+_CLEAR = 0.95  # a fraction from this on is a choice
+_SHARE = 0.3  # of the others, the largest are fixed, too
+_LINK = {"host": "device_to_host", "disk": "disk_write"}
+_TIE = 1e-5  # what a second on a link counts for: of plans that are as fast, one that moves less
+
+
+def dive(model: LPModel, time_limit_s: float) -> FloatArray:
+    """[P, A] fractions of each period, nearly all of them 0 or 1: what is fixed later makes up for what was
+    rounded before. Where nothing fits any longer, or the time is over, the rest keeps its fractions.
+    """
+    began = time.perf_counter()
+    program, size = model.program, model.size
+    count = len(size)
+    cost, lower, upper = program.cost.copy(), program.lower.copy(), program.upper.copy()
+    column = np.full((count, len(ACTIONS)), -1)
+    for action, periods, columns in model.choices:
+        column[periods, action] = columns
+        if action != RECOMPUTE:
+            cost[columns] += _TIE * 2 / model.rate(_LINK[MOVES[action][0]])
+    free = np.ones(count, dtype=np.bool_)
+    found = np.zeros((count, len(ACTIONS)))
+    found[:, KEEP] = 1.0
+    for _ in range(_ROUNDS):
+        left_s = time_limit_s - (time.perf_counter() - began)
+        if left_s <= 0:
+            break
+        solution = solve(replace(program, cost=cost, lower=lower, upper=upper), left_s)
+        if solution.status != "optimal":
+            break
+        fractions = model.fractions(solution.value)
+        found[free] = fractions[free]
+        most, chosen = fractions.max(axis=1), fractions.argmax(axis=1)
+        unclear = np.flatnonzero(free & (most < _CLEAR))
+        if len(unclear) == 0:
+            break
+        unclear = unclear[np.argsort(-most[unclear], kind="stable")]
+        fixed = free & (most >= _CLEAR)
+        fixed[unclear[: int(np.ceil(_SHARE * len(unclear)))]] = True
+        free &= ~fixed
+        for period in np.flatnonzero(fixed).tolist():
+            found[period] = 0.0
+            found[period, chosen[period]] = 1.0
+            for action in np.flatnonzero(column[period] >= 0).tolist():
+                amount = size[period] if action == chosen[period] else 0.0
+                lower[column[period, action]] = upper[column[period, action]] = amount
+    return found
