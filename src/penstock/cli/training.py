@@ -27,7 +27,6 @@ from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, steps_prog
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.options import (
     FineTuneOptions,
@@ -139,18 +138,23 @@ def trace(options: Namespace) -> Answer:
             "--device says whose times to estimate: leave it out with --real, which measures"
         )
     build = load_script(options.script)
-    captured = _trace_real(build) if options.real else _trace_fake(build, options.device or "cpu")
+    mode = contextlib.nullcontext() if options.real else penstock.fake_mode()
+    with mode:
+        training = build()
+        batch = first_batch(training)
+    device: Any = options.device or "cpu"
+    if options.real:
+        device = next((parameter.device for parameter in training.model.parameters()), "cpu")
+    captured = penstock.trace(
+        lambda: training.step(batch),
+        fake=not options.real,
+        device=str(device),
+        mode=None if options.real else mode,
+    )
     with writing(options.output):
         captured.save(options.output)
-    values = {
-        "kernels": captured.kernels,
-        "tensors": captured.tensors,
-        "persistent_bytes": captured.persistent_bytes,
-        "peak_bytes": captured.peak_bytes,
-        "minimum_bytes": minimum_bytes(captured),
-        "ideal_s": captured.ideal_s,
-        "measured": captured.measured,
-    }
+    names = ("kernels", "tensors", "persistent_bytes", "peak_bytes", "ideal_s", "measured")
+    values = {name: getattr(captured, name) for name in names} | {"minimum_bytes": minimum_bytes(captured)}
     text = (
         f"{captured.kernels} kernels, {captured.tensors} tensors\n"
         f"weights and optimizer state {format_bytes(captured.persistent_bytes)}, "
@@ -162,21 +166,6 @@ def trace(options: Namespace) -> Answer:
     return Answer(values=values, shown=[text], written=[options.output])
 
 
-def _trace_fake(build: Callable[[], Training], device: str) -> Trace:
-    mode = penstock.fake_mode()
-    with mode:
-        training = build()
-        batch = first_batch(training)
-    return penstock.trace(lambda: training.step(batch), device=device, mode=mode)
-
-
-def _trace_real(build: Callable[[], Training]) -> Trace:
-    training = build()
-    batch = first_batch(training)
-    device = next((parameter.device for parameter in training.model.parameters()), torch.device("cpu"))
-    return penstock.trace(lambda: training.step(batch), fake=False, device=str(device))
-
-
 def run(options: Namespace) -> Answer:
     with own_files():
         hardware = Hardware.load(options.hardware) if options.hardware else None
@@ -184,13 +173,9 @@ def run(options: Namespace) -> Answer:
     build = load_script(options.script)
     losses: list[float] = []
     interrupted = False
-    with new_folder(options.output), contextlib.ExitStack() as stack:
-        offload = stack.enter_context(
-            penstock.offload(
-                **grouped({name: vars(options)[name] for name in run_options() if name in options})
-                | {"plan": plan, "hardware": hardware}
-            )
-        )
+    given = grouped({name: vars(options)[name] for name in run_options() if name in options})
+    given |= {"plan": plan, "hardware": hardware}
+    with new_folder(options.output), penstock.offload(**given) as offload:
         training = build()  # inside: it may be larger than the budget
         _check_device(training.model, options.device)
         try:

@@ -45,17 +45,15 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     violations: list[str] = []
     unreachable = _unreachable(plan.evictions, hardware)
     evictions: list[Evict] = []
-    for evict in plan.evictions:
-        if broken := list(_eviction(trace, evict, periods.get(evict.tensor, ()), unreachable)):
-            violations += broken
-        else:
-            evictions.append(evict)
     recomputations: list[Recompute] = []
+    for evict in plan.evictions:
+        broken = list(_eviction(trace, evict, periods.get(evict.tensor, ()), unreachable))
+        violations += broken
+        evictions += [] if broken else [evict]
     for entry in plan.recomputations:
-        if broken := list(_recomputation(trace, entry, periods.get(entry.tensor, ()))):
-            violations += broken
-        else:
-            recomputations.append(entry)
+        broken = list(_recomputation(trace, entry, periods.get(entry.tensor, ())))
+        violations += broken
+        recomputations += [] if broken else [entry]
     violations += _order(trace, evictions, recomputations)
     violations += _inputs(trace, evictions, recomputations)
     broken = list(_variants(trace, plan.variants))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,24 +70,18 @@ class Hardware:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for tier in TIERS:
-            if not 0 <= (size_bytes := getattr(self, f"{tier}_bytes")) <= MOST_BYTES:
-                raise InvalidArgument(f"{tier}_bytes is {size_bytes}: give 0 to {MOST_BYTES} bytes")
-        for link in LINKS:
-            if not (rate := self.rate_bytes_per_s(link)) >= 0:
-                raise InvalidArgument(f"{link}_bytes_per_s is {rate}: give a rate above 0, or 0 for no link")
-            if not 0 <= (latency_s := getattr(self, f"{link}_latency_s")) < math.inf:
-                raise InvalidArgument(f"{link}_latency_s is {latency_s}: give seconds, 0 or more")
-        for coder in CODERS:
-            if not (rate := self.rate_bytes_per_s(coder)) > 0:
-                raise InvalidArgument(f"{coder}_bytes_per_s is {rate}: give a rate above 0")
+        self._require([f"{tier}_bytes" for tier in TIERS], 0, MOST_BYTES, f"0 to {MOST_BYTES} bytes")
+        of_links = [f"{link}_bytes_per_s" for link in LINKS]
+        self._require(of_links, 0, math.inf, "a rate above 0, or 0 for no link")
+        of_coders = [f"{coder}_bytes_per_s" for coder in CODERS]
+        self._require(of_coders, sys.float_info.min, math.inf, "a rate above 0")
+        times = [f"{link}_latency_s" for link in LINKS]
+        self._require([*times, "copy_overhead_s"], 0, sys.float_info.max, "seconds, 0 or more")
         for codec, rates in self.measured_codecs.items():
             if codec not in LOSSY or not all(rate > 0 for rate in rates):
                 raise InvalidArgument(
                     f"measured_codecs has {codec!r} at {rates}: give rates above 0 for {' or '.join(LOSSY)}"
                 )
-        if not 0 <= self.copy_overhead_s < math.inf:
-            raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
             raise InvalidArgument(f"duplex is {self.duplex}: it is a fraction above 0 and up to 1")
         for link, points in self.measured_rates.items():
@@ -101,6 +96,11 @@ class Hardware:
                 raise InvalidArgument(
                     f"measured_rates of {link} are {[rate for _, rate in points]}: give rates above 0"
                 )
+
+    def _require(self, names: Sequence[str], least: float, most: float, remedy: str) -> None:
+        for name in names:
+            if not least <= (value := getattr(self, name)) <= most:
+                raise InvalidArgument(f"{name} is {value}: give {remedy}")
 
     def __repr__(self) -> str:
         return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"

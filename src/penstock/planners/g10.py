@@ -19,7 +19,6 @@ The artifact differs from the paper in two ways (`as_artifact`); `optimal` begin
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
@@ -80,16 +79,9 @@ def algorithm_1(
     return Decision(evictions=advance(trace, evictions, latest, problem.budget_bytes, earliest))
 
 
-class _Offer(NamedTuple):
-    """What evicting one period would bring now. Offers sort best first.
-
-    benefit      negative: bytes * seconds above the budget
-    byte_seconds negative: of the whole period
-    """
-
-    benefit: float
-    byte_seconds: float
-    option: int
+# What evicting one period would bring now, negative so that the best sorts first: bytes * seconds above the
+# budget, and of the whole period. And the number of the period.
+Offer = tuple[float, float, int]
 
 
 class _Selection:
@@ -126,19 +118,19 @@ class _Selection:
         heap = [offer for index in periods if (offer := self._offer(index)) is not None]
         heapq.heapify(heap)
         while heap and self._above[-1] > 0:
-            offer = self._offer(heapq.heappop(heap).option)
+            offer = self._offer(heapq.heappop(heap)[2])
             if offer is None:
                 continue
             if heap and heap[0] < offer:
                 heapq.heappush(heap, offer)
             else:
-                self._decide(offer.option)
+                self._decide(offer[2])
 
     def _seconds_above(self) -> FloatArray:
         above = np.where(self.resident > self.budget_bytes, self.traffic.duration_s, 0.0)
         return unrolled(above)
 
-    def _offer(self, index: int) -> _Offer | None:
+    def _offer(self, index: int) -> Offer | None:
         tier, begin, end = self.tiers[0], int(self.periods.begin[index]), int(self.periods.end[index])
         half_out = self.traffic.away_from(tier, begin, self.write_s[tier][index] / 2)
         half_back = self.traffic.back_from(tier, end, self.read_s[tier][index] / 2)
@@ -146,7 +138,7 @@ class _Selection:
             return None
         size = int(self.periods.size_bytes[index])
         benefit = size * float(self._above[half_back] - self._above[half_out])
-        return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
+        return (-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
 
     def _decide(self, index: int) -> None:
         """Give the period to a tier, or pass it over."""

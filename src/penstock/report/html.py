@@ -117,40 +117,26 @@ def _subtitle(trace: Trace, plan: Plan) -> str:
 
 
 def _cards(summary: Summary, measured: Timeline | None) -> str:
-    over = (
-        f"{summary.over_ideal:.2f} x the ideal {format_seconds(summary.ideal_s)}"
-        if summary.over_ideal
-        else ""
-    )
+    ideal = format_seconds(summary.ideal_s)
+    over = f"{summary.over_ideal:.2f} x the ideal {ideal}" if summary.over_ideal else ""
     cards = [("predicted step", format_seconds(summary.predicted_s), over)]
     if measured is not None:
         off = measured.iteration_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
-        cards.append(
-            (
-                "measured step",
-                format_seconds(measured.iteration_s),
-                f"{off * 100:+.1f} % against the prediction",
-            )
-        )
+        against = f"{off * 100:+.1f} % against the prediction"
+        cards.append(("measured step", format_seconds(measured.iteration_s), against))
     if summary.gap is not None:
         bound = f"bound {format_seconds(summary.lower_bound_s)}, proven"
         if summary.lower_bound_s <= summary.ideal_s * (1 + 1e-9):
             bound = "the bound is the ideal"
         cards.append(("above the bound", percent(summary.gap), bound))
-    tiers = [f"{tier} {format_bytes(summary.written_bytes[tier])}" for tier in SPILL_TIERS
-             if summary.written_bytes[tier]]  # fmt: skip
+    written = summary.written_bytes
+    tiers = [f"{tier} {format_bytes(written[tier])}" for tier in SPILL_TIERS if written[tier]]
     again = f"; {summary.recomputations} tensors recomputed" if summary.recomputations else ""
+    of = f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}"
+    moved = (", ".join(tiers) or "nothing moves") + again
     cards += [
-        (
-            "predicted peak",
-            format_bytes(summary.peak_bytes),
-            f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}",
-        ),
-        (
-            "leaves the device",
-            format_bytes(sum(summary.written_bytes.values())),
-            (", ".join(tiers) or "nothing moves") + again,
-        ),
+        ("predicted peak", format_bytes(summary.peak_bytes), of),
+        ("leaves the device", format_bytes(sum(written.values())), moved),
         ("stalls", format_seconds(sum(summary.stall_s.values())), summary.stall_text()),
     ]
     texts = [[html_text(text) for text in card] for card in cards]
