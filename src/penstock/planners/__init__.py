@@ -84,7 +84,11 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
     variants: tuple[int, ...] = ()
     if policy not in CHOOSES_VARIANTS:
         variants, asked = as_traced(asked, budget)
-    _require_room(asked, policy, budget)
+    if policy == "keep" and asked.peak_bytes > budget:
+        raise InvalidArgument(
+            f"the policy 'keep' needs {format_bytes_up(asked.peak_bytes)} on the device; the budget is "
+            f"{format_bytes(budget)}. Choose another policy, or raise the budget"
+        )
     decision = POLICIES[policy](replace(problem, trace=asked))
     draft = Plan(
         policy=policy,
@@ -110,7 +114,13 @@ def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
     """The minimum. Raises BudgetTooSmall where the budget is smaller."""
     needed = minimum_bytes(trace)
     if budget_bytes < needed:
-        raise BudgetTooSmall(_too_small(trace, budget_bytes, needed), needed)
+        amount = format_bytes_up(needed)
+        where = f"kernel `{trace.kernel_name[tightest_kernel(trace)]}` alone" if trace.kernels else "the step"
+        raise BudgetTooSmall(
+            f"{where} needs {amount}; the device budget is {format_bytes(budget_bytes)}. "
+            f"No plan can help: raise the budget to {amount} or lower the micro-batch.",
+            needed,
+        )
     return needed
 
 
@@ -118,14 +128,6 @@ def require_policy(policy: str) -> None:
     """Raise InvalidArgument unless ``policy`` is a name in POLICIES."""
     if policy not in POLICIES:
         raise InvalidArgument(f"there is no policy {policy!r}: choose {', '.join(POLICIES)}")
-
-
-def _require_room(trace: Trace, policy: str, budget: int) -> None:
-    if policy == "keep" and trace.peak_bytes > budget:
-        raise InvalidArgument(
-            f"the policy 'keep' needs {format_bytes_up(trace.peak_bytes)} on the device; the budget is "
-            f"{format_bytes(budget)}. Choose another policy, or raise the budget"
-        )
 
 
 def _reason(trace: Trace, budget: int, more: str) -> str:
@@ -137,12 +139,3 @@ def _reason(trace: Trace, budget: int, more: str) -> str:
         more = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
     return f"{why}; {more}" if more else why
-
-
-def _too_small(trace: Trace, budget: int, needed: int) -> str:
-    amount = format_bytes_up(needed)
-    where = f"kernel `{trace.kernel_name[tightest_kernel(trace)]}` alone" if trace.kernels else "the step"
-    return (
-        f"{where} needs {amount}; the device budget is {format_bytes(budget)}. "
-        f"No plan can help: raise the budget to {amount} or lower the micro-batch."
-    )

@@ -50,15 +50,7 @@ def during(kernels: int, begin: int, end: int) -> BoolArray:
 
 def add_cyclic(values: IntArray, begin: int, end: int, amount: int) -> None:
     """Add ``amount`` to the entries of kernels ``[begin, end)``."""
-    for part in cyclic_slices(begin, end, len(values)):
-        values[part] += amount
-
-
-def highest_cyclic(values: IntArray, begin: int, end: int) -> int:
-    """The largest entry of kernels ``[begin, end)``; 0 where there is none."""
-    return max(
-        (int(values[part].max(initial=0)) for part in cyclic_slices(begin, end, len(values))), default=0
-    )
+    values[during(len(values), begin, end)] += amount
 
 
 def unrolled(values: FloatArray) -> FloatArray:
@@ -324,7 +316,7 @@ def evict_all(problem: Problem) -> Decision:
     chosen = []
     for index in np.lexsort((periods.begin - periods.end, -periods.size_bytes)).tolist():
         evict, size = eviction(trace, index), int(periods.size_bytes[index])
-        if size < WORTH_BYTES and highest_cyclic(over, evict.begin, evict.end) <= 0:
+        if size < WORTH_BYTES and not (over[during(trace.kernels, evict.begin, evict.end)] > 0).any():
             continue
         if (placed := room.place(room.tiers, evict)) is not None:
             chosen.append(placed)

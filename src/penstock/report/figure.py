@@ -270,49 +270,29 @@ def figure(
     unit, factor = memory_unit(max(trace.peak_bytes, plan.device_budget_bytes))
     for trace_ in _memory(go, trace, plan, predicted, measured, unit, factor):
         chart.add_trace(trace_, row=1, col=1)
+    bars = {"x": [], "y": [], "mode": "lines", "fill": "toself", "hoverinfo": "skip", "showlegend": False}
     for place, row in enumerate(rows):
         for group, colour in enumerate(row.colours):
-            chart.add_trace(
-                go.Scatter(
-                    x=[],
-                    y=[],
-                    name=f"{place}.{group}",
-                    mode="lines",
-                    fill="toself",
-                    fillcolor=colour,
-                    line={"width": 0.6, "color": colour},
-                    opacity=1.0,
-                    hoverinfo="skip",
-                    showlegend=False,
-                ),
-                row=2,
-                col=1,
-            )
+            line = {"width": 0.6, "color": colour}
+            bar = go.Scatter(name=f"{place}.{group}", fillcolor=colour, line=line, opacity=1.0, **bars)
+            chart.add_trace(bar, row=2, col=1)
     end_s = max([trace.ideal_s, *(t.iteration_s for t in (predicted, measured) if t is not None)]) or 1.0
     height, said = plan.device_budget_bytes * factor, format_bytes(plan.device_budget_bytes)
     chart.add_hline(y=height, line={"color": INK, "width": 1.6}, row=1, col=1)
     _at_the_right(chart, f"<b>budget</b><br>{said}", height, "y", align="left")
     chart.update_xaxes(range=[0, end_s], showgrid=False, zeroline=False, linecolor=GRID)
     chart.update_xaxes(title_text="seconds", ticks="outside", tickcolor=GRID, row=2, col=1)
-    chart.update_yaxes(
-        title_text=f"device memory ({unit})",
-        range=[0, _top(chart, trace, plan, predicted, factor)],
-        gridcolor=GRID,
-        zeroline=False,
-        fixedrange=True,
-        row=1,
-        col=1,
-    )
+    chart.update_yaxes(zeroline=False, fixedrange=True)
+    top = _top(chart, trace, plan, predicted, factor)
+    chart.update_yaxes(title_text=f"device memory ({unit})", range=[0, top], gridcolor=GRID, row=1, col=1)
+    titles = [
+        f"<b>{row.stream.replace('_', ' ')}</b>" if row.source == "predicted" else row.source for row in rows
+    ]
     chart.update_yaxes(
         range=[len(rows) - 0.42, -0.58],
         tickvals=list(range(len(rows))),
-        ticktext=[
-            f"<b>{row.stream.replace('_', ' ')}</b>" if row.source == "predicted" else row.source
-            for row in rows
-        ],
+        ticktext=titles,
         showgrid=False,
-        zeroline=False,
-        fixedrange=True,
         row=2,
         col=1,
     )
