@@ -40,7 +40,7 @@ CODED_S = 0.03
 Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), ascending
 
 
-class Disk(NamedTuple):
+class DiskRates(NamedTuple):
     """What was measured of the spill space. Rates and latencies are by link."""
 
     rates: dict[str, Rates]
@@ -209,7 +209,7 @@ def _samples(until_s: float) -> Iterator[int]:
         yield sample
 
 
-def _measure_disk(directories: Directories, budget_s: float) -> Disk:
+def _measure_disk(directories: Directories, budget_s: float) -> DiskRates:
     source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
     source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
     target.view()[:] = source.view()  # touched before it is timed
@@ -244,7 +244,7 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
             _verify(batches, source, target)
             batches.close()
         rates = {"disk_write": tuple(write), "disk_read": tuple(read)}
-        return Disk(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
+        return DiskRates(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
 
 
 def _affordable(

@@ -36,12 +36,12 @@ from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
     FITS,
     Room,
-    advance,
     boundary,
     eviction,
     feature_maps,
     latest_safe,
     moved_bytes,
+    prefetch_ahead,
     spill_full,
 )
 from penstock.units import format_bytes, format_bytes_up
@@ -62,7 +62,7 @@ def flashneuron(problem: Problem) -> Decision:
     except InvalidArgument:  # penstock's runtime places no tensor at an address: it needs no extent
         issue = latest_safe(trace, evictions, problem.hardware)
         return Decision(
-            evictions=advance(trace, evictions, issue, problem.budget_bytes),
+            evictions=prefetch_ahead(trace, evictions, issue, problem.budget_bytes),
             reason="activations alone make enough room; FlashNeuron's memory manager would find no extent",
         )
 
@@ -76,7 +76,7 @@ def decide(problem: Problem, evictions: list[Evict]) -> Decision:
     simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
     issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
     return Decision(
-        evictions=advance(trace, evictions, issue, budget_bytes),
+        evictions=prefetch_ahead(trace, evictions, issue, budget_bytes),
         reason="activations alone make enough room; FlashNeuron's own runtime, whose backward pass waits for "
         f"all copies, would take {simulation.iteration_s:.3f} s",
     )

@@ -30,10 +30,10 @@ from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
     Room,
     add_cyclic,
-    advance,
     cyclic_slices,
     evict_further,
     eviction,
+    prefetch_ahead,
     unrolled,
 )
 
@@ -76,7 +76,7 @@ def algorithm_1(
     evictions = [evict for evict, _, _ in order] + further
     latest = [back for _, _, back in order] + [evict.end for evict in further]
     earliest = [min(away + 1, back) for _, away, back in order] + [evict.end for evict in further]
-    return Decision(evictions=advance(trace, evictions, latest, problem.budget_bytes, earliest))
+    return Decision(evictions=prefetch_ahead(trace, evictions, latest, problem.budget_bytes, earliest))
 
 
 # What evicting one period would bring now, negative so that the best sorts first: bytes * seconds above the

@@ -43,7 +43,7 @@ def modnn(problem: Problem) -> Decision:
     used_bytes = trace.live_bytes - trace.kernel_workspace_bytes + workspaces
     if int(used_bytes.max(initial=0)) <= problem.budget_bytes:
         return Decision(variants=variants)
-    return Pass(problem).run()
+    return AlgorithmOne(problem).run()
 
 
 _LATER = np.iinfo(np.int64).max
@@ -65,7 +65,7 @@ class _Away:
     arrival_s: float = 0.0
 
 
-class Pass:
+class AlgorithmOne:
     """The state of Algorithm 1 just before kernel `kernel`.
 
     now_s       the paper's T, the current time
@@ -194,9 +194,9 @@ class Pass:
         for tensor in self.trace.outputs[kernel].tolist():
             self.tiers.written(tensor)
         for period in self.begins[kernel + 1]:
-            self._rest(period)
+            self._begin_period(period)
 
-    def _rest(self, period: InactivePeriod) -> None:
+    def _begin_period(self, period: InactivePeriod) -> None:
         """A period begins: the tensor may leave, if it has been used since it came (criterion 1)."""
         tensor = period.tensor
         self.idle[tensor] = period

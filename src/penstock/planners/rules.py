@@ -4,7 +4,7 @@
 - `feature_maps`: which of the inactive periods (G10's vitality analysis, section 4.2) vDNN offloads.
 - `Room`: which tier has room for a copy; `evict_further`: what leaves too where a policy leaves the device
   above its budget.
-- `advance`: when to bring evicted tensors back (G10 section 4.4).
+- `prefetch_ahead`: when to bring evicted tensors back (G10 section 4.4).
 
 `evict_all` evicts whatever can leave: no planning, and the least memory that a step can have.
 
@@ -238,7 +238,7 @@ def in_order(evictions: Sequence[Evict]) -> tuple[Evict, ...]:
     return tuple(sorted(evictions, key=lambda evict: (evict.after, evict.begin, evict.tensor)))
 
 
-def advance(
+def prefetch_ahead(
     trace: Trace,
     evictions: Sequence[Evict],
     latest: Sequence[int],
@@ -325,7 +325,7 @@ def evict_all(problem: Problem) -> Decision:
         raise spill_full(trace, chosen, budget_bytes, problem.hardware)
     chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
     wishes = latest_safe(trace, chosen, problem.hardware)
-    return Decision(evictions=advance(trace, chosen, wishes, budget_bytes))
+    return Decision(evictions=prefetch_ahead(trace, chosen, wishes, budget_bytes))
 
 
 FITS = Decision(reason="everything fits: nothing is offloaded")
@@ -371,6 +371,6 @@ def _offload(problem: Problem, wanted: BoolArray) -> Decision:
     # The first comes back when the backward pass begins.
     ahead = dict(zip(needed, [boundary(trace), *needed], strict=False))
     latest = [ahead[evict.end] for evict in chosen] + [evict.end for evict in further]
-    evictions = advance(trace, chosen + further, latest, budget_bytes)
+    evictions = prefetch_ahead(trace, chosen + further, latest, budget_bytes)
     more = f"feature maps were not enough: {len(further)} further evictions keep the budget"
     return Decision(evictions=evictions, reason=more if further else "")

@@ -27,7 +27,7 @@ from penstock.report.memory_by_kind import (
     memory_unit,
     thinned,
 )
-from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies
+from penstock.report.summary import CAUSE_TEXT, CAUSES, EXTRA_WORK, copies, extra_work
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ LINK_COLOURS = {
 }
 assert set(LINK_COLOURS) == set(LINKS)
 PHASE_COLOURS = dict(zip(PHASES, ("#9cc3dc", "#33658a", "#7d8f69"), strict=True))
-AGAIN_COLOURS = dict(zip(AGAIN, ("#e0a100", "#a9742f", "#c79a5b"), strict=True))
+EXTRA_COLOURS = dict(zip(EXTRA_WORK, ("#e0a100", "#a9742f", "#c79a5b"), strict=True))
 STALL_COLOURS = dict(zip(CAUSES, (STALL, "#f08c3a"), strict=True))
-COMPUTE_COLOURS = {**PHASE_COLOURS, **AGAIN_COLOURS, **STALL_COLOURS}
+COMPUTE_COLOURS = {**PHASE_COLOURS, **EXTRA_COLOURS, **STALL_COLOURS}
 LEGEND = {
     **PHASE_COLOURS,
-    "recompute": AGAIN_COLOURS["recompute"],
-    "compress, expand": AGAIN_COLOURS["compress"],
+    "recompute": EXTRA_COLOURS["recompute"],
+    "compress, expand": EXTRA_COLOURS["compress"],
     **{f"stall for {CAUSE_TEXT[cause]}": colour for cause, colour in STALL_COLOURS.items()},
     "out of the device": OUT_OF_DEVICE,
     "into the device": INTO_DEVICE,
@@ -65,7 +65,7 @@ class Row:
     note     what stands at its right
     colours  of its groups of bars
     bars     (start_s, end_s, group, what, index), ascending by start; what: "k" a kernel, "t" a tensor's
-             copy, "r", "c", "e" work of AGAIN, "s" a predicted stall and "m" a measured one
+             copy, "r", "c", "e" work of EXTRA_WORK, "s" a predicted stall and "m" a measured one
     """
 
     stream: str
@@ -98,7 +98,7 @@ def _compute(trace: Trace, source: str, timeline: Timeline) -> Row:
     for span in timeline.spans:
         if span.stream != "compute":
             continue
-        if (work := again(trace, span)) is not None:
+        if (work := extra_work(trace, span)) is not None:
             bars.append((span.start_s, span.end_s, groups[work], work[0], span.index))
         elif 0 <= span.index < trace.kernels:
             phase = PHASES[int(trace.kernel_phase[span.index])]

@@ -17,7 +17,7 @@ from penstock.core.tables import html_row, html_text
 from penstock.core.timeline import Timeline, chrome_trace
 from penstock.core.trace import Trace
 from penstock.report.figure import (
-    AGAIN_COLOURS,
+    EXTRA_COLOURS,
     LEGEND,
     PHASE_COLOURS,
     STALL_COLOURS,
@@ -152,8 +152,8 @@ def _shares(trace: Trace, summary: Summary) -> str:
     known_s = sum(summary.compute_s.values()) + sum(summary.stall_s.values())
     parts = [
         ("kernels", PHASE_COLOURS["backward"], max(summary.predicted_s - known_s, 0.0)),
-        ("recomputing", AGAIN_COLOURS["recompute"], summary.compute_s["recompute"]),
-        ("compressing and expanding", AGAIN_COLOURS["compress"], packing_s),
+        ("recomputing", EXTRA_COLOURS["recompute"], summary.compute_s["recompute"]),
+        ("compressing and expanding", EXTRA_COLOURS["compress"], packing_s),
         *(
             (f"stalls for {CAUSE_TEXT[cause]}", STALL_COLOURS[cause], summary.stall_s[cause])
             for cause in CAUSES

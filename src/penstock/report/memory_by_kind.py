@@ -13,7 +13,7 @@ from penstock.core.memory_profile import as_run, copy_sources
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
-from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
+from penstock.report.summary import READ_LINK, WRITE_LINK, copies, extra_work, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
 # From the bottom of the stack to its top, with colours.
@@ -213,7 +213,7 @@ def _evicted(memory: _Memory, trace: Trace, eviction: Eviction) -> None:
 def _recomputed(memory: _Memory, trace: Trace, plan: Plan, timeline: Timeline) -> None:
     runs = defaultdict(list)
     for span in timeline.spans:
-        if again(trace, span) == "recompute":
+        if extra_work(trace, span) == "recompute":
             runs[span.index].append(span.start_s)
     for entry in plan.recomputations:
         # Shown under the kernel that runs again, or under the tensor.

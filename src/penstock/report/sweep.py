@@ -54,7 +54,7 @@ def compare_policies(
     if known is not None and known.policy not in names:
         tasks.append((problem, known.policy, known))
     workers = workers or workers_for(problem.trace.kernels * len(tasks))
-    found = spread(_result, tasks, min(workers, len(tasks)))
+    found = run_in_processes(_result, tasks, min(workers, len(tasks)))
     bound_s = max((entry.summary.lower_bound_s for entry in found if entry.summary), default=0.0)
     found = [
         replace(entry, summary=replace(entry.summary, lower_bound_s=bound_s)) if entry.summary else entry
@@ -63,7 +63,7 @@ def compare_policies(
     return sorted(found, key=lambda entry: entry.summary.predicted_s if entry.summary else math.inf)
 
 
-def spread(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
+def run_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
     """``function`` of each task, in order, in so many processes; with one, in this process.
 
     The processes start afresh rather than as copies of this one, which may have threads.
@@ -202,7 +202,7 @@ def sweep(asked: Sequence[Case], workers: int = 0) -> list[Cell]:
     workers   processes to plan in; 0: as many as are worth starting
     """
     workers = workers or workers_for(sum(case.trace.kernels for case in asked))
-    found = spread(cell, asked, min(workers, len(asked)))
+    found = run_in_processes(cell, asked, min(workers, len(asked)))
     # What comes back from another process holds a copy of its case.
     return _inherited([replace(entry, case=case) for entry, case in zip(found, asked, strict=True)])
 

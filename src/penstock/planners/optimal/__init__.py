@@ -22,7 +22,6 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
-from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull, installing
 from penstock.planners.optimal.lp import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
@@ -30,9 +29,9 @@ from penstock.planners.optimal.search import (
     Choices,
     FoundPlan,
     Improver,
+    actions_of,
     choices,
     everything_away,
-    of_intervals,
     round_fractions,
     seeds,
 )
@@ -143,7 +142,7 @@ def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:
         if minimum_bytes(restricted.trace) > problem.budget_bytes:
             continue
         try:
-            start = _starts(restricted, choices(restricted), _nothing(trace), 0.0)[0]
+            start = _starts(restricted, choices(restricted), FractionalPlan(trace.fastest_s), 0.0)[0]
         except SpillSpaceFull:
             continue
         if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
@@ -157,7 +156,7 @@ def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:
 
 def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
     """What the linear program says, and why nothing where there is none."""
-    nothing = _nothing(problem.trace)
+    nothing = FractionalPlan(problem.trace.fastest_s)
     if problem.time_limit_s <= 0:
         return nothing, "there was no time for a linear program"
     if find_spec("highspy") is None:
@@ -165,10 +164,6 @@ def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
         _warn_once(note)
         return nothing, note
     return fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s)), ""
-
-
-def _nothing(trace: Trace) -> FractionalPlan:
-    return FractionalPlan(trace.fastest_s, None, "unknown")
 
 
 @cache
@@ -202,7 +197,7 @@ def _starts(
     found: list[FoundPlan] = []
     if given is not None:
         evictions, recomputations = given.intervals(problem.trace)
-        fitted(of_intervals(options, evictions, recomputations))
+        fitted(actions_of(options, evictions, recomputations))
     for action in seeds(problem, options, fractions):
         fitted(action)
         if found and time.perf_counter() - begun_s >= seconds:

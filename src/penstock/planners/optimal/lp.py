@@ -1,6 +1,6 @@
 """The linear program behind the lower bound: how fast an iteration could be, if tensors were water.
 
-The iteration is cut into S slots (`slots.cut`). Columns:
+The iteration is cut into S slots (`slots.make_slots`). Columns:
 
 - for each inactive period and each action that it allows, how much of the tensor has that action;
 - for each version of a tensor and each tier, how much is written, by the period that first needs it;
@@ -32,7 +32,7 @@ from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import least_workspace_bytes
 from penstock.planners.optimal.program import Amounts, Builder, Flows, joined, proven, solve
-from penstock.planners.optimal.slots import EvictionCandidates, Slots, cut
+from penstock.planners.optimal.slots import EvictionCandidates, Slots, make_slots
 from penstock.planners.problem import Problem
 from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, MOVES, RECOMPUTE
 
@@ -339,8 +339,8 @@ class FractionalPlan:
     """
 
     bound_s: float
-    fractions: FloatArray | None
-    status: str
+    fractions: FloatArray | None = None
+    status: str = "unknown"
     model: LPModel | None = None
 
 
@@ -359,7 +359,7 @@ def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
     if int(live_bytes.max(initial=0)) <= budget:  # everything fits
         fractions[:, KEEP] = 1.0
         return FractionalPlan(trace.fastest_s, fractions, "optimal")
-    grid = cut(trace, candidates, trace.fastest_time_s, slots)
+    grid = make_slots(trace, candidates, trace.fastest_time_s, slots)
     model = LPModel(candidates, grid, problem.hardware, trace.fastest_time_s, live_bytes, budget)
     solution = solve(model.program, problem.time_limit_s - (time.perf_counter() - began))
     bound_s = max(trace.fastest_s, proven(model.program, solution.dual) * model.unit_s)

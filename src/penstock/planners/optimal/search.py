@@ -219,10 +219,10 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
         yield round_fractions(problem.trace, choices, fractions)
     yield np.zeros(len(choices), dtype=np.int8)
     with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
-        yield of_intervals(choices, algorithm_1(problem, as_artifact=True).evictions)
+        yield actions_of(choices, algorithm_1(problem, as_artifact=True).evictions)
 
 
-def of_intervals(
+def actions_of(
     choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
 ) -> ActionArray:
     """[P] what happens in each period in a plan; nothing where a tensor is written and does not leave."""

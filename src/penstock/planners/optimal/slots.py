@@ -133,7 +133,7 @@ class Slots:
         return result
 
 
-def cut(
+def make_slots(
     trace: Trace,
     candidates: EvictionCandidates,
     kernel_time_s: FloatArray,
