@@ -339,15 +339,11 @@ def _pack(names: Commands) -> None:
     )
 
 
-def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
-    """A function of a module of `penstock.cli`, imported when it is called: not to ask for help."""
+def _carry_out(name: str, options: argparse.Namespace) -> Answer:
+    """By a function of a module of `penstock.cli`, imported only now: not to ask for help."""
     module, _, function = name.partition(".")
-
-    def command(options: argparse.Namespace) -> Answer:
-        answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
-        return answer
-
-    return command
+    answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
+    return answer
 
 
 def _commands(parser: argparse.ArgumentParser) -> Commands:
@@ -370,7 +366,7 @@ def _command(
         epilog=f"{more}\nexample:\n  penstock {EXAMPLES[command]}".strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=_later(command))
+    parser.set_defaults(command=partial(_carry_out, command))
     _add(parser, "--json", "print one JSON object on standard output", "bool")
     return parser
 

@@ -98,19 +98,13 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
 
     few, is_best = _few_copies(problem)
     if few is not None and is_best:
-        evictions, recomputations = few.intervals(problem.trace)
-        return few.iteration_s, Decision(
-            evictions=evictions,
-            recomputations=recomputations,
-            lower_bound_s=trace.fastest_s,
-            reason="nothing can be faster, and moving the largest tensors alone is enough",
-        )
+        reason = "nothing can be faster, and moving the largest tensors alone is enough"
+        return few.decision(trace, trace.fastest_s, reason)
     options = choices(problem)
     relaxed, note = _relaxed(problem)
     bound_s = relaxed.bound_s
     starts = _starts(problem, options, relaxed, _SEEDING * left_s(), few)
     best = _search(problem, options, relaxed.fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
-    evictions, recomputations = best.intervals(problem.trace)
     if best.evaluations:
         reason = f"the best of {best.evaluations} changes tried"
     elif best.iteration_s <= bound_s * (1 + 1e-9):
@@ -119,12 +113,7 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
         reason = "the first plan, unchanged"
     if best.timed_out:
         reason += f": planning stopped after {format_seconds(problem.time_limit_s)}"
-    return best.iteration_s, Decision(
-        evictions=evictions,
-        recomputations=recomputations,
-        lower_bound_s=bound_s,
-        reason=f"{reason}; {note}" if note else reason,
-    )
+    return best.decision(trace, bound_s, f"{reason}; {note}" if note else reason)
 
 
 def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:

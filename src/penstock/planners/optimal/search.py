@@ -17,7 +17,7 @@ from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Periods, Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.g10 import algorithm_1
-from penstock.planners.problem import Problem
+from penstock.planners.problem import Decision, Problem
 from penstock.simulator import (
     ACTIONS,
     KEEP,
@@ -139,6 +139,13 @@ class FoundPlan(NamedTuple):
                 evictions.append(Evict(tensor, after, begin, end, prefetch_at, tier, codec))
         evictions.sort(key=lambda evict: evict.after)
         return tuple(evictions), tuple(recomputations)
+
+    def decision(self, trace: Trace, lower_bound_s: float, reason: str) -> tuple[float, Decision]:
+        """Its time, and what a policy answers with it."""
+        evictions, recomputations = self.intervals(trace)
+        return self.iteration_s, Decision(
+            evictions=evictions, recomputations=recomputations, lower_bound_s=lower_bound_s, reason=reason
+        )
 
 
 class Improver:
