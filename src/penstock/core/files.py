@@ -24,7 +24,7 @@ import numpy as np
 from penstock.errors import InvalidFile
 
 VERSIONS = {"trace": 2, "plan": 2}  # by type; the others are at 1
-MOST_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
+MOST_TEXT_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
 Value = TypeVar("Value")
 
 _PIECE_BYTES = 1 << 20
@@ -154,7 +154,7 @@ class Source(NamedTuple):
 def read(path: str | Path) -> Source:
     """The text of ``path`` and its schema.
 
-    Raises InvalidFile where it is cut, is larger than `MOST_BYTES`, is not a regular file or names no
+    Raises InvalidFile where it is cut, is larger than `MOST_TEXT_BYTES`, is not a regular file or names no
     schema, and OSError where it cannot be opened.
     """
     with open(path, "rb", opener=_open) as file:
@@ -163,11 +163,9 @@ def read(path: str | Path) -> Source:
         try:
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             data = _read(gzip.GzipFile(fileobj=file) if is_packed else file)
-            if len(data) > MOST_BYTES:
-                raise InvalidFile(
-                    f"{path} holds more than {MOST_BYTES >> 20} MiB of text{' once unpacked' * is_packed}: "
-                    "no file of penstock is so large. Give another one"
-                )
+            if len(data) > MOST_TEXT_BYTES:
+                much = f"more than {MOST_TEXT_BYTES >> 20} MiB of text{' once unpacked' * is_packed}"
+                raise InvalidFile(f"{path} holds {much}: no file of penstock is so large. Give another one")
             return Source(msgspec.json.decode(data, type=_Named).schema, data)
         except (
             msgspec.MsgspecError,
@@ -185,9 +183,9 @@ def _open(path: str, flags: int) -> int:
 
 
 def _read(file: io.BufferedIOBase) -> bytes:
-    """All of ``file``, or the first piece beyond `MOST_BYTES` too."""
+    """All of ``file``, or the first piece beyond `MOST_TEXT_BYTES` too."""
     pieces, size = [], 0
-    while size <= MOST_BYTES and (piece := file.read(_PIECE_BYTES)):
+    while size <= MOST_TEXT_BYTES and (piece := file.read(_PIECE_BYTES)):
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces)

@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
-from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import least_workspace_bytes
 from penstock.planners.optimal.program import Amounts, Builder, Flows, joined, proven, solve
 from penstock.planners.optimal.slots import EvictionCandidates, Slots, make_slots
@@ -48,20 +47,14 @@ class LPModel:
     unit_bytes, unit_s   what a unit of the program's sizes and times is
     choices              (action, periods [N], columns [N]) for each action that is possible: column n says
                          how much of period n has it, in the program's units
-    kernel_time_s        [K] the least time of each kernel
     live_bytes           [K] the least bytes during each kernel with every tensor resident
     """
 
     def __init__(
-        self,
-        candidates: EvictionCandidates,
-        slots: Slots,
-        hardware: Hardware,
-        kernel_time_s: FloatArray,
-        live_bytes: IntArray,
-        budget_bytes: int,
+        self, problem: Problem, candidates: EvictionCandidates, slots: Slots, live_bytes: IntArray
     ) -> None:
-        self.candidates, self.slots, self.hardware = candidates, slots, hardware
+        kernel_time_s = problem.trace.fastest_time_s
+        self.candidates, self.slots, self.hardware = candidates, slots, problem.hardware
         self.unit_bytes = max(float(live_bytes.max()), 1.0) / _SCALE
         self.unit_s = (float(kernel_time_s.sum()) or 1.0) / _SCALE
         self.count = len(slots)
@@ -73,7 +66,7 @@ class LPModel:
         self.ends = slots.before(candidates.end)
         self.useful = (self.starts < self.ends) & (candidates.size_bytes > 0)
 
-        need: FloatArray = (live_bytes[slots.checkpoint] - budget_bytes) / self.unit_bytes
+        need: FloatArray = (live_bytes[slots.checkpoint] - problem.budget_bytes) / self.unit_bytes
         self.tight = np.flatnonzero(need > 0)
         self.memory_rows = np.full(self.count, -1, dtype=np.int64)
         self.memory_rows[self.tight] = self.build.add_rows(len(self.tight), need[self.tight], np.inf)
@@ -350,17 +343,14 @@ def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
     Raises InvalidArgument where the solver is not installed.
     """
     began = time.perf_counter()
-    trace, budget = problem.trace, problem.budget_bytes
+    trace = problem.trace
     live_bytes = trace.live_bytes - trace.kernel_workspace_bytes + least_workspace_bytes(trace)
-    candidates = EvictionCandidates.of(
-        trace, trace.fastest_time_s, compress=problem.compress, recompute=problem.recompute
-    )
+    candidates = EvictionCandidates.of(problem)
     fractions = np.zeros((len(candidates), len(ACTIONS)))
-    if int(live_bytes.max(initial=0)) <= budget:  # everything fits
+    if int(live_bytes.max(initial=0)) <= problem.budget_bytes:  # everything fits
         fractions[:, KEEP] = 1.0
         return FractionalPlan(trace.fastest_s, fractions, "optimal")
-    grid = make_slots(trace, candidates, trace.fastest_time_s, slots)
-    model = LPModel(candidates, grid, problem.hardware, trace.fastest_time_s, live_bytes, budget)
+    model = LPModel(problem, candidates, make_slots(trace, candidates, slots), live_bytes)
     solution = solve(model.program, problem.time_limit_s - (time.perf_counter() - began))
     bound_s = max(trace.fastest_s, proven(model.program, solution.dual) * model.unit_s)
     return FractionalPlan(bound_s, model.fractions(solution.value), solution.status, model)

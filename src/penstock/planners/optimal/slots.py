@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
 from penstock.core.trace import Periods, Trace
+from penstock.planners.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,22 +42,20 @@ class EvictionCandidates(Periods):
     lossy: str
 
     @classmethod
-    def of(
-        cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool
-    ) -> EvictionCandidates:
-        """``kernel_time_s``: [K] the least time each kernel can take."""
+    def of(cls, problem: Problem) -> EvictionCandidates:
+        trace = problem.trace
         tensor, begin, end = trace.periods.tensor, trace.periods.begin, trace.periods.end
         wraps = bool((end >= trace.kernels).any())
         ready, lasting = _ready(trace, tensor, trace.periods.ready, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
-        packed = trace.period_bytes(compress)
+        packed = trace.period_bytes(problem.compress)
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
-        if recompute and len(trace.tensor_recompute):
+        if problem.recompute and len(trace.tensor_recompute):
             producer = trace.tensor_recompute[tensor]
             recompute_until = np.minimum(trace.recomputable_until[tensor], end)
             possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
-            recompute_s[possible] = kernel_time_s[producer[possible]]
+            recompute_s[possible] = trace.fastest_time_s[producer[possible]]
         return cls(
             tensor, begin, end, ready, trace.periods.size_bytes, version, rank, opened, lasting, packed,
             recompute_s, recompute_until, wraps, trace.lossy,
@@ -133,33 +132,26 @@ class Slots:
         return result
 
 
-def make_slots(
-    trace: Trace,
-    candidates: EvictionCandidates,
-    kernel_time_s: FloatArray,
-    count: int,
-) -> Slots:
+def make_slots(trace: Trace, candidates: EvictionCandidates, count: int) -> Slots:
     """About ``count`` slots with equal shares of time and of change of memory, or, where there are no more
     kernels, one or two for each."""
-    kernels = trace.kernels
+    kernels, time_s = trace.kernels, trace.fastest_time_s
     ends = np.zeros(2 * kernels, dtype=np.bool_)
-    looked_at = (
-        _tallest(trace, candidates, kernel_time_s, min(count, kernels)) if kernels else np.zeros(0, int)
-    )
+    looked_at = _tallest(trace, candidates, min(count, kernels)) if kernels else np.zeros(0, int)
     ends[2 * looked_at] = True
-    long = kernel_time_s[looked_at] >= _LONG * float(kernel_time_s.sum()) / max(count, 1)
+    long = time_s[looked_at] >= _LONG * float(time_s.sum()) / max(count, 1)
     ends[2 * looked_at[long] + 1] = True
     ends[-1:] = True
     return Slots(np.cumsum(ends) - ends, np.flatnonzero(ends))
 
 
-def _tallest(trace: Trace, candidates: EvictionCandidates, kernel_time_s: FloatArray, count: int) -> IntArray:
+def _tallest(trace: Trace, candidates: EvictionCandidates, count: int) -> IntArray:
     """The kernel with the most memory out of each of ``count`` groups of kernels in a row."""
     kernels = trace.kernels
     if count == kernels:
         return np.arange(kernels)
     change = np.abs(np.diff(trace.live_bytes, prepend=trace.live_bytes[:1])).astype(np.float64)
-    share = _shares(kernel_time_s) + _MEMORY_SHARE * _shares(change)
+    share = _shares(trace.fastest_time_s) + _MEMORY_SHARE * _shares(change)
     until = np.cumsum(share) / share.sum()
     group = np.minimum((until * count * (1 - 1e-12)).astype(np.int64), count - 1)
 
