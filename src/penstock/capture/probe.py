@@ -16,7 +16,7 @@ import torch
 from penstock import codecs
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
-from penstock.machine import available_bytes, memory_bytes
+from penstock.machine import available_bytes, lines, memory_bytes
 from penstock.options import LOSSY, Directories
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import device_of, driver_of
@@ -357,10 +357,7 @@ def _codec_rates(device: torch.device, codec: str, size_bytes: int) -> tuple[flo
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    for line in lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,16 +90,9 @@ def page(
         "figure": _script(json.loads(chart.to_json())),
         "data": _script(data),
     }
-    return _filled((HERE / "page.html").read_text(encoding="utf-8"), parts)
-
-
-def _filled(template: str, parts: Mapping[str, str]) -> str:
-    """The template with each ``{{name}}`` replaced once: what is put in is never looked at again."""
-    pieces = []
-    for index, piece in enumerate(template.split("{{")):
-        name, closed, rest = piece.partition("}}")
-        pieces.append(parts[name] + rest if index and closed else piece)
-    return "".join(pieces)
+    template = (HERE / "page.html").read_text(encoding="utf-8")
+    # In one pass: what is put in is not looked at again.
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
 def _title(trace: Trace, plan: Plan) -> str:
