@@ -1,5 +1,5 @@
 // What Python sees of the replay and of the search for a better plan. Every array is checked: a wrong one raises
-// ValueError. The columns are made by penstock.simulator.replay and penstock.planners.optimal.search.
+// ValueError. The columns are made by penstock.simulator and penstock.planners.optimal.search.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>

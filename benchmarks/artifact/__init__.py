@@ -17,8 +17,9 @@ import numpy as np
 import penstock
 from penstock import planners
 from penstock.planners import Decision, Policy, Problem
-from penstock.planners.flashneuron import FITS, choose, decide, simulate_flashneuron
+from penstock.planners.flashneuron import choose, decide, simulate_flashneuron
 from penstock.planners.g10 import algorithm_1
+from penstock.planners.rules import FITS
 
 
 def flashneuron_g10(problem: Problem) -> Decision:

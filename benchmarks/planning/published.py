@@ -18,7 +18,7 @@ from artifact import POLICIES, own_iteration_s
 import penstock
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners import Problem
-from penstock.simulator.replay import Intervals, Replay
+from penstock.simulator import Intervals, Replay
 from planning.cells import Cell, trace_of
 
 GB = 1e9

@@ -60,7 +60,7 @@ struct Machine {
   std::array<std::vector<double>, kLinks> rate, rate_compressed;
 };
 
-// What happens to a tensor in an eviction interval. Python reads this table: penstock.simulator.replay.
+// What happens to a tensor in an eviction interval. Python reads this table: penstock.simulator.
 enum Action : std::int8_t { kKeep, kHost, kDisk, kHostCsr, kDiskCsr, kRecompute };
 struct ActionNames {
   const char *name, *tier, *codec;

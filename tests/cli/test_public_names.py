@@ -263,10 +263,10 @@ OUTSIDE = {
     "numpy",
     "msgspec",
     "highspy",
-}  # msgspec: in core/files.py; highspy: in planners/optimal/fractional.py
+}  # msgspec: in core/files.py; highspy: in planners/optimal/program.py
 # These import the native module.
-COMPILED = {"simulator/replay.py", "planners/optimal/search.py"}
-DEADLINES = {"planners/optimal/__init__.py", "planners/optimal/fractional.py"}
+COMPILED = {"simulator/__init__.py", "planners/optimal/search.py"}
+DEADLINES = {f"planners/optimal/{name}.py" for name in ("__init__", "lp", "program")}
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 
 

@@ -15,7 +15,7 @@ from penstock.core.check import check
 from penstock.core.columns import KINDS
 from penstock.core.memory_profile import minimum_bytes, required_bytes, resident_bytes, tightest_kernel
 from penstock.core.plan import Evict
-from penstock.core.trace import Trace, Variant, released_after_last_use
+from penstock.core.trace import Trace, Variant
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidPlan
 from penstock.planners import POLICIES, plan
 from penstock.simulator import simulate
@@ -77,12 +77,12 @@ def lingering() -> Trace:
 def test_what_nobody_reads_again_leaves_first() -> None:
     trace = lingering()
     assert trace.live_bytes.tolist() == [157, 257, 307, 307, 107]
-    released = released_after_last_use(trace)
+    released = trace.released
     assert released.live_bytes.tolist() == five_kernels().live_bytes.tolist()
     assert released.inactive_periods == trace.inactive_periods
-    assert released_after_last_use(released) is released
+    assert released.released is released
     stays = replace(trace, tensor_movable=np.array([True, True, False, True, False]))
-    assert released_after_last_use(stays).live_bytes.tolist() == [107, 207, 307, 307, 107]
+    assert stays.released.live_bytes.tolist() == [107, 207, 307, 307, 107]
 
 
 def test_it_is_no_part_of_the_minimum_and_of_no_plan() -> None:
@@ -105,7 +105,7 @@ def test_every_policy_relies_on_it(data: st.DataObject, trace: Trace, fraction: 
     death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
     trace = replace(trace, tensor_death=np.array(death))
     least = minimum_bytes(trace)
-    assert least == minimum_bytes(released_after_last_use(trace))
+    assert least == minimum_bytes(trace.released)
     budget = least + int(fraction * (trace.peak_bytes - least))
     for policy in ("evict_all", "vdnn_all", "modnn", "g10", "optimal"):
         hardware = machine(1e6)

@@ -16,9 +16,9 @@ from penstock import Evict, Hardware, Plan, Trace, simulate
 from penstock.core.check import check
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Recompute
-from penstock.planners.optimal.fractional import fractional_plan
+from penstock.planners.optimal.lp import fractional_plan
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import ACTIONS, KEEP, RECOMPUTE
+from penstock.simulator import ACTIONS, KEEP, RECOMPUTE
 from tests.support.traces import (
     G10_DATA,
     Step,

@@ -12,11 +12,10 @@ from penstock.core.check import check
 from penstock.core.plan import Plan
 from penstock.core.trace import within_budget
 from penstock.planners import plan
-from penstock.planners.optimal.fractional import dive, fractional_plan
+from penstock.planners.optimal.lp import dive, fractional_plan
 from penstock.planners.optimal.search import Improver, choices
 from penstock.planners.problem import Problem
-from penstock.simulator import simulate
-from penstock.simulator.replay import DISK, HOST, KEEP
+from penstock.simulator import DISK, HOST, KEEP, simulate
 from tests.support.traces import Step, gpt, machine
 
 

@@ -18,8 +18,7 @@ from penstock.core.trace import Trace
 from penstock.planners import plan
 from penstock.planners.optimal.search import Choices, choices
 from penstock.planners.problem import Problem
-from penstock.simulator import simulate
-from penstock.simulator.replay import DISK, HOST, MOVES, RECOMPUTE
+from penstock.simulator import DISK, HOST, MOVES, RECOMPUTE, simulate
 from tests.support.traces import Step, machine
 
 SAVED_CASES = 10

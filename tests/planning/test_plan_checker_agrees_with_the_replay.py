@@ -12,8 +12,8 @@ from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace
-from penstock.simulator import simulate
-from penstock.simulator.replay import Intervals, Replay
+from penstock.simulator import Intervals, Replay, simulate
+from tests.support.replays import copied_bytes, static_bytes
 from tests.support.traces import legal_plans, machines, traces, whole_traces
 
 any_trace = st.one_of(traces(6), whole_traces(5))
@@ -24,11 +24,11 @@ any_trace = st.one_of(traces(6), whole_traces(5))
 def test_they_count_the_same(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    rows = Intervals.of_plan(plan)
+    rows = Intervals.of(plan.evictions, plan.recomputations)
     checked = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    assert replay.static_bytes(rows, variants=plan.variants).tolist() == checked.tolist()
+    assert static_bytes(replay, rows, plan.variants).tolist() == checked.tolist()
     tiers = tier_bytes(trace, plan.evictions)
-    for tier, occupied in replay.tier_bytes(rows).items():
+    for tier, occupied in copied_bytes(replay, rows).items():
         assert occupied.tolist() == tiers.get(tier, np.zeros_like(occupied)).tolist()
 
 
@@ -41,7 +41,9 @@ def test_what_is_legal_runs_within_its_budget(data: st.DataObject, trace: Trace,
     for tier, occupied in tier_bytes(trace, plan.evictions).items():
         assert timeline.tier_peak_bytes(tier) <= occupied.max()
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    result = replay.run(Intervals.of_plan(plan), variants=plan.variants, stop_on_deadlock=True)
+    result = replay.run(
+        Intervals.of(plan.evictions, plan.recomputations), variants=plan.variants, stop_on_deadlock=True
+    )
     assert np.isfinite(result.iteration_s)
 
 
@@ -76,6 +78,8 @@ def test_results_of_one_kernel_are_made_again_in_the_room_of_both() -> None:
         recomputations=(Recompute(tensor=3, begin=1, end=4), Recompute(tensor=4, begin=3, end=4)),
     )
     assert check(trace, plan, hardware) == []
-    result = Replay(trace, hardware, plan.device_budget_bytes).run(Intervals.of_plan(plan))
+    result = Replay(trace, hardware, plan.device_budget_bytes).run(
+        Intervals.of(plan.evictions, plan.recomputations)
+    )
     assert not result.deadlock
     assert np.isfinite(result.iteration_s)

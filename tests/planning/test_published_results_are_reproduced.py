@@ -16,7 +16,7 @@ from penstock.core.hardware import Hardware
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import Intervals, Replay
+from penstock.simulator import Intervals, Replay
 from tests.support.traces import G10_DATA, needs_g10_data, published_times
 
 GIB = 2**30

@@ -14,8 +14,8 @@ from penstock.core.hardware import LINKS, Hardware
 from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
-from penstock.simulator import simulate
-from penstock.simulator.replay import KEEP, Intervals, Replay
+from penstock.simulator import KEEP, Intervals, Replay, simulate
+from tests.support.replays import copied_bytes, static_bytes
 from tests.support.traces import PAGE, legal_plans, machines, traces, whole_traces
 
 any_trace = st.one_of(traces(), whole_traces())
@@ -44,10 +44,10 @@ any_machine = st.one_of(machines, buses)
 def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    intervals = Intervals.of_plan(plan)
+    intervals = Intervals.of(plan.evictions, plan.recomputations)
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    assert replay.static_bytes(intervals, variants=plan.variants).tolist() == needed.tolist()
-    occupied = replay.tier_bytes(intervals)
+    assert static_bytes(replay, intervals, plan.variants).tolist() == needed.tolist()
+    occupied = copied_bytes(replay, intervals)
     for tier, checked in tier_bytes(trace, plan.evictions).items():
         assert (occupied[tier] >= checked).all()
 
@@ -57,11 +57,11 @@ def test_memory_by_the_static_rule(data: st.DataObject, trace: Trace, hardware: 
 def test_a_legal_plan_runs_within_its_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    intervals = Intervals.of_plan(plan)
+    intervals = Intervals.of(plan.evictions, plan.recomputations)
     result = replay.run(intervals, variants=plan.variants)
     assert not result.deadlock
     assert result.peak_bytes <= plan.device_budget_bytes
-    for tier, occupied in replay.tier_bytes(intervals).items():
+    for tier, occupied in copied_bytes(replay, intervals).items():
         assert result.tier_peak_bytes[tier] <= occupied.max(initial=0)
     timeline = simulate(trace, plan, hardware)
     assert timeline.iteration_s == result.iteration_s
@@ -122,11 +122,11 @@ def test_moves_cost_nothing_on_links_without_end(data: st.DataObject, trace: Tra
 @settings(max_examples=30)
 def test_rows_that_are_kept_count_for_nothing(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
-    intervals = Intervals.of_plan(plan)
+    intervals = Intervals.of(plan.evictions, plan.recomputations)
     replay = Replay(trace, hardware, plan.device_budget_bytes)
-    doubled = Intervals(*(np.repeat(getattr(intervals, name), 2) for name in Intervals.__dataclass_fields__))
+    doubled = Intervals(*(np.repeat(column, 2) for column in intervals))
     doubled.action[1::2] = KEEP
-    assert replay.static_bytes(doubled).tolist() == replay.static_bytes(intervals).tolist()
+    assert static_bytes(replay, doubled).tolist() == static_bytes(replay, intervals).tolist()
     once, twice = replay.run(intervals), replay.run(doubled)
     assert once.iteration_s == twice.iteration_s
     assert once.start_s.tolist() == twice.start_s.tolist()

@@ -13,8 +13,7 @@ from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace, Variant
 from penstock.errors import InvalidArgument
-from penstock.simulator import simulate
-from penstock.simulator.replay import Intervals, Replay
+from penstock.simulator import Intervals, Replay, simulate
 from tests.support.traces import Step, five_kernels, machine
 
 

@@ -13,7 +13,7 @@ from penstock._native import Replay as NativeReplay
 from penstock.core.memory_profile import minimum_bytes
 from penstock.planners.optimal.search import Improver, choices, search_columns
 from penstock.planners.problem import Problem
-from penstock.simulator.replay import machine_columns, trace_columns
+from penstock.simulator import machine_columns, trace_columns
 from tests.support.traces import gpt, machine
 
 TRACE = gpt(layers=2)

@@ -78,14 +78,14 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as bomb:
         bomb.write(b'{"schema": "penstock.hardware/1", "value": "')
-        for _ in range(4 * files.MOST_BYTES >> 20):
+        for _ in range(4 * files.MOST_TEXT_BYTES >> 20):
             bomb.write(bytes(1 << 20))
     assert path.stat().st_size < 8 << 20
     tracemalloc.start()
     try:
         with pytest.raises(InvalidFile, match="holds more than 256 MiB of text once unpacked"):
             Hardware.load(path)
-        assert tracemalloc.get_traced_memory()[1] < 2.5 * files.MOST_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * files.MOST_TEXT_BYTES
     finally:
         tracemalloc.stop()
 

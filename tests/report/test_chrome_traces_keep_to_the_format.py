@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import cli
-from penstock.core.chrome_trace import chrome_trace
 from penstock.core.hardware import LINKS
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import Sample, Span, Stall, Timeline, chrome_trace
 from tests.support.trace_processor import trace_processor
 from tests.support.traces import gpt
 

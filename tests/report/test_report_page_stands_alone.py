@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock.planners import Problem
 from penstock.report.html import page
-from penstock.report.sweep import Candidate, compare_policies
+from penstock.report.sweep import PolicyResult, compare_policies
 from tests.support.traces import gpt
 
 NASTY = "</script><script>alert(\"{{title}}\")</script> & '{{js}}'"
@@ -51,7 +51,7 @@ def plan(trace: penstock.Trace, machine: penstock.Hardware) -> penstock.Plan:
 def written(trace: penstock.Trace, plan: penstock.Plan, machine: penstock.Hardware) -> str:
     predicted = penstock.simulate(trace, plan, machine)
     measured = penstock.simulate(trace.scaled(1.1), plan, machine)
-    cannot = Candidate(policy="keep", reason=NASTY)
+    cannot = PolicyResult(policy="keep", reason=NASTY)
     problem = Problem(trace=trace, hardware=machine, budget_bytes=plan.device_budget_bytes)
     found = compare_policies(problem, ["evict_all"], known=plan, workers=1)
     return page(trace, plan, machine, predicted, measured, [*found, cannot])

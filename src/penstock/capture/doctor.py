@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import queue
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, installing
 from penstock.machine import available_bytes, container_available_bytes, container_bytes
@@ -87,6 +87,10 @@ def _costs(name: str, found: str, cost: str, remedy: str) -> Finding:
     return Finding(name=name, state=COSTS, found=found, cost=cost, remedy=remedy)
 
 
+def _fine_if(fine: bool, name: str, found: str, cost: str, remedy: str) -> Finding:
+    return _fine(name, found) if fine else _costs(name, found, cost, remedy)
+
+
 def _fails(name: str, found: str, remedy: str) -> Finding:
     return Finding(name=name, state=FAILS, found=found, cost="penstock cannot train here", remedy=remedy)
 
@@ -99,14 +103,9 @@ def _kernel() -> Finding:
     if platform.system() != "Linux":
         return _fails("kernel", found, "use Linux: the arena and direct I/O need it")
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    if version < KERNEL:
-        return _costs(
-            "kernel",
-            found,
-            "completions of io_uring interrupt the threads that compute",
-            f"run Linux {'.'.join(map(str, KERNEL))} or newer",
-        )
-    return _fine("kernel", found)
+    cost = "completions of io_uring interrupt the threads that compute"
+    remedy = f"run Linux {'.'.join(map(str, KERNEL))} or newer"
+    return _fine_if(version >= KERNEL, "kernel", found, cost, remedy)
 
 
 def _compiled() -> Finding:
@@ -122,9 +121,8 @@ def _torch() -> tuple[Finding, bool]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return _fails(
-            "torch", f"it cannot be imported: {error}", "pip install --force-reinstall torch"
-        ), False
+        found = f"it cannot be imported: {error}"
+        return _fails("torch", found, "pip install --force-reinstall torch"), False
     from penstock.runtime.requirements import require_torch
 
     build = "for CPUs only"
@@ -174,11 +172,10 @@ def _huge_pages() -> Finding:
     buffer.view()[:] = bytes(PAGED_BYTES)
     huge_bytes = _huge_bytes(buffer.address)
     setting = HUGE_PAGES.read_text().strip() if HUGE_PAGES.exists() else "this kernel has none"
-    if huge_bytes:
-        return _fine("huge pages", f"{format_bytes(huge_bytes)} of {format_bytes(PAGED_BYTES)} ({setting})")
-    return _costs(
+    return _fine_if(
+        huge_bytes > 0,
         "huge pages",
-        f"none of {format_bytes(PAGED_BYTES)} ({setting})",
+        f"{format_bytes(huge_bytes) if huge_bytes else 'none'} of {format_bytes(PAGED_BYTES)} ({setting})",
         "tensors leave and come back in pages of 4 KiB, which takes longer",
         f"on the host, as root: echo madvise > {HUGE_PAGES}",
     )
@@ -221,47 +218,30 @@ def _limits() -> list[Finding]:
         for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
     )
     staging_bytes = native.SLOTS * native.SLOT_BYTES
-    findings = []
-    if locked_bytes != resource.RLIM_INFINITY and locked_bytes < staging_bytes and not _may_lock():
-        findings.append(
-            _costs(
-                "locked memory",
-                f"{format_bytes(locked_bytes)} (ulimit -l)",
-                "io_uring pins its staging buffers again for each transfer",
-                f"ulimit -l {staging_bytes >> 10}, or docker run --ulimit memlock={staging_bytes}",
-            )
-        )
-    else:
-        findings.append(_fine("locked memory", _limit(locked_bytes, in_bytes=True)))
-    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        findings.append(
-            _costs(
-                "open files",
-                f"{files} (ulimit -n)",
-                "sample stores of many data files or partitions cannot be opened",
-                f"ulimit -n {OPEN_FILES}",
-            )
-        )
-    else:
-        findings.append(_fine("open files", _limit(files)))
-    if address_bytes != resource.RLIM_INFINITY:
-        findings.append(
-            _costs(
-                "address space",
-                f"{format_bytes(address_bytes)} (ulimit -v)",
-                "the arena has half of it, in which what is away keeps its addresses, too",
-                "ulimit -v unlimited",
-            )
-        )
+    endless = resource.RLIM_INFINITY
+    little = locked_bytes != endless and locked_bytes < staging_bytes and not _may_lock()
+    few = files != endless and files < OPEN_FILES
+    findings = [
+        _fine_if(
+            not little,
+            "locked memory",
+            "no limit" if locked_bytes == endless else format_bytes(locked_bytes) + " (ulimit -l)" * little,
+            "io_uring pins its staging buffers again for each transfer",
+            f"ulimit -l {staging_bytes >> 10}, or docker run --ulimit memlock={staging_bytes}",
+        ),
+        _fine_if(
+            not few,
+            "open files",
+            "no limit" if files == endless else str(files) + " (ulimit -n)" * few,
+            "sample stores of many data files or partitions cannot be opened",
+            f"ulimit -n {OPEN_FILES}",
+        ),
+    ]
+    if address_bytes != endless:
+        cost = "the arena has half of it, in which what is away keeps its addresses, too"
+        found = f"{format_bytes(address_bytes)} (ulimit -v)"
+        findings.append(_costs("address space", found, cost, "ulimit -v unlimited"))
     return findings
-
-
-def _limit(value: int, in_bytes: bool = False) -> str:
-    import resource
-
-    if value == resource.RLIM_INFINITY:
-        return "no limit"
-    return format_bytes(value) if in_bytes else str(value)
 
 
 def _may_lock() -> bool:
@@ -299,29 +279,29 @@ def _directory(directory: Path) -> list[Finding]:
         return [_fails("spill directory", str(error).partition(". ")[0], remedy)]
     with contextlib.closing(file):
         direct, free_bytes = file.direct, file.free_bytes()
-    found = f"{directory}: {disk_kind(directory)}"
-    findings = [_fine("spill directory", found)]
-    if resident.is_in_memory(directory):
-        cost = "tensors that leave the device stay in RAM, which a budget is to keep free"
-        findings = [_costs("spill directory", found, cost, "give one on a local disk (ext4, xfs)")]
-    if direct:
-        findings.append(_fine("direct I/O", "past the page cache"))
-    else:
-        findings.append(
-            _costs(
-                "direct I/O",
-                f"refused: {file.refusal}",
-                "what is spilled passes through the page cache, too, which takes memory and time",
-                "give a spill_dir on a local disk (ext4, xfs)",
-            )
-        )
-    found = f"{format_bytes(free_bytes)} free"
-    if free_bytes < LITTLE_BYTES:
-        cost = "plans that move more have no place for it"
-        findings.append(_costs("disk space", found, cost, "free some, or give another spill_dir"))
-    else:
-        findings.append(_fine("disk space", found))
-    return findings
+    return [
+        _fine_if(
+            not resident.is_in_memory(directory),
+            "spill directory",
+            f"{directory}: {disk_kind(directory)}",
+            "tensors that leave the device stay in RAM, which a budget is to keep free",
+            "give one on a local disk (ext4, xfs)",
+        ),
+        _fine_if(
+            direct,
+            "direct I/O",
+            "past the page cache" if direct else f"refused: {file.refusal}",
+            "what is spilled passes through the page cache, too, which takes memory and time",
+            "give a spill_dir on a local disk (ext4, xfs)",
+        ),
+        _fine_if(
+            free_bytes >= LITTLE_BYTES,
+            "disk space",
+            f"{format_bytes(free_bytes)} free",
+            "plans that move more have no place for it",
+            "free some, or give another spill_dir",
+        ),
+    ]
 
 
 def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
@@ -369,23 +349,19 @@ def _io_paths(directories: Sequence[Path], has_gpu: bool) -> list[Finding]:
 
 def _failure(directories: Sequence[Path], path: str) -> str | None:
     """What goes wrong where random bytes are written and read back by an I/O path; None if nothing does."""
+    from penstock.capture.probe import wait_for
     from penstock.storage.aligned import AlignedBuffer
     from penstock.storage.spill import SpillSpace, Transfer
 
     written, read = AlignedBuffer(TRIED_BYTES), AlignedBuffer(TRIED_BYTES)
     written.view()[:] = os.urandom(TRIED_BYTES)
-    over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+    over: SimpleQueue[Transfer] = SimpleQueue()
     try:
         with SpillSpace(directories, IoOptions(paths=path), timeout_s=TIMEOUT_S) as space:
             extent = space.allocate(TRIED_BYTES)
             for move, buffer in ((space.write, written), (space.read, read)):
                 move(extent, buffer.address, TRIED_BYTES, buffer, over.put)
-                try:
-                    transfer = over.get(timeout=space.timeout_s)
-                except queue.Empty:
-                    raise space.hang_error() from None
-                if transfer.error is not None:
-                    raise transfer.error
+                wait_for(space, over, 1)
             space.release(extent)
     except (SpillError, InvalidArgument) as error:
         return str(error)

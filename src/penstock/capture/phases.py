@@ -48,7 +48,7 @@ class Phases:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._in_optimizer = True
-        self._tell_gradients(optimizer)
+        self._report_gradients(optimizer)
         this, *given = args
         if callable(closure := kwargs.get("closure")):
             return args, kwargs | {"closure": self._outside(optimizer, closure)}
@@ -65,11 +65,11 @@ class Phases:
                 return closure()
             finally:
                 self._in_optimizer = True
-                self._tell_gradients(optimizer)
+                self._report_gradients(optimizer)
 
         return called
 
-    def _tell_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _report_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._on_kind is None:
             return
         for group in optimizer.param_groups:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +16,14 @@ import torch
 from penstock import codecs
 from penstock.core.hardware import Hardware
 from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, SpillSpaceFull
-from penstock.machine import available_bytes, memory_bytes
+from penstock.machine import available_bytes, lines, memory_bytes
 from penstock.options import LOSSY, Directories
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import device_of, driver_of
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
-from penstock.storage.transfer import EVICT
+from penstock.storage.transfer import DEMAND, EVICT
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -41,7 +40,7 @@ CODED_S = 0.03
 Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), ascending
 
 
-class Disk(NamedTuple):
+class DiskRates(NamedTuple):
     """What was measured of the spill space. Rates and latencies are by link."""
 
     rates: dict[str, Rates]
@@ -101,6 +100,18 @@ def device_name(device: str) -> str:
     return _cpu_name() if target.type == "cpu" else driver_of(target).name
 
 
+def wait_for(space: SpillSpace, over: SimpleQueue[Transfer], count: int) -> list[Transfer]:
+    """So many transfers whose end calls ``over.put``. Raises SpillError where one fails, or none ends."""
+    try:
+        ended = [over.get(timeout=space.timeout_s) for _ in range(count)]
+    except Empty:
+        raise space.hang_error() from None
+    for transfer in ended:
+        if transfer.error is not None:
+            raise transfer.error
+    return ended
+
+
 class _Batches:
     """Transfers of one size between the spill space and two buffers of random bytes, all waited for."""
 
@@ -135,48 +146,38 @@ class _Batches:
 
     def move(self, moves: Sequence[tuple[str, Extent]]) -> dict[str, list[Transfer]]:
         """Begin transfers in the order given, and wait for all: what they took, by kind."""
-        done: dict[str, list[Transfer]] = {"write": [], "read": []}
-        over = threading.Semaphore(0)
-
-        def on_done(kind: str, transfer: Transfer) -> None:
-            done[kind].append(transfer)
-            over.release()
-
+        over: SimpleQueue[Transfer] = SimpleQueue()
         places = self.buffers["write"].size_bytes // self.size_bytes
         for index, (kind, extent) in enumerate(moves):
-            buffer = self.buffers[kind]
-            start = self.spill.write if kind == "write" else self.spill.read
-            address = buffer.address + index % places * self.size_bytes
             # Of one priority, so that neither direction waits for the other.
-            start(extent, address, self.size_bytes, buffer, partial(on_done, kind), priority=EVICT)
-        for _ in moves:
-            if not over.acquire(timeout=self.spill.timeout_s):
-                raise self.spill.hang_error()
-        for transfer in done["write"] + done["read"]:
-            if transfer.error is not None:
-                raise transfer.error
-        return done
+            self._start(kind, extent, index % places, over, EVICT)
+        ended = wait_for(self.spill, over, len(moves))
+        return {kind: [transfer for transfer in ended if transfer.kind == kind] for kind in self.buffers}
+
+    def _start(
+        self, kind: str, extent: Extent, place: int, over: SimpleQueue[Transfer], priority: int
+    ) -> None:
+        start = self.spill.write if kind == "write" else self.spill.read
+        buffer = self.buffers[kind]
+        address = buffer.address + place * self.size_bytes
+        start(extent, address, self.size_bytes, buffer, over.put, priority=priority)
 
     def overhead_s(self) -> float:
         """Median time that a thread of kernels loses to a copy that it starts, until it is over."""
-        over = threading.Semaphore(0)
+        over: SimpleQueue[Transfer] = SimpleQueue()
         extents = self.extents[:STARTED]
         values = torch.ones(KERNEL_ELEMENTS)
-        starts = {"write": self.spill.write, "read": self.spill.read}
 
         def kernels_s(copies: bool) -> float:
             begun_s = time.perf_counter()
             for index, extent in enumerate(extents):
                 if copies:
-                    kind = "read" if index % 2 else "write"
-                    buffer = self.buffers[kind]
-                    starts[kind](extent, buffer.address, self.size_bytes, buffer, lambda _: over.release())
+                    kind, priority = ("read", DEMAND) if index % 2 else ("write", EVICT)
+                    self._start(kind, extent, 0, over, priority)
                 for _ in range(KERNELS):
                     values.add_(1)
             took_s = time.perf_counter() - begun_s
-            for _ in extents if copies else ():
-                if not over.acquire(timeout=self.spill.timeout_s):
-                    raise self.spill.hang_error()
+            wait_for(self.spill, over, len(extents) if copies else 0)
             return took_s
 
         lost_s = [kernels_s(True) - kernels_s(False) for _ in range(SAMPLES[1])]
@@ -208,7 +209,7 @@ def _samples(until_s: float) -> Iterator[int]:
         yield sample
 
 
-def _measure_disk(directories: Directories, budget_s: float) -> Disk:
+def _measure_disk(directories: Directories, budget_s: float) -> DiskRates:
     source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
     source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
     target.view()[:] = source.view()  # touched before it is timed
@@ -243,7 +244,7 @@ def _measure_disk(directories: Directories, budget_s: float) -> Disk:
             _verify(batches, source, target)
             batches.close()
         rates = {"disk_write": tuple(write), "disk_read": tuple(read)}
-        return Disk(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
+        return DiskRates(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
 
 
 def _affordable(
@@ -356,10 +357,7 @@ def _codec_rates(device: torch.device, codec: str, size_bytes: int) -> tuple[flo
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    for line in lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -85,13 +85,16 @@ def make_trace(
     state that the iteration made and left. A gradient made in the iteration is not: the next one makes
     its own.
     """
-    order = _order_of_touch(kernels, len(tensors))
+    touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
+    order = list(dict.fromkeys([*touched, *range(len(tensors))]))
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.arange(len(order))
     records = [tensors[index] for index in order]
     count = len(kernels)
-    lasting = np.array([_is_persistent(record) for record in records], dtype=np.bool_)
-    birth = _integers(0 if lasts else record.birth for record, lasts in zip(records, lasting, strict=True))
+    made = (WEIGHT, OPTIMIZER_STATE)
+    lasts = [record.death is None and (record.before or record.kind in made) for record in records]
+    lasting = np.array(lasts, dtype=np.bool_)
+    birth = np.where(lasting, 0, _integers(record.birth for record in records))
     death = _integers(count if record.death is None else record.death for record in records)
     sizes = _integers(record.size_bytes for record in records)
     inputs = Lists.of([list(dict.fromkeys(number[list(kernel.inputs)].tolist())) for kernel in kernels])
@@ -123,19 +126,9 @@ def make_trace(
     )
 
 
-def _order_of_touch(kernels: Sequence[KernelRecord], tensors: int) -> list[int]:
-    """[T] which record becomes which tensor: those that no kernel touches come last."""
-    touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
-    return list(dict.fromkeys([*touched, *range(tensors)]))
-
-
 def _kind(record: TensorRecord) -> int:
     """What an earlier iteration computed is an input to this one."""
     return INPUT if record.before and record.kind in (ACTIVATION, WORKSPACE) else record.kind
-
-
-def _is_persistent(record: TensorRecord) -> bool:
-    return record.death is None and (record.before or record.kind in (WEIGHT, OPTIMIZER_STATE))
 
 
 def _unknown_bytes(

@@ -17,9 +17,11 @@ from torch.utils.flop_counter import flop_registry
 from penstock.capture.datasheets import DataSheet
 from penstock.capture.operators import tensors_in
 
+REPEATS = 3  # of what is measured
+
 
 @cache
-def measure_cpu(repeats: int = 3) -> DataSheet:
+def measure_cpu() -> DataSheet:
     """The data sheet of this machine's processor, measured once in a process, in about half a second."""
     left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
     source = torch.ones(16 << 20 >> 2)
@@ -28,7 +30,7 @@ def measure_cpu(repeats: int = 3) -> DataSheet:
     def best_s(work: Callable[[], object]) -> float:
         work()
         times = []
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             begun_s = time.perf_counter()
             work()
             times.append(time.perf_counter() - begun_s)

@@ -34,7 +34,7 @@ from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import driver_of
 
 
-class Costs(NamedTuple):
+class TracingCosts(NamedTuple):
     """Seconds that tracing adds to the iteration it traces.
 
     traced_s   for each kernel
@@ -45,7 +45,7 @@ class Costs(NamedTuple):
     passed_s: float = 0.0
 
 
-NO_COSTS = Costs()
+NO_TRACING_COSTS = TracingCosts()
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
@@ -79,7 +79,7 @@ class Tracer(TorchDispatchMode):
         estimate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float] | None = None,
         *,
         fakes: _FakeTensors | None = None,
-        costs: Costs = NO_COSTS,
+        costs: TracingCosts = NO_TRACING_COSTS,
         density: bool = False,
     ) -> None:
         super().__init__()
@@ -398,10 +398,10 @@ def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -
     return tracer.trace(measured=True, notes=notes)
 
 
-_known_costs: dict[type, Costs] = {}
+_known_costs: dict[type, TracingCosts] = {}
 
 
-def _costs_of_tracing(driver: Driver | None) -> Costs:
+def _costs_of_tracing(driver: Driver | None) -> TracingCosts:
     """What tracing with such a driver costs, by a kernel and a view that do next to nothing.
 
     Measured once in a process, in some 10 ms.
@@ -411,30 +411,27 @@ def _costs_of_tracing(driver: Driver | None) -> Costs:
         tensor = torch.zeros(1)
         count = 200
 
-        def kernels() -> float:
-            return seconds(lambda: tensor.add_(1))
+        def kernel() -> object:
+            return tensor.add_(1)
 
-        def views() -> float:
-            return seconds(tensor.detach)
-
-        def seconds(call: Callable[[], object]) -> float:
+        def took_s(call: Callable[[], object]) -> float:
             begun_s = time.perf_counter()
             for _ in range(count):
                 call()
             return time.perf_counter() - begun_s
 
-        def traced_kernels() -> float:
+        def traced(call: Callable[[], object]) -> tuple[float, float]:
+            """What is recorded as the time of kernels, and what it took in all."""
             with Tracer(driver) as tracer:
-                kernels()
-            return tracer.kernel_time_s
-
-        def traced_views() -> float:
-            with Tracer(driver):
-                return views()
+                all_s = took_s(call)
+            return tracer.kernel_time_s, all_s
 
         with torch.no_grad():
-            kernel_s, view_s, traced_s, passed_s = (
-                min(measure() for _ in range(5)) for measure in (kernels, views, traced_kernels, traced_views)
-            )
-        _known_costs[kind] = Costs(max(traced_s - kernel_s, 0.0) / count, max(passed_s - view_s, 0.0) / count)
+            kernel_s = min(took_s(kernel) for _ in range(5))
+            view_s = min(took_s(tensor.detach) for _ in range(5))
+            traced_s = min(traced(kernel)[0] for _ in range(5))
+            passed_s = min(traced(tensor.detach)[1] for _ in range(5))
+        _known_costs[kind] = TracingCosts(
+            max(traced_s - kernel_s, 0.0) / count, max(passed_s - view_s, 0.0) / count
+        )
     return _known_costs[kind]

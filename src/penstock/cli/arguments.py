@@ -29,7 +29,7 @@ from penstock.options import (
     run_options,
     whole_number,
 )
-from penstock.units import parse_budget, parse_bytes
+from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
     from penstock.cli.output import Answer
@@ -119,6 +119,7 @@ whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks
 
 MEMORY, PLANNING, OUTPUT = "memory and disk", "planning", "output"
 
+Parser: TypeAlias = argparse._ActionsContainer
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -151,29 +152,29 @@ def parser() -> argparse.ArgumentParser:
 
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
     _add(trace, "script", "see below", metavar="SCRIPT.py:build")
-    _add(trace, "--real", "run the step and time it, instead of estimating without memory", bool)
+    _add(trace, "--real", "run the step and time it, instead of estimating without memory", "bool")
     where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
     _add(trace, "--device", where, choices=("cpu", *DATA_SHEETS))
     _written(trace, "trace.json.gz")
 
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
     step = "file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build"
-    _add(plan, "trace", step, Path, metavar="TRACE")
+    _add(plan, "trace", step, "Path", metavar="TRACE")
     machine = plan.add_argument_group(MEMORY)
     _options(machine, RUN, "hardware", required=True)
-    _options(machine, RUN, "device_budget", required=True, type=budget, metavar="SIZE")
+    _options(machine, RUN, "device_budget", required=True, kind="Budget")
     _options(machine, RUN, "endurance")
     planning = _planning(plan)
     _options(planning, RUN, "lossy", "micro_batch", "micro_batch_order")
     _time_limit(planning, 10.0)
     shown = plan.add_argument_group(OUTPUT)
-    _add(shown, "--compare-policies", "show the plan of every policy", bool)
-    _add(shown, "--compare-budgets", "show what other device budgets bring", bool)
+    _add(shown, "--compare-policies", "show the plan of every policy", "bool")
+    _add(shown, "--compare-budgets", "show what other device budgets bring", "bool")
     _written(shown, "plan.json")
 
     simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
-    _add(simulate, "trace", "file that `penstock trace` wrote", Path, metavar="TRACE")
-    _add(simulate, "plan", "file that `penstock plan` wrote", Path, metavar="PLAN")
+    _add(simulate, "trace", "file that `penstock trace` wrote", "Path", metavar="TRACE")
+    _add(simulate, "plan", "file that `penstock plan` wrote", "Path", metavar="PLAN")
     _options(simulate, RUN, "hardware", required=True)
     _chrome_trace(simulate)
     _written(simulate, "timeline.json.gz")
@@ -181,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _add(run, "script", "see below", metavar="SCRIPT.py:build")
     steps = "over all batches again where there are fewer; default: one for each batch"
-    _add(run, "--steps", steps, count)
+    _add(run, "--steps", steps, "Steps")
     machine = run.add_argument_group(MEMORY)
     _options(machine, RUN, "device_budget", required=True)
     _spill_dir(machine, "use", remote=True)
@@ -204,8 +205,8 @@ def parser() -> argparse.ArgumentParser:
 def _finetune(names: Commands) -> None:
     summary = "fine-tune a language model on a text inside a budget"
     tune = _command(names, "finetune", "training.finetune", summary, FINETUNE_HELP)
-    _add(tune, "model", "see below", Path, metavar="MODEL_DIR")
-    _add(tune, "text", "file with the text, in UTF-8", Path, metavar="TEXT")
+    _add(tune, "model", "see below", "Path", metavar="MODEL_DIR")
+    _add(tune, "text", "file with the text, in UTF-8", "Path", metavar="TEXT")
     machine = tune.add_argument_group(MEMORY)
     _options(machine, RUN, "device_budget", required=True)
     _spill_dir(machine, "use")
@@ -215,46 +216,46 @@ def _finetune(names: Commands) -> None:
     training = tune.add_argument_group("training, as in transformers' TrainingArguments")
     _options(training, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
     adapters = tune.add_argument_group("adapters")
-    _add(adapters, "--lora", "train adapters of PEFT, not all weights", bool)
+    _add(adapters, "--lora", "train adapters of PEFT, not all weights", "bool")
     lora = {
         f"lora_{name}": option._replace(flag=f"lora-{option.flag}")
         for name, option in options_of(LoraOptions).items()
     }
     _options(adapters, lora, *lora)
     written = tune.add_argument_group(OUTPUT)
-    _add(written, "--save-steps", "between checkpoints", count, 100)
-    _add(written, "--resume", "fail where FOLDER holds nothing to go on with", bool)
+    _add(written, "--save-steps", "between checkpoints", "Steps", 100)
+    _add(written, "--resume", "fail where FOLDER holds nothing to go on with", "bool")
     _written(written, "penstock-finetune", "FOLDER")
 
 
 def _report(names: Commands) -> None:
     summary = "show a plan, and compare a run with it, in one page"
     report = _command(names, "report", "planning.report", summary, REPORT_HELP)
-    _add(report, "source", "FOLDER, or TRACE PLAN", Path, nargs="+", metavar="SOURCE")
-    _add(report, "--hardware", "file that `penstock probe` wrote; with TRACE PLAN", Path)
-    _add(report, "--measured", "timeline of a run; with TRACE PLAN", Path)
+    _add(report, "source", "FOLDER, or TRACE PLAN", "Path", nargs="+", metavar="SOURCE")
+    _add(report, "--hardware", "file that `penstock probe` wrote; with TRACE PLAN", "Path")
+    _add(report, "--measured", "timeline of a run; with TRACE PLAN", "Path")
     table = report.add_argument_group("the table of policies")
-    _add(table, "--no-policies", "leave it out", bool)
+    _add(table, "--no-policies", "leave it out", "bool")
     _options(table, RUN, "recompute", "compress")
     _time_limit(table, 5.0)
     written = report.add_argument_group(OUTPUT)
     _chrome_trace(written, ", with what was measured below")
     page = ".html for the page, .png, .svg or .pdf for a picture; default: report.html, in FOLDER"
-    _add(written, "--output", page, Path)
+    _add(written, "--output", page, "Path")
 
 
 def _whatif(names: Commands) -> None:
     summary = "plan for other machines: is the disk fast enough?"
     whatif = _command(names, "whatif", "planning.whatif", summary, WHATIF_HELP)
-    _add(whatif, "trace", "one for each batch size", Path, nargs="+", metavar="TRACE")
+    _add(whatif, "trace", "one for each batch size", "Path", nargs="+", metavar="TRACE")
     machines = whatif.add_argument_group("machines")
     _options(machines, RUN, "hardware", required=True)
-    _add(machines, "--device-budget", "one or more; default: all of the device", budgets)
-    _add(machines, "--host-budget", "host memory; default: as measured", budgets)
-    _add(machines, "--disks", "disks that work as one", counts, "1")
-    _add(machines, "--disk-rate", "of one disk, such as 3.2GB/s; default: as measured", rate)
+    _add(machines, "--device-budget", "one or more; default: all of the device", "Budget,...")
+    _add(machines, "--host-budget", "host memory; default: as measured", "Budget,...")
+    _add(machines, "--disks", "disks that work as one", "Disks,...", "1")
+    _add(machines, "--disk-rate", "of one disk, such as 3.2GB/s; default: as measured", "Rate")
     _time_limit(_planning(whatif), 60.0)
-    _add(whatif.add_argument_group(OUTPUT), "--output", "write the table as JSON; default: do not", Path)
+    _add(whatif.add_argument_group(OUTPUT), "--output", "write the table as JSON; default: do not", "Path")
 
 
 def _checkpoint(names: Commands) -> None:
@@ -264,14 +265,14 @@ def _checkpoint(names: Commands) -> None:
     summary = "read a checkpoint whole, and compare its checksums"
     verify = _command(below, "verify", "checkpoint.verify", summary)
     for command in (info, verify):
-        _add(command, "file", "of penstock.save, torch.save or safetensors", Path, metavar="FILE")
+        _add(command, "file", "of penstock.save, torch.save or safetensors", "Path", metavar="FILE")
 
     summary = "write a checkpoint in the format of another suffix"
     convert = _command(below, "convert", "checkpoint.convert", summary)
-    _add(convert, "source", "of penstock.save, torch.save or safetensors", Path, metavar="A")
+    _add(convert, "source", "of penstock.save, torch.save or safetensors", "Path", metavar="A")
     written = "penstock's: .safetensors; torch's: .pt, .pth, .bin"
-    _add(convert, "destination", written, Path, metavar="B")
-    _add(convert, "--overwrite", "replace B if it is there", bool)
+    _add(convert, "destination", written, "Path", metavar="B")
+    _add(convert, "--overwrite", "replace B if it is there", "bool")
 
 
 def _samples(names: Commands) -> None:
@@ -285,32 +286,32 @@ def _samples(names: Commands) -> None:
     _upload(below)
     for command in (ls, info, verify, unpack, bench):
         store = "a store, its partitions' folder, or the URL of a namespace with either"
-        _add(command, "store", store, path_or_url, metavar="STORE")
+        _add(command, "store", store, "Place", metavar="STORE")
 
     _add(ls, "pattern", "such as 'cat/*'; * stands for / too", nargs="?", metavar="PATTERN")
-    _add(ls, "--limit", "stop after so many", samples_count)
-    _add(ls, "--long", "with index, bytes and class", bool)
+    _add(ls, "--limit", "stop after so many", "Samples")
+    _add(ls, "--long", "with index, bytes and class", "bool")
 
-    _add(unpack, "destination", "folder to write them to", Path, metavar="DEST")
+    _add(unpack, "destination", "folder to write them to", "Path", metavar="DEST")
     _add(unpack, "names", "default: all samples", nargs="*", metavar="NAME")
-    _add(unpack, "--flat", "no folders below DEST: / becomes %%2F", bool)
-    _add(unpack, "--overwrite", "replace files that are there", bool)
+    _add(unpack, "--flat", "no folders below DEST: / becomes %%2F", "bool")
+    _add(unpack, "--overwrite", "replace files that are there", "bool")
 
     for command in (info, bench):
-        _add(command, "--batch", "samples in a batch", samples_count, 64)
-    _add(info, "--cache", "of the sample cache, to tell the mixing for", sizes, ",".join(CACHES))
-    _add(bench, "--cache", "of the sample cache", size, "256MiB")
+        _add(command, "--batch", "samples in a batch", "Samples", 64)
+    _add(info, "--cache", "of the sample cache, to tell the mixing for", "Size,...", ",".join(CACHES))
+    _add(bench, "--cache", "of the sample cache", "Size", "256MiB")
     _add(bench, "--io", "how the store is read", default="auto", choices=("auto", "buffered", "direct"))
-    _add(bench, "--cold", "drop the store from the page cache each time", bool)
+    _add(bench, "--cold", "drop the store from the page cache each time", "bool")
     _time_limit(bench, 8.0)
 
 
 def _upload(names: Commands) -> None:
     summary = "write a store onto a drive of another machine"
     upload = _command(names, "upload", "samples.upload", summary, UPLOAD_HELP)
-    _add(upload, "store", "a store, or its partitions' folder", path_or_url, metavar="STORE")
+    _add(upload, "store", "a store, or its partitions' folder", "Place", metavar="STORE")
     _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
-    _add(upload, "--overwrite", "replace whatever lies on the namespace", bool)
+    _add(upload, "--overwrite", "replace whatever lies on the namespace", "bool")
     summary = "list the namespaces of a target, and what they hold"
     discover = _command(names, "discover", "samples.discover", summary)
     _add(discover, "portal", "where the target listens; port: 4420", metavar="HOST:PORT")
@@ -319,13 +320,13 @@ def _upload(names: Commands) -> None:
 def _pack(names: Commands) -> None:
     pack = _command(names, "pack", "samples.pack", "pack samples into a store", PACK_HELP)
     _add(pack, "source", "see below", nargs="+", metavar="SOURCE")
-    _add(pack, "destination", "folder of the store: new, or empty", Path, metavar="DEST")
-    _add(pack, "--chunk-bytes", "read at once, with all samples in them", size, CHUNK_BYTES)
-    _add(pack, "--overwrite", "replace the store at DEST", bool)
-    _add(pack, "--no-resume", "start from the beginning, also where packing was interrupted", bool)
+    _add(pack, "destination", "folder of the store: new, or empty", "Path", metavar="DEST")
+    _add(pack, "--chunk-bytes", "read at once, with all samples in them", "Size", CHUNK_BYTES)
+    _add(pack, "--overwrite", "replace the store at DEST", "bool")
+    _add(pack, "--no-resume", "start from the beginning, also where packing was interrupted", "bool")
     parts = pack.add_argument_group("several processes")
-    _add(parts, "--rank", "of several processes, this one packs", int, 0, metavar="R")
-    _add(parts, "--world", "partition R of N", int, 1, metavar="N")
+    _add(parts, "--rank", "of several processes, this one packs", "Number", 0, metavar="R")
+    _add(parts, "--world", "partition R of N", "Number", 1, metavar="N")
     source = pack.add_argument_group("what SOURCE is")
     formats = [name for name in FORMATS if name != "iterable"]  # which only a program has
     _add(source, "--format", f"{', '.join(formats)}; default: found out", choices=formats, metavar="NAME")
@@ -338,15 +339,11 @@ def _pack(names: Commands) -> None:
     )
 
 
-def _later(name: str) -> Callable[[argparse.Namespace], Answer]:
-    """A function of a module of `penstock.cli`, imported when it is called: not to ask for help."""
+def _carry_out(name: str, options: argparse.Namespace) -> Answer:
+    """By a function of a module of `penstock.cli`, imported only now: not to ask for help."""
     module, _, function = name.partition(".")
-
-    def command(options: argparse.Namespace) -> Answer:
-        answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
-        return answer
-
-    return command
+    answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
+    return answer
 
 
 def _commands(parser: argparse.ArgumentParser) -> Commands:
@@ -360,11 +357,7 @@ def _group(names: Commands, name: str, summary: str) -> Commands:
 
 
 def _command(
-    names: Commands,
-    name: str,
-    command: str,
-    summary: str,
-    more: str = "",
+    names: Commands, name: str, command: str, summary: str, more: str = ""
 ) -> argparse.ArgumentParser:
     parser = names.add_parser(
         name,
@@ -373,50 +366,19 @@ def _command(
         epilog=f"{more}\nexample:\n  penstock {EXAMPLES[command]}".strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=_later(command))
-    _add(parser, "--json", "print one JSON object on standard output", bool)
+    parser.set_defaults(command=partial(_carry_out, command))
+    _add(parser, "--json", "print one JSON object on standard output", "bool")
     return parser
 
 
-def _add(
-    parser: argparse._ActionsContainer,
-    name: str,
-    says: str,
-    reads: Callable[[str], Any] = str,
-    default: Any = None,
-    **more: Any,
-) -> None:
-    """An argument, or an option that says its default. What reads a bool is off where it is not typed."""
-    if reads is bool:
-        parser.add_argument(name, action="store_true", help=says)
-        return
-    if name.startswith("--") and "choices" not in more:
-        more = {"metavar": METAVARS.get(reads, "NAME")} | more
-    names = ("-o", name) if name == "--output" else (name,)
+def _add(parser: Parser, name: str, says: str, kind: str = "str", default: Any = None, **more: Any) -> None:
+    """An argument, or an option that says its default. What is a bool is off where it is not typed."""
     said = says if default is None else f"{says}; default: %(default)s"
-    parser.add_argument(*names, type=reads, default=default, help=said, **more)
-
-
-def _spill_dir(parser: argparse._ActionsContainer, purpose: str, *, remote: bool = False) -> None:
-    text = f"on the disk to {purpose}; repeated: striped over all; default: for temporary files"
-    if remote:
-        text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
-    reads = path_or_url if remote else _directory
-    _add(parser, "--spill-dir", text, reads, action="append", metavar="DIR")
-
-
-def _directory(text: str) -> Path:
-    if isinstance(path_or_url(text), str):
-        raise argparse.ArgumentTypeError(f"{text} is a remote drive: only probe and run spill to one")
-    return Path(text)
+    _argument(parser, name, kind, help=said, default=default, **more)
 
 
 def _options(
-    parser: argparse._ActionsContainer,
-    known: Mapping[str, Option],
-    *names: str,
-    says: str = "",
-    **changes: Any,
+    parser: Parser, known: Mapping[str, Option], *names: str, says: str = "", kind: str = "", **changes: Any
 ) -> None:
     """Options as they stand in `penstock.options`, but for what is changed. ``says`` precedes their help."""
     for name in names:
@@ -425,55 +387,68 @@ def _options(
         typed_default = default not in (None, False) and (option.kind == "bool" or "default" in changes)
         meaning = "%(default)s" if typed_default else "" if "required" in changes else option.meaning
         said = says + option.text.replace("%", "%%") + (f"; default: {meaning}" if meaning else "")
-        arguments: dict[str, Any] = {"dest": name, "default": default, "help": said}
-        if option.kind == "bool":
-            arguments["action"] = argparse.BooleanOptionalAction if default else "store_true"
-        elif allowed := choices(option.kind):
-            arguments["choices"] = allowed
-            if len(allowed) > 4:  # too many for every usage
-                arguments["metavar"] = option.kind.upper()
-                arguments["help"] = f"{said}; {', '.join(allowed)}"
-        else:
-            is_file = option.kind in ("Hardware", "Plan")
-            arguments["type"] = Path if is_file else typed(partial(read, option.kind))
-            arguments["metavar"] = METAVARS.get(option.kind, "NAME")
-        if "Sequence" in option.kind:
-            arguments |= {"action": "append", "type": str}
-        parser.add_argument(f"--{option.flag}", **arguments | changes)
+        given = {"dest": name, "default": default, "help": said} | changes
+        _argument(parser, f"--{option.flag}", kind or option.kind, **given)
 
 
-def _planning(parser: argparse.ArgumentParser) -> argparse._ActionsContainer:
+def _argument(parser: Parser, name: str, kind: str, **given: Any) -> None:
+    if kind == "bool":
+        given["action"] = argparse.BooleanOptionalAction if given["default"] else "store_true"
+        given["default"] = given["default"] or False
+    elif "Sequence" in kind:
+        given |= {"action": "append", "metavar": "NAME"}
+    elif allowed := choices(kind):
+        given["choices"] = allowed
+        if len(allowed) > 4:  # too many for every usage
+            given["metavar"] = kind.upper()
+            given["help"] = f"{given['help']}; {', '.join(allowed)}"
+    else:
+        given["type"] = partial(_typed, kind)
+        if name.startswith("--") and "choices" not in given:
+            given.setdefault("metavar", _metavar(kind))
+    parser.add_argument(*(["-o"] if name == "--output" else []), name, **given)
+
+
+def _spill_dir(parser: Parser, purpose: str, *, remote: bool = False) -> None:
+    text = f"on the disk to {purpose}; repeated: striped over all; default: for temporary files"
+    if remote:
+        text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
+    kind = "Place" if remote else "Directory"
+    _add(parser, "--spill-dir", text, kind, action="append", metavar="DIR")
+
+
+def _planning(parser: argparse.ArgumentParser) -> Parser:
     """What a plan may do."""
     group = parser.add_argument_group(PLANNING)
     _options(group, RUN, "policy", "recompute", "compress")
     return group
 
 
-def _time_limit(parser: argparse._ActionsContainer, default_s: float) -> None:
+def _time_limit(parser: Parser, default_s: float) -> None:
     says = "time to take, about; a plan is the best that was found by then"
-    _add(parser, "--time-limit", says, seconds, default_s)
+    _add(parser, "--time-limit", says, "Seconds", default_s)
 
 
-def _chrome_trace(parser: argparse._ActionsContainer, more: str = "") -> None:
+def _chrome_trace(parser: Parser, more: str = "") -> None:
     says = f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz"
-    _add(parser, "--chrome-trace", says, Path)
+    _add(parser, "--chrome-trace", says, "Path")
 
 
-def _written(parser: argparse._ActionsContainer, default: str, metavar: str = "FILE") -> None:
-    _add(parser, "--output", "what is written", Path, Path(default), metavar=metavar)
+def _written(parser: Parser, default: str, metavar: str = "FILE") -> None:
+    _add(parser, "--output", "what is written", "Path", Path(default), metavar=metavar)
 
 
 # -- what is typed for an option. What cannot be is said as argparse says it ---------------------------
 
 
-def typed(read_text: Callable[[str], Any]) -> Callable[[str], Any]:
-    def typed_text(text: str) -> Any:
-        try:
-            return read_text(text)
-        except ValueError as error:  # an InvalidArgument or InvalidSize
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return typed_text
+def _typed(kind: str, text: str) -> Any:
+    """What is typed for a kind of `penstock.options` or of READS; for "KIND,..." for several of them."""
+    if kind.endswith(",..."):
+        return [_typed(kind.removesuffix(",..."), part) for part in text.split(",")]
+    try:
+        return READS[kind](text) if kind in READS else read(kind, text)
+    except ValueError as error:  # an InvalidArgument or InvalidSize
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _rate(text: str) -> float:
@@ -483,33 +458,37 @@ def _rate(text: str) -> float:
     return float(found)
 
 
-def _several(read_one: Callable[[str], Any]) -> Callable[[str], Any]:
-    return typed(lambda text: [read_one(part) for part in text.split(",")])
-
-
-size, rate = typed(parse_bytes), typed(_rate)
-count = typed(partial(whole_number, what="number of steps", least=1))
-samples_count = typed(partial(whole_number, what="number of samples", least=1))
-seconds = typed(partial(fraction, what="number of seconds"))
-sizes = _several(parse_bytes)
-budget, budgets = typed(parse_budget), _several(parse_budget)
-counts = _several(partial(whole_number, what="number of disks", least=1))
-
-
-def path_or_url(text: str) -> Path | str:
+def _place(text: str) -> Path | str:
     from penstock.storage.nvme import is_url
 
     return text if is_url(text) else Path(text)
 
 
-METAVARS: dict[Any, str] = {
-    "Share": "SIZE|N%|auto",
-    sizes: "SIZE,...",
-    budgets: "SIZE,...",
-    counts: "N,...",
-    rate: "RATE",
-    seconds: "SECONDS",
+def _directory(text: str) -> Path:
+    if isinstance(_place(text), str):
+        raise InvalidArgument(f"{text} is a remote drive: only probe and run spill to one")
+    return Path(text)
+
+
+READS: dict[str, Callable[[str], Any]] = {
+    "Rate": _rate,
+    "Seconds": partial(fraction, what="number of seconds"),
+    "Steps": partial(whole_number, what="number of steps", least=1),
+    "Samples": partial(whole_number, what="number of samples", least=1),
+    "Disks": partial(whole_number, what="number of disks", least=1),
+    "Place": _place,
+    "Directory": _directory,
+    "Hardware": Path,
+    "Plan": Path,
 }
-METAVARS |= dict.fromkeys((Path, "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
-METAVARS |= dict.fromkeys((size, "Size", "Budget", "Endurance"), "SIZE")
-METAVARS |= dict.fromkeys((count, samples_count, "Count", "Number", "Fraction", "MicroBatch"), "N")
+
+
+def _metavar(kind: str) -> str:
+    one, *more = kind.partition(",")
+    return METAVARS.get(one, "NAME") + "".join(more)
+
+
+METAVARS = {"Share": "SIZE|N%|auto", "Rate": "RATE", "Seconds": "SECONDS"}
+METAVARS |= dict.fromkeys(("Path", "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
+METAVARS |= dict.fromkeys(("Size", "Budget", "Endurance"), "SIZE")
+METAVARS |= dict.fromkeys(("Steps", "Samples", "Disks", "Count", "Number", "Fraction", "MicroBatch"), "N")

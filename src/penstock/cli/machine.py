@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import numpy as np
 
 import penstock
-from penstock.capture.probe import device_name
-from penstock.cli.output import Answer, Table, own_files, save
+from penstock.capture.probe import device_name, wait_for
+from penstock.cli.output import Answer, Table, own_files, writing
 from penstock.core.hardware import LINKS
 from penstock.options import IoOptions
 from penstock.runtime.resident import default_spill_dir
@@ -25,7 +25,8 @@ from penstock.units import format_bytes, format_rate
 def probe(options: Namespace) -> Answer:
     directories = options.spill_dir or [Path(default_spill_dir())]
     hardware = penstock.probe(directories, device=options.device, time_budget_s=options.time_limit)
-    save(hardware, options.output)
+    with writing(options.output):
+        hardware.save(options.output)
     links = [link for link in LINKS if link in hardware.measured_rates]
     sizes = sorted({size for link in links for size, _ in hardware.measured_rates[link]})
     by_link = {link: dict(hardware.measured_rates[link]) for link in links}
@@ -47,6 +48,7 @@ def probe(options: Namespace) -> Answer:
     )
 
 
+CHOSEN = {(True, True): "both", (True, False): "to write", (False, True): "to read", (False, False): ""}
 SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
 
 
@@ -77,25 +79,14 @@ def _transfer(space: SpillSpace, seconds: float) -> None:
     """Write and read back tensors of every size in turn, for that long."""
     buffer = AlignedBuffer(SIZES_BYTES[-1])
     buffer.view()[:] = np.random.default_rng(0).bytes(buffer.size_bytes)
+    over: SimpleQueue[Transfer] = SimpleQueue()
     until_s = time.perf_counter() + seconds
     while time.perf_counter() < until_s:
         for size_bytes in SIZES_BYTES:
             extent = space.allocate(size_bytes)
             for move in (space.write, space.read):
-                over = threading.Semaphore(0)
-                transfers: list[Transfer] = []
-
-                def on_done(
-                    transfer: Transfer, to: list[Transfer] = transfers, over: threading.Semaphore = over
-                ) -> None:
-                    to.append(transfer)
-                    over.release()
-
-                move(extent, buffer.address, size_bytes, buffer, on_done)
-                if not over.acquire(timeout=space.timeout_s):
-                    raise space.hang_error()
-                if (error := transfers[0].error) is not None:
-                    raise error
+                move(extent, buffer.address, size_bytes, buffer, over.put)
+                wait_for(space, over, 1)
             space.release(extent)
 
 
@@ -105,13 +96,7 @@ def _paths_table(tables: Tables) -> Table:
             f"{format_bytes(row.class_bytes)} {row.path}",
             _rate(row.write_bytes_per_s),
             _rate(row.read_bytes_per_s),
-            "both"
-            if row.writes and row.reads
-            else "to write"
-            if row.writes
-            else "to read"
-            if row.reads
-            else "",
+            CHOSEN[row.writes, row.reads],
         )
         for row in tables.rows()
     ]

@@ -14,21 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import BudgetTooSmall, PenstockError
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from penstock.core.timeline import Timeline
+    from rich.console import Console
 
 Value = TypeVar("Value")
 
-_UNDECODED = re.compile(
-    "[\udc80-\udcff]+"
-)  # how Python keeps bytes that are no text in the locale's encoding
+# How Python keeps bytes that are no text in the locale's encoding.
+_UNDECODED = re.compile("[\udc80-\udcff]+")
 
 # Exit codes.
 DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 3, 130  # argparse has 2, for what cannot be typed
@@ -90,8 +87,7 @@ def show(answer: Answer, *, as_json: bool) -> None:
         elif isinstance(part, str):
             console.print(part)
         else:
-            drawn = _rich_table(part) if part.columns else _rich_names(part)
-            _print_whole(console, drawn)
+            _print_whole(console, _rich_table(part))
         for note in part.notes if isinstance(part, Table) else ():
             console.print(f"  {note}")
     for path in answer.written:
@@ -135,35 +131,17 @@ def require_writable(path: Path | None) -> None:
 def load(kind: type[Value], path: Path) -> Value:
     """The ``kind`` that a file holds. Raises PenstockError where it cannot be read."""
     from penstock.core import files
-    from penstock.core.trace import Trace
 
     with own_files():
-        if kind is Trace:
-            return Trace.load(path)  # type: ignore[return-value]  # it reads published ones too
         return files.load(kind, path)
 
 
-def save(value: object, path: Path) -> None:
-    """Write a value; its folder is made where missing."""
-    from penstock.core import files
-
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file that the user named: its folder is made where missing."""
     with own_files(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.save(value, path)
-
-
-def save_chrome_trace(path: Path, timeline: Timeline, *others: Timeline) -> None:
-    """`Timeline.save_chrome_trace`; the folder is made where missing."""
-    with own_files(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        timeline.save_chrome_trace(path, *others)
-
-
-def save_text(text: str, path: Path) -> None:
-    """Write a text file; its folder is made where missing."""
-    with own_files(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        yield
 
 
 @contextlib.contextmanager
@@ -191,7 +169,9 @@ def _rich_table(table: Table) -> Any:
     import rich.box
     import rich.table
 
-    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    drawn = (
+        rich.table.Table(box=rich.box.SIMPLE_HEAD) if table.columns else rich.table.Table.grid(padding=(0, 2))
+    )
     for index, column in enumerate(table.columns):
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for index, row in enumerate(table.rows):
@@ -205,15 +185,6 @@ def _print_whole(console: Console, drawn: Any) -> None:
     console.width = max(width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
     console.print(drawn)
     console.width = width
-
-
-def _rich_names(table: Table) -> Any:
-    import rich.table
-
-    drawn = rich.table.Table.grid(padding=(0, 2))
-    for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
 
 
 def printable(text: str) -> str:
@@ -235,6 +206,19 @@ Progress = Callable[[int, int], None]
 Steps = Callable[[int, float, Callable[[], str]], None]
 
 
+def _line_by_line() -> Callable[[Callable[[], str]], None]:
+    """A function that prints what it is told, now and then, on standard error."""
+    next_s = time.monotonic() + LINE_S
+
+    def line(say: Callable[[], str]) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LINE_S
+            print(say(), file=sys.stderr, flush=True)
+
+    return line
+
+
 @contextlib.contextmanager
 def steps_progress(doing: str, total: int | None) -> Iterator[Steps]:
     """A function to call after each step: with the steps so far, the loss, and what says how the run goes.
@@ -242,54 +226,32 @@ def steps_progress(doing: str, total: int | None) -> Iterator[Steps]:
     doing   until the first step has ended
     total   steps there are, None where that is not known
     """
-    if sys.stderr.isatty():
-        with _steps_bar(doing, total) as show:
-            yield show
-    else:
-        yield _steps_lines(total)
-
-
-@contextlib.contextmanager
-def _steps_bar(doing: str, total: int | None) -> Iterator[Steps]:
-    """A bar, and below it one line that says how the run goes."""
+    if not sys.stderr.isatty():
+        line, of = _line_by_line(), "" if total is None else f" of {total}"
+        yield lambda steps, loss, state: line(lambda: f"step {steps}{of}, loss {loss:.4f}, {state()}")
+        return
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
-    below = Text()
-
-    class TwoLines(Progress):
-        def get_renderables(self) -> Iterable[RenderableType]:
-            yield from super().get_renderables()
-            yield below
-
-    columns = (
+    console, below = progress_console(), Text()
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
+        console=console,
     )
-    with TwoLines(*columns, console=progress_console()) as shown:
-        task = shown.add_task(doing, total=total, loss="")
-
-        def show(steps: int, loss: float, state: Callable[[], str]) -> None:
-            below.plain = state()
-            shown.update(task, completed=steps, description="training", loss=f"loss {loss:.4f}")
-
-        yield show
-
-
-def _steps_lines(total: int | None) -> Steps:
-    next_s = time.monotonic() + LINE_S
+    task = bar.add_task(doing, total=total, loss="")
 
     def show(steps: int, loss: float, state: Callable[[], str]) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + LINE_S
-            of = "" if total is None else f" of {total}"
-            print(f"step {steps}{of}, loss {loss:.4f}, {state()}", file=sys.stderr, flush=True)
+        below.plain = state()
+        bar.update(task, completed=steps, description="training", loss=f"loss {loss:.4f}")
 
-    return show
+    with Live(Group(bar, below), console=console):
+        yield show
 
 
 @contextlib.contextmanager
@@ -301,91 +263,63 @@ def samples_progress(
     doing                 such as "packed"
     samples, size_bytes   all there are, None where that is not known
     """
-    with _shown(doing, samples if size_bytes is None else size_bytes, quiet) as show:
-        of = "" if samples is None or not sys.stderr.isatty() else f" of {samples:,}"
+    total = samples if size_bytes is None else size_bytes
+    of = "" if samples is None or not sys.stderr.isatty() else f" of {samples:,}"
+    with bytes_progress(doing, quiet=quiet) as show:
+        if show is None:
+            yield None
+            return
 
         def progress(samples_done: int, bytes_done: int) -> None:
-            assert show is not None
             done = samples_done if size_bytes is None else bytes_done
-            show(done, None, bytes_done, f"{samples_done:,}{of} samples, ")
+            show(bytes_done, total, done, f"{samples_done:,}{of} samples, ")
 
-        yield None if show is None else progress
-
-
-@contextlib.contextmanager
-def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Progress | None]:
-    """A function to call with the bytes so far, and all there are; None where nothing is to be shown."""
-    with _shown(doing, None, quiet) as show:
-
-        def progress(bytes_done: int, size_bytes: int) -> None:
-            assert show is not None
-            show(bytes_done, size_bytes, bytes_done, "")
-
-        yield None if show is None else progress
-
-
-class _Show(Protocol):
-    def __call__(self, done: int, total: int | None, bytes_done: int, more: str) -> None:
-        """``total``: of how many, where that is new. ``more``: what to say besides the bytes."""
+        yield progress
 
 
 @contextlib.contextmanager
-def _shown(doing: str, total: int | None, quiet: bool) -> Iterator[_Show | None]:
+def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Callable[..., None] | None]:
+    """A function to call with the bytes so far, and all there are; None where nothing is to be shown.
+
+    It may be given, too, what is done where that is not counted in bytes, and what to say before the bytes.
+    """
     if quiet:
         yield None
-    elif sys.stderr.isatty():
-        with _bar(doing, total) as show:
-            yield show
-    else:
-        yield _lines(doing)
+        return
+    begun: tuple[int, float] | None = None
 
+    def said(bytes_done: int, more: str) -> str:
+        nonlocal begun
+        if begun is None:  # what an earlier run has done says nothing about the speed of this one
+            begun = bytes_done, time.monotonic()
+        rate = (bytes_done - begun[0]) / max(time.monotonic() - begun[1], 1e-3)
+        return f"{more}{format_bytes(bytes_done)}, {format_rate(rate)}"
 
-@contextlib.contextmanager
-def _bar(doing: str, all_: int | None) -> Iterator[_Show]:
+    if not sys.stderr.isatty():
+        line = _line_by_line()
+
+        def show_line(bytes_done: int, total: int | None, done: int | None = None, more: str = "") -> None:
+            text = said(bytes_done, more)
+            line(lambda: f"{doing} {text}")
+
+        yield show_line
+        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn(doing),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
-        TextColumn("{task.fields[done]}"),
+        TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=progress_console()) as shown:
-        task = shown.add_task("", total=all_, done="")
-        begun: _Begun | None = None
+    with Progress(*columns, console=progress_console()) as bar:
+        task = bar.add_task("", total=None, said="")
 
-        def show(done: int, total: int | None, bytes_done: int, more: str) -> None:
-            nonlocal begun
+        def show(bytes_done: int, total: int | None, done: int | None = None, more: str = "") -> None:
+            completed = bytes_done if done is None else done
             if begun is None:
-                begun = _Begun(bytes_done)
-                shown.reset(task, completed=done, total=all_ if total is None else total)
-            said = f"{more}{format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
-            shown.update(task, completed=done, done=said)
+                bar.reset(task, completed=completed, total=total)
+            bar.update(task, completed=completed, said=said(bytes_done, more))
 
         yield show
-
-
-class _Begun:
-    """When this run began: what an earlier one has done says nothing about its speed."""
-
-    def __init__(self, bytes_done: int) -> None:
-        self._bytes, self._s = bytes_done, time.monotonic()
-
-    def rate(self, bytes_done: int) -> str:
-        return format_rate((bytes_done - self._bytes) / max(time.monotonic() - self._s, 1e-3))
-
-
-def _lines(doing: str) -> _Show:
-    begun: _Begun | None = None
-    next_s = time.monotonic() + LINE_S
-
-    def show(done: int, total: int | None, bytes_done: int, more: str) -> None:
-        nonlocal begun, next_s
-        begun = begun or _Begun(bytes_done)
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + LINE_S
-            said = f"{more}{format_bytes(bytes_done)}, {begun.rate(bytes_done)}"
-            print(f"{doing} {said}", file=sys.stderr, flush=True)
-
-    return show

@@ -12,17 +12,7 @@ from typing import Any
 import msgspec
 
 import penstock
-from penstock.cli.output import (
-    ERROR,
-    INFEASIBLE,
-    Answer,
-    Table,
-    load,
-    own_files,
-    save,
-    save_chrome_trace,
-    save_text,
-)
+from penstock.cli.output import ERROR, INFEASIBLE, Answer, Table, load, writing
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
@@ -38,8 +28,8 @@ from penstock.report.html import page
 from penstock.report.plot import plot
 from penstock.report.summary import Summary, summarise
 from penstock.report.sweep import (
-    Candidate,
     Cell,
+    PolicyResult,
     cases,
     compare_policies,
     disk_rates,
@@ -49,6 +39,7 @@ from penstock.report.sweep import (
 )
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
+OF_A_PLAN = ("policy", "reason", "lossy", "predicted_s", "predicted_peak_bytes", "lower_bound_s", "gap")
 BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # from the minimum, 0, to the peak, 1
 
 
@@ -65,24 +56,18 @@ def plan(options: Namespace) -> Answer:
         trace=captured, hardware=hardware, budget_bytes=options.device_budget, **_liberties(options)
     )
     chosen = solve(problem, options.policy)
-    save(chosen, options.output)
+    with writing(options.output):
+        chosen.save(options.output)
     timeline = penstock.simulate(captured, chosen, hardware)
     summary = summarise(captured, chosen, timeline, options.endurance)
-    values = {
+    values = {name: getattr(chosen, name) for name in OF_A_PLAN} | {
         "minimum_bytes": chosen.minimum_bytes,
         "in_memory_bytes": captured.peak_bytes,
         "in_memory_s": captured.ideal_s,
         "micro_batch": int(captured.notes.get("micro_batch", 0)),
         "micro_batch_order": captured.notes.get("micro_batch_order", "part"),
-        "policy": chosen.policy,
-        "reason": chosen.reason,
-        "lossy": chosen.lossy,
-        "predicted_s": chosen.predicted_s,
-        "predicted_peak_bytes": chosen.predicted_peak_bytes,
         "evictions": len(chosen.evictions),
         "recomputations": len(chosen.recomputations),
-        "lower_bound_s": chosen.lower_bound_s,
-        "gap": chosen.gap,
         "disk_written_bytes_per_day": summary.disk_wear.written_bytes_per_day,
         "disk_lifetime_s": summary.disk_wear.lifetime_s,
         "summary": dataclasses.asdict(summary),
@@ -123,13 +108,8 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
             BatchOptions(micro_batch=options.micro_batch, micro_batch_order=options.micro_batch_order)
         )
         shown: list[str | Table] = []
-
-        machine = {
-            "hardware": hardware,
-            "budget_bytes": options.device_budget,
-            "policy": options.policy,
-            "mode": mode,
-        }
+        machine = {"hardware": hardware, "budget_bytes": options.device_budget, "policy": options.policy}
+        machine["mode"] = mode
         parts = list(splitter.parts(batch, training.loss_of, lambda: machine))
         if splitter.chosen is not None:
             shown.append(_micro_batch_table(splitter.chosen))
@@ -169,16 +149,12 @@ def _micro_batch_table(chosen: MicroBatch) -> Table:
 def simulate(options: Namespace) -> Answer:
     captured, hardware = load(Trace, options.trace), load(Hardware, options.hardware)
     planned = load(Plan, options.plan)
-    violations = check(captured, planned, hardware)
-    if violations:
-        text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
-        return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
+    if violations := check(captured, planned, hardware):
+        return _illegal(violations)
     timeline = penstock.simulate(captured, planned, hardware)
-    save(timeline, options.output)
-    written = [options.output]
-    if options.chrome_trace:
-        save_chrome_trace(options.chrome_trace, timeline)
-        written.append(options.chrome_trace)
+    with writing(options.output):
+        timeline.save(options.output)
+    written = [options.output, *_chrome_trace(options, timeline)]
     summary = summarise(captured, planned, timeline)
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
@@ -197,12 +173,26 @@ def simulate(options: Namespace) -> Answer:
     )
 
 
+def _illegal(violations: list[str]) -> Answer:
+    text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
+    return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
+
+
+def _chrome_trace(options: Namespace, *timelines: Timeline) -> list[Path]:
+    """The file, where one is asked for."""
+    if options.chrome_trace is None:
+        return []
+    with writing(options.chrome_trace):
+        timelines[0].save_chrome_trace(options.chrome_trace, *timelines[1:])
+    return [options.chrome_trace]
+
+
 def summary_table(summary: Summary) -> Table:
     """The few numbers at the end."""
     return Table((), summary.rows())
 
 
-def policy_table(found: Sequence[Candidate], chosen: str) -> Table:
+def policy_table(found: Sequence[PolicyResult], chosen: str) -> Table:
     """Every policy with its time, over the ideal and above the bound, and what it moves."""
     rows = []
     for entry in found:
@@ -246,15 +236,15 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
         **_liberties(options),
     )
     cells = [cell for cell in sweep(asked) if cell.summary is not None]
+    rows = [
+        (format_bytes_up(cell.case.budget_bytes), *cell.summary.timing(), cell.limits)
+        for cell in cells
+        if cell.summary is not None
+    ]
     values = [cell_values(cell) for cell in cells]
     chosen = [cell.case.budget_bytes for cell in cells].index(options.device_budget)
     columns = ("device budget", "step", "of ideal", "above bound", "stalls", "evicted", "limited by")
-    return values, Table(columns, [_budget_row(cell) for cell in cells], chosen=chosen)
-
-
-def _budget_row(cell: Cell) -> tuple[str, ...]:
-    assert cell.summary is not None
-    return (format_bytes_up(cell.case.budget_bytes), *cell.summary.timing(), cell.limits)
+    return values, Table(columns, rows, chosen=chosen)
 
 
 def cell_values(cell: Cell) -> dict[str, Any]:
@@ -271,21 +261,14 @@ def cell_values(cell: Cell) -> dict[str, Any]:
         "reason": cell.reason,
     }
     if summary is not None:
+        of_summary = ("policy", "predicted_s", "ideal_s", "lower_bound_s", "gap")
+        of_cell = ("sample_s", "limits", "if_doubled_s", "fast_disk_s", "uses_disk", "disk_is_enough")
+        values |= {name: getattr(summary, name) for name in of_summary}
+        values |= {name: getattr(cell, name) for name in of_cell}
         values |= {
-            "policy": summary.policy,
-            "predicted_s": summary.predicted_s,
-            "ideal_s": summary.ideal_s,
-            "lower_bound_s": summary.lower_bound_s,
-            "gap": summary.gap,
-            "sample_s": cell.sample_s,
             "predicted_peak_bytes": summary.peak_bytes,
             "stall_s": sum(summary.stall_s.values()),
             "evicted_bytes": sum(summary.written_bytes.values()),
-            "limits": cell.limits,
-            "if_doubled_s": cell.if_doubled_s,
-            "fast_disk_s": cell.fast_disk_s,
-            "uses_disk": cell.uses_disk,
-            "disk_is_enough": cell.disk_is_enough,
         }
     return values
 
@@ -316,8 +299,7 @@ def report(options: Namespace) -> Answer:
         hardware = load(Hardware, options.hardware)
         measured = load(Timeline, options.measured) if options.measured else None
         if violations := check(trace, plan, hardware):
-            text = "\n".join([f"the plan breaks {len(violations)} rule(s):", *violations])
-            return Answer(values={"violations": violations}, shown=[text], exit_code=ERROR)
+            return _illegal(violations)
         values, shown = {}, []
     else:
         raise InvalidArgument("give one FOLDER, or two files: TRACE PLAN")
@@ -326,25 +308,23 @@ def report(options: Namespace) -> Answer:
     output = options.output or folder / "report.html"
     if output.suffix.lower() in (".html", ".htm"):
         found = [] if options.no_policies else _policies(options, trace, hardware, plan)
-        save_text(page(trace, plan, hardware, predicted, measured, found), output)
+        text = page(trace, plan, hardware, predicted, measured, found)
+        with writing(output):
+            output.write_text(text, encoding="utf-8")
         if found:
             values["policies"] = msgspec.to_builtins(found)
             shown.append(policy_table(found, plan.policy))
     else:
         budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
-        with own_files():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            title = f"One training step within {budget}; {peak} with everything in memory"
+        title = f"One training step within {budget}; {peak} with everything in memory"
+        with writing(output):
             plot(trace, plan, predicted, measured, output, title)
-    written = [output]
-    if options.chrome_trace:
-        save_chrome_trace(options.chrome_trace, predicted, *([measured] if measured is not None else []))
-        written.append(options.chrome_trace)
+    written = [output, *_chrome_trace(options, predicted, *([measured] if measured is not None else []))]
     shown.append(summary_table(summarise(trace, plan, predicted)))
     return Answer(values=values, shown=shown, written=written)
 
 
-def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) -> list[Candidate]:
+def _policies(options: Namespace, trace: Trace, hardware: Hardware, plan: Plan) -> list[PolicyResult]:
     problem = Problem(
         trace=trace,
         hardware=hardware,
@@ -378,7 +358,8 @@ def whatif(options: Namespace) -> Answer:
     infeasible = all(cell.summary is None for cell in cells)
     values = {"cells": [cell_values(cell) for cell in cells], "verdict": said}
     if options.output:
-        save_text(msgspec.json.format(msgspec.json.encode(values)).decode(), options.output)
+        with writing(options.output):
+            options.output.write_bytes(msgspec.json.format(msgspec.json.encode(values)))
     return Answer(
         values=values,
         shown=[_whatif_table(cells), said],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from argparse import Namespace
@@ -41,45 +42,47 @@ def pack(options: Namespace) -> Answer:
     paths = options.source[0] if len(options.source) == 1 else options.source
     source = open_source(paths, format=options.format, **given)
     samples, size_bytes = (source.samples, source.size_bytes) if options.world == 1 else (None, None)
-    try:
-        with samples_progress("packed", samples, size_bytes, quiet=options.json) as progress:
-            manifest = pack_source(
-                source,
-                options.destination,
-                options.chunk_bytes,
-                rank=options.rank,
-                world=options.world,
-                resume=not options.no_resume,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-    except KeyboardInterrupt:
-        print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
-        raise
+    with _resumable(), samples_progress("packed", samples, size_bytes, quiet=options.json) as progress:
+        manifest = pack_source(
+            source,
+            options.destination,
+            options.chunk_bytes,
+            rank=options.rank,
+            world=options.world,
+            resume=not options.no_resume,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
     number, count = manifest.partition, manifest.partitions
     partition = f", partition {number} of {count}" if count > 1 else ""
     chunks = _chunks(manifest.chunks, manifest.chunk_bytes)
     said = f"{manifest.samples:,} samples, {format_bytes(manifest.size_bytes)}, in {chunks}{partition}"
-    values = {
-        "samples": manifest.samples,
-        "size_bytes": manifest.size_bytes,
-        "chunks": manifest.chunks,
-        "chunk_bytes": manifest.chunk_bytes,
-        "encoding": manifest.encoding,
-        "classes": list(manifest.classes),
-        "partition": manifest.partition,
-        "partitions": manifest.partitions,
-    }
+    names = (
+        "samples",
+        "size_bytes",
+        "chunks",
+        "chunk_bytes",
+        "encoding",
+        "classes",
+        "partition",
+        "partitions",
+    )
+    values = {name: getattr(manifest, name) for name in names}
     return Answer(values=values, shown=[said], written=[options.destination])
 
 
-def upload(options: Namespace) -> Answer:
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
     try:
-        with bytes_progress("uploaded", quiet=options.json) as progress:
-            done = upload_store(options.store, options.url, overwrite=options.overwrite, progress=progress)
+        yield
     except KeyboardInterrupt:
         print("penstock: the same command goes on where this one was stopped", file=sys.stderr)
         raise
+
+
+def upload(options: Namespace) -> Answer:
+    with _resumable(), bytes_progress("uploaded", quiet=options.json) as progress:
+        done = upload_store(options.store, options.url, overwrite=options.overwrite, progress=progress)
     said = f"{done.samples:,} samples, {format_bytes(done.size_bytes)} in {done.files} files"
     if not done.written_bytes:
         said += ", which were there already"

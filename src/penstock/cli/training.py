@@ -23,11 +23,10 @@ import msgspec
 import torch
 
 import penstock
-from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, save, steps_progress
+from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, steps_progress, writing
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
-from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.options import (
     FineTuneOptions,
@@ -50,7 +49,13 @@ if TYPE_CHECKING:
 
 LossOf = Callable[[Any], torch.Tensor]
 
-WANTED = "model, optimizer, batches, loss"
+RETURNED: tuple[tuple[str, Any, str], ...] = (
+    ("model", torch.nn.Module, "a torch.nn.Module"),
+    ("optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer"),
+    ("batches", Iterable, "an iterable"),
+    ("loss", Callable, "a function"),
+)
+WANTED = ", ".join(name for name, *_ in RETURNED)
 
 
 class Training(NamedTuple):
@@ -111,25 +116,14 @@ def _checked(built: Any, who: str) -> Training:
     if not isinstance(built, tuple) or len(built) != 4:
         what = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
         raise InvalidArgument(f"{who} returned {what}: return ({WANTED})")
-    training = Training(*built)
     wrong = [
         f"{name} is a {type(value).__name__}, not {wanted}"
-        for name, value, wanted, right in (
-            ("model", training.model, "a torch.nn.Module", isinstance(training.model, torch.nn.Module)),
-            (
-                "optimizer",
-                training.optimizer,
-                "a torch.optim.Optimizer",
-                isinstance(training.optimizer, torch.optim.Optimizer),
-            ),
-            ("batches", training.batches, "an iterable", isinstance(training.batches, Iterable)),
-            ("loss", training.loss, "a function", callable(training.loss)),
-        )
-        if not right
+        for value, (name, kind, wanted) in zip(built, RETURNED, strict=True)
+        if not isinstance(value, kind)
     ]
     if wrong:
         raise InvalidArgument(f"{who} returned something else: {'; '.join(wrong)}. Return ({WANTED})")
-    return training
+    return Training(*built)
 
 
 def first_batch(training: Training) -> Any:
@@ -144,17 +138,23 @@ def trace(options: Namespace) -> Answer:
             "--device says whose times to estimate: leave it out with --real, which measures"
         )
     build = load_script(options.script)
-    captured = _trace_real(build) if options.real else _trace_fake(build, options.device or "cpu")
-    save(captured, options.output)
-    values = {
-        "kernels": captured.kernels,
-        "tensors": captured.tensors,
-        "persistent_bytes": captured.persistent_bytes,
-        "peak_bytes": captured.peak_bytes,
-        "minimum_bytes": minimum_bytes(captured),
-        "ideal_s": captured.ideal_s,
-        "measured": captured.measured,
-    }
+    mode = contextlib.nullcontext() if options.real else penstock.fake_mode()
+    with mode:
+        training = build()
+        batch = first_batch(training)
+    device: Any = options.device or "cpu"
+    if options.real:
+        device = next((parameter.device for parameter in training.model.parameters()), "cpu")
+    captured = penstock.trace(
+        lambda: training.step(batch),
+        fake=not options.real,
+        device=str(device),
+        mode=None if options.real else mode,
+    )
+    with writing(options.output):
+        captured.save(options.output)
+    names = ("kernels", "tensors", "persistent_bytes", "peak_bytes", "ideal_s", "measured")
+    values = {name: getattr(captured, name) for name in names} | {"minimum_bytes": minimum_bytes(captured)}
     text = (
         f"{captured.kernels} kernels, {captured.tensors} tensors\n"
         f"weights and optimizer state {format_bytes(captured.persistent_bytes)}, "
@@ -166,21 +166,6 @@ def trace(options: Namespace) -> Answer:
     return Answer(values=values, shown=[text], written=[options.output])
 
 
-def _trace_fake(build: Callable[[], Training], device: str) -> Trace:
-    mode = penstock.fake_mode()
-    with mode:
-        training = build()
-        batch = first_batch(training)
-    return penstock.trace(lambda: training.step(batch), device=device, mode=mode)
-
-
-def _trace_real(build: Callable[[], Training]) -> Trace:
-    training = build()
-    batch = first_batch(training)
-    device = next((parameter.device for parameter in training.model.parameters()), torch.device("cpu"))
-    return penstock.trace(lambda: training.step(batch), fake=False, device=str(device))
-
-
 def run(options: Namespace) -> Answer:
     with own_files():
         hardware = Hardware.load(options.hardware) if options.hardware else None
@@ -188,13 +173,9 @@ def run(options: Namespace) -> Answer:
     build = load_script(options.script)
     losses: list[float] = []
     interrupted = False
-    with new_folder(options.output), contextlib.ExitStack() as stack:
-        offload = stack.enter_context(
-            penstock.offload(
-                **grouped({name: vars(options)[name] for name in run_options() if name in options})
-                | {"plan": plan, "hardware": hardware}
-            )
-        )
+    given = grouped({name: vars(options)[name] for name in run_options() if name in options})
+    given |= {"plan": plan, "hardware": hardware}
+    with new_folder(options.output), penstock.offload(**given) as offload:
         training = build()  # inside: it may be larger than the budget
         _check_device(training.model, options.device)
         try:
@@ -234,7 +215,7 @@ def _train(offload: Offload, training: Training, steps: int | None) -> Iterator[
     """Train, and yield the loss of each step."""
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
     divided = partial(offload.accumulate, blocks=training.model)
-    with steps_progress("recording", total) as show, interrupts_noted() as interrupted:
+    with steps_progress("recording", total) as show, interrupts_deferred() as interrupted:
         for done, batch in enumerate(_batches(training.batches, steps), start=1):
             begun_s = time.perf_counter()
             with offload.step():
@@ -263,25 +244,25 @@ def _batches(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def interrupts_noted() -> Iterator[Callable[[], bool]]:
+def interrupts_deferred() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt immediately.
 
     An exception amid a step could strike in a destructor, where Python drops it. Where SIGINT is ignored, as
     in a background job of a shell, it stays so.
     """
-    noted = threading.Event()
+    pressed = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
-        yield noted.is_set
+        yield pressed.is_set
         return
 
-    def note(*_: object) -> None:
-        noted.set()
+    def press(*_: object) -> None:
+        pressed.set()
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, press)
     try:
-        yield noted.is_set
+        yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -370,7 +351,7 @@ def _show(predicted: Summary, tuning: FineTuning) -> None:
 
 
 def _tune(tuning: FineTuning, run: Offload, save_steps: int) -> Outcome:
-    with steps_progress("reading", tuning.total_steps) as show, interrupts_noted() as interrupted:
+    with steps_progress("reading", tuning.total_steps) as show, interrupts_deferred() as interrupted:
         begun_s = time.perf_counter()
 
         def on_step(steps: int, loss: float) -> bool:

@@ -34,7 +34,7 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     budget, however slow the links are: a step that waits for memory always waits for a
     copy in progress.
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
-    not hold everything, what no kernel reads again is taken to have left (see `released_after_last_use`).
+    not hold everything, what no kernel reads again is taken to have left (see `Trace.released`).
     """
     require_kinds(trace=trace, plan=plan, hardware=hardware)
     trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
@@ -45,17 +45,15 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     violations: list[str] = []
     unreachable = _unreachable(plan.evictions, hardware)
     evictions: list[Evict] = []
-    for evict in plan.evictions:
-        if broken := list(_eviction(trace, evict, periods.get(evict.tensor, ()), unreachable)):
-            violations += broken
-        else:
-            evictions.append(evict)
     recomputations: list[Recompute] = []
+    for evict in plan.evictions:
+        broken = list(_eviction(trace, evict, periods.get(evict.tensor, ()), unreachable))
+        violations += broken
+        evictions += [] if broken else [evict]
     for entry in plan.recomputations:
-        if broken := list(_recomputation(trace, entry, periods.get(entry.tensor, ()))):
-            violations += broken
-        else:
-            recomputations.append(entry)
+        broken = list(_recomputation(trace, entry, periods.get(entry.tensor, ())))
+        violations += broken
+        recomputations += [] if broken else [entry]
     violations += _order(trace, evictions, recomputations)
     violations += _inputs(trace, evictions, recomputations)
     broken = list(_variants(trace, plan.variants))
@@ -94,7 +92,10 @@ def _eviction(
     if evict.codec not in CODECS:
         yield f"{_who(evict)} uses the codec {evict.codec!r}: codecs are {', '.join(CODECS)}"
     elif evict.codec != "raw" and evict.codec != trace.codec(tensor):
-        yield f"{_who(evict)} uses the codec {evict.codec!r}: {_why_not(trace, tensor, evict.codec)}"
+        why = f"in this plan, what is compressed of this tensor is {trace.codec(tensor)}"
+        if evict.codec in LOSSY and evict.codec == trace.lossy:
+            why = "it is lossy, and only float32 activations that backward alone reads again may be rounded"
+        yield f"{_who(evict)} uses the codec {evict.codec!r}: {why}"
     elif evict.codec != "raw" and trace.compressed_bytes(tensor) >= trace.tensor_bytes[tensor]:
         yield f"{_who(evict)} uses the codec {evict.codec!r}, which does not make the tensor smaller"
     if evict.tier in unreachable:
@@ -123,12 +124,6 @@ def _eviction(
             f"{_who(evict)} is prefetched at kernel {evict.prefetch_at}: it must be at or after kernel "
             f"{begin} and no later than kernel {end}, which needs it"
         )
-
-
-def _why_not(trace: Trace, tensor: int, codec: str) -> str:
-    if codec in LOSSY and codec == trace.lossy:
-        return "it is lossy, and only float32 activations that backward alone reads again may be rounded"
-    return f"in this plan, what is compressed of this tensor is {trace.codec(tensor)}"
 
 
 def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePeriod]) -> Iterator[str]:

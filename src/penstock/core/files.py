@@ -24,7 +24,7 @@ import numpy as np
 from penstock.errors import InvalidFile
 
 VERSIONS = {"trace": 2, "plan": 2}  # by type; the others are at 1
-MOST_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
+MOST_TEXT_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
 Value = TypeVar("Value")
 
 _PIECE_BYTES = 1 << 20
@@ -47,13 +47,6 @@ class _Valued(msgspec.Struct):
 def _schema(kind: type) -> str:
     name = kind.__name__.lower()
     return f"penstock.{name}/{VERSIONS.get(name, 1)}"
-
-
-def _is_earlier(schema: str, wanted: str) -> bool:
-    """Whether a schema is an earlier version of the one wanted."""
-    name, _, version = schema.partition("/")
-    other, _, now = wanted.partition("/")
-    return name == other and version.isdecimal() and int(version) < int(now)
 
 
 def _encode(value: Any) -> Any:
@@ -91,11 +84,6 @@ def decoded(kind: type[Value], data: bytes, name: str) -> Value:
 def save(value: Any, path: str | Path) -> None:
     """Write ``value`` to ``path``, durably; the folder must exist. Raises OSError, with ``path``."""
     write(encoded(value), path)
-
-
-def save_json(value: Any, path: str | Path) -> None:
-    """As `save`, without a schema: in a format that is not penstock's."""
-    write(msgspec.json.encode(value), path)
 
 
 def write(data: bytes, path: str | Path) -> None:
@@ -166,7 +154,7 @@ class Source(NamedTuple):
 def read(path: str | Path) -> Source:
     """The text of ``path`` and its schema.
 
-    Raises InvalidFile where it is cut, is larger than `MOST_BYTES`, is not a regular file or names no
+    Raises InvalidFile where it is cut, is larger than `MOST_TEXT_BYTES`, is not a regular file or names no
     schema, and OSError where it cannot be opened.
     """
     with open(path, "rb", opener=_open) as file:
@@ -175,11 +163,9 @@ def read(path: str | Path) -> Source:
         try:
             is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             data = _read(gzip.GzipFile(fileobj=file) if is_packed else file)
-            if len(data) > MOST_BYTES:
-                raise InvalidFile(
-                    f"{path} holds more than {MOST_BYTES >> 20} MiB of text{' once unpacked' * is_packed}: "
-                    "no file of penstock is so large. Give another one"
-                )
+            if len(data) > MOST_TEXT_BYTES:
+                much = f"more than {MOST_TEXT_BYTES >> 20} MiB of text{' once unpacked' * is_packed}"
+                raise InvalidFile(f"{path} holds {much}: no file of penstock is so large. Give another one")
             return Source(msgspec.json.decode(data, type=_Named).schema, data)
         except (
             msgspec.MsgspecError,
@@ -197,9 +183,9 @@ def _open(path: str, flags: int) -> int:
 
 
 def _read(file: io.BufferedIOBase) -> bytes:
-    """All of ``file``, or the first piece beyond `MOST_BYTES` too."""
+    """All of ``file``, or the first piece beyond `MOST_TEXT_BYTES` too."""
     pieces, size = [], 0
-    while size <= MOST_BYTES and (piece := file.read(_PIECE_BYTES)):
+    while size <= MOST_TEXT_BYTES and (piece := file.read(_PIECE_BYTES)):
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces)
@@ -212,7 +198,9 @@ def load(kind: type[Value], path: str | Path) -> Value:
 
 def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     """The ``kind`` in what was read from ``path``."""
-    if _is_earlier(source.schema, _schema(kind)):
+    name, _, version = source.schema.partition("/")
+    wanted, _, now = _schema(kind).partition("/")
+    if name == wanted and version.isdecimal() and int(version) < int(now):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
             f"{_REMEDY[kind.__name__]}"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.core import files
 from penstock.core.tables import html_table
-from penstock.core.timeline import Timeline, busy_s
 from penstock.errors import InvalidArgument
 from penstock.options import LOSSY
 from penstock.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from penstock.core.timeline import Timeline
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
@@ -67,24 +70,18 @@ class Hardware:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for tier in TIERS:
-            if not 0 <= (size_bytes := getattr(self, f"{tier}_bytes")) <= MOST_BYTES:
-                raise InvalidArgument(f"{tier}_bytes is {size_bytes}: give 0 to {MOST_BYTES} bytes")
-        for link in LINKS:
-            if not (rate := self.rate_bytes_per_s(link)) >= 0:
-                raise InvalidArgument(f"{link}_bytes_per_s is {rate}: give a rate above 0, or 0 for no link")
-            if not 0 <= (latency_s := getattr(self, f"{link}_latency_s")) < math.inf:
-                raise InvalidArgument(f"{link}_latency_s is {latency_s}: give seconds, 0 or more")
-        for coder in CODERS:
-            if not (rate := self.rate_bytes_per_s(coder)) > 0:
-                raise InvalidArgument(f"{coder}_bytes_per_s is {rate}: give a rate above 0")
+        self._require([f"{tier}_bytes" for tier in TIERS], 0, MOST_BYTES, f"0 to {MOST_BYTES} bytes")
+        of_links = [f"{link}_bytes_per_s" for link in LINKS]
+        self._require(of_links, 0, math.inf, "a rate above 0, or 0 for no link")
+        of_coders = [f"{coder}_bytes_per_s" for coder in CODERS]
+        self._require(of_coders, sys.float_info.min, math.inf, "a rate above 0")
+        times = [f"{link}_latency_s" for link in LINKS]
+        self._require([*times, "copy_overhead_s"], 0, sys.float_info.max, "seconds, 0 or more")
         for codec, rates in self.measured_codecs.items():
             if codec not in LOSSY or not all(rate > 0 for rate in rates):
                 raise InvalidArgument(
                     f"measured_codecs has {codec!r} at {rates}: give rates above 0 for {' or '.join(LOSSY)}"
                 )
-        if not 0 <= self.copy_overhead_s < math.inf:
-            raise InvalidArgument(f"copy_overhead_s is {self.copy_overhead_s}: give seconds, 0 or more")
         if not 0 < self.duplex <= 1:
             raise InvalidArgument(f"duplex is {self.duplex}: it is a fraction above 0 and up to 1")
         for link, points in self.measured_rates.items():
@@ -99,6 +96,11 @@ class Hardware:
                 raise InvalidArgument(
                     f"measured_rates of {link} are {[rate for _, rate in points]}: give rates above 0"
                 )
+
+    def _require(self, names: Sequence[str], least: float, most: float, remedy: str) -> None:
+        for name in names:
+            if not least <= (value := getattr(self, name)) <= most:
+                raise InvalidArgument(f"{name} is {value}: give {remedy}")
 
     def __repr__(self) -> str:
         return f"<penstock.Hardware {self.name or 'without a name'}: {self.in_numbers}>"
@@ -237,3 +239,12 @@ class Hardware:
     def load(cls, path: str | Path) -> Hardware:
         """Read what `save` wrote. Raises InvalidFile where it is something else."""
         return files.load(cls, path)
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans, from its start to its end, took place."""
+    total_s, until_s = 0.0, -math.inf
+    for start_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.trace import Trace, released_after_last_use, within_budget
+from penstock.core.trace import Trace, within_budget
 
 NEVER, FIRST, EVERY = range(3)  # iterations in which an eviction writes a copy
 
@@ -34,34 +34,21 @@ class Rows(NamedTuple):
 
 def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
     kinds: dict[tuple[str, str], int] = {}
-    table = np.array(
-        [
-            (
-                evict.tensor,
-                evict.after,
-                evict.begin,
-                evict.end,
-                evict.prefetch_at,
-                kinds.setdefault((evict.tier, evict.codec), len(kinds)),
-                evict.codec != "raw",
-            )
-            for evict in evictions
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 7)
-    compressed = table[:, 6] > 0
-    moved = np.where(compressed, trace.packed_bytes[table[:, 0]], trace.tensor_bytes[table[:, 0]])
-    tensor, after, begin, end, prefetch_at, kind, _ = table.T
+    rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
+    tensor, after, begin, end, prefetch_at = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    number = [kinds.setdefault((evict.tier, evict.codec), len(kinds)) for evict in evictions]
+    compressed = np.array([evict.codec != "raw" for evict in evictions], dtype=np.bool_)
+    moved = np.where(compressed, trace.packed_bytes[tensor], trace.tensor_bytes[tensor])
+    kind = np.array(number, dtype=np.int64)
     return Rows(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
 
 
 def held_bytes(trace: Trace) -> IntArray:
     """[K] device bytes that no plan can do without while each kernel runs, its workspace apart: its own
     tensors, and those it does not use but that cannot leave. What no kernel reads again has left."""
-    trace = released_after_last_use(trace)
-    tensor, begin, end, _ = trace.periods
-    live = trace.live_bytes - trace.kernel_workspace_bytes
-    return live - spread(trace.kernels, begin, end, trace.tensor_bytes[tensor])
+    trace = trace.released
+    live, periods = trace.live_bytes - trace.kernel_workspace_bytes, trace.periods
+    return live - spread(trace.kernels, periods.begin, periods.end, periods.size_bytes)
 
 
 def required_bytes(trace: Trace) -> IntArray:
@@ -136,7 +123,9 @@ def resident_bytes(
     needed: IntArray = held + workspace
     if count == 0 or not (len(csr) or len(recomputed)):
         return needed
-    before = held - _born_bytes(trace)
+    before = held.copy()
+    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < trace.tensor_death))
+    np.subtract.at(before, trace.tensor_birth[made], size[made])
     if len(csr):
         leaving, largest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         np.add.at(leaving, begin % count, whole)
@@ -157,14 +146,14 @@ def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0) -> list[Evict
     longest leaves first. It goes to the tier where it has been before, else to the host while the plan leaves
     room there, else to the disk.
 
-    Plans count all such tensors as gone (`penstock.core.trace.released_after_last_use`). A run, and the
+    Plans count all such tensors as gone (`Trace.released`). A run, and the
     simulator, write these, and keep the others.
 
     host_bytes   of the host tier
     """
     if trace.peak_bytes <= plan.device_budget_bytes:
         return []
-    useless = released_after_last_use(trace).tensor_death  # from this kernel on
+    useless = trace.released.tensor_death  # from this kernel on
     kept = (useless < np.minimum(trace.tensor_death, trace.kernels)) & ~trace.tensor_persistent
     needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
     tiers = {evict.tensor: evict.tier for evict in plan.evictions}
@@ -298,14 +287,6 @@ def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
     sources, lates = np.empty(total, dtype=np.int64), np.zeros(total, dtype=np.bool_)
     sources[order], lates[order] = order[root], late
     return sources, lates
-
-
-def _born_bytes(trace: Trace) -> IntArray:
-    """[K] bytes that tensors take for the first time at each kernel."""
-    born = np.zeros(trace.kernels, dtype=np.int64)
-    made = np.flatnonzero(~trace.tensor_persistent & (trace.tensor_birth < trace.tensor_death))
-    np.add.at(born, trace.tensor_birth[made], trace.tensor_bytes[made])
-    return born
 
 
 def _transient_bytes(trace: Trace, evicted: Rows, recomputed: IntArray) -> IntArray:

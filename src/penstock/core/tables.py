@@ -11,12 +11,12 @@ def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), title: s
     lines = [f"<p>{html_text(title)}</p>"] if title else []
     lines.append("<table>")
     if head:
-        lines.append(_row(head, "th"))
-    lines += [_row(row, "td") for row in rows]
+        lines.append(html_row(head, "th"))
+    lines += [html_row(row) for row in rows]
     return "".join([*lines, "</table>"])
 
 
-def _row(cells: Sequence[str], tag: str) -> str:
+def html_row(cells: Sequence[str], tag: str = "td") -> str:
     return f"<tr>{''.join(f'<{tag}>{html_text(cell)}</{tag}>' for cell in cells)}</tr>"
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from penstock.core import files
+from penstock.core.hardware import LINKS
 from penstock.core.tables import html_table
 from penstock.units import format_bytes, format_seconds
 
@@ -50,15 +53,6 @@ class Sample(NamedTuple):
 
     time_s: float
     size_bytes: int
-
-
-def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans, from its start to its end, took place."""
-    total_s, until_s = 0.0, -math.inf
-    for start_s, end_s in sorted(spans):
-        total_s += max(0.0, end_s - max(start_s, until_s))
-        until_s = max(until_s, end_s)
-    return total_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +137,104 @@ class Timeline:
 
         Raises OSError where the file cannot be written.
         """
-        from penstock.core.chrome_trace import chrome_trace
-
-        files.save_json(chrome_trace([self, *others]), path)
+        files.write(msgspec.json.encode(chrome_trace([self, *others])), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Read what `save` wrote. Raises InvalidFile where it is something else."""
         return files.load(cls, path)
+
+
+# -- the Trace Event Format, which Perfetto and chrome://tracing open --------------------------------
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Event = dict[str, Any]
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """The object that such a file holds: a process for each timeline, in their order.
+
+    In each, a track for the step, for stalls, for the kernels and for each link that was used, and a counter
+    for the memory of each tier. Times are microseconds from the beginning of the step, to a nanosecond;
+    sizes are bytes. Events of one track never overlap: transfers that did, and kernels, get a track more.
+    """
+    starts_ns = [_ns(span.start_s) for timeline in timelines for span in timeline.spans]
+    origin_ns = min([0, *starts_ns])  # a transfer may have begun in the step before: no time is negative
+    events = [
+        event
+        for process, timeline in enumerate(timelines, start=1)
+        for event in _events(timeline, process, origin_ns)
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _events(timeline: Timeline, process: int, origin_ns: int) -> Iterator[Event]:
+    name = "predicted" if timeline.source == "simulated" else timeline.source
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"penstock, {name}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    step = Span("step", 0.0, timeline.iteration_s, f"step, {name}", -1)
+    totals = {"stall_s": timeline.stall_s, "peak_bytes": timeline.peak_bytes}
+    stalls = [
+        Span("stalls", stall.start_s, stall.end_s, f"stall for {stall.cause}", stall.kernel)
+        for stall in timeline.stalls
+    ]
+    tracks = [("step", [step]), ("stalls", stalls)]
+    for stream in ("compute", *LINKS):
+        tracks.append((stream, [span for span in timeline.spans if span.stream == stream]))
+    thread = 0  # the step's has the number of the process: to Perfetto it is the main one, and stands first
+    for title, spans in tracks:
+        for number, lane in enumerate(_lanes(spans), start=1):
+            shown = title.replace("_", " ") + (f" ({number})" if number > 1 else "")
+            place = {"pid": process, "tid": 1000 * process + thread if thread else process}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": shown}}
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
+            thread += 1
+            for span in lane:
+                start_ns, end_ns = _ns(span.start_s), _ns(span.end_s)
+                yield {
+                    "ph": "X",
+                    "name": _shown(span.label),
+                    "cat": title,
+                    "ts": (start_ns - origin_ns) / 1000,
+                    "dur": (end_ns - start_ns) / 1000,
+                    **place,
+                    "args": totals if title == "step" else _arguments(span),
+                }
+    for tier, samples in timeline.memory.items():
+        for time_s, size_bytes in samples:
+            ts = (_ns(time_s) - origin_ns) / 1000
+            counter = {"ph": "C", "name": f"{tier} memory", "ts": max(ts, 0.0), "pid": process}
+            yield {**counter, "args": {"bytes": size_bytes}}
+
+
+def _arguments(span: Span) -> dict[str, int]:
+    of_tensor = span.stream in LINKS or span.label.startswith(("compress ", "expand "))
+    index = {"tensor" if of_tensor else "kernel": span.index} if span.index >= 0 else {}
+    return {**index, "bytes": span.size_bytes} if span.size_bytes else index
+
+
+def _shown(name: str) -> str:
+    """Perfetto undoes no escapes of JSON but that of a quote, and refuses a file where a name ends in a
+    backslash: what would be escaped is replaced."""
+    if name.isprintable() and "\\" not in name:
+        return name
+    return "".join("\u2216" if each == "\\" else each if each.isprintable() else " " for each in name)
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans by start, in as few lists as there are spans at a time."""
+    lanes: list[list[Span]] = []
+    ends: list[tuple[int, int]] = []  # of each lane: when it is free again, and its number
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        if ends and ends[0][0] <= _ns(span.start_s):
+            _, lane = heapq.heappop(ends)
+        else:
+            lane = len(lanes)
+            lanes.append([])
+        lanes[lane].append(span)
+        heapq.heappush(ends, (_ns(span.end_s), lane))
+    return lanes
+
+
+def _ns(time_s: float) -> int:
+    return round(time_s * 1e9)

@@ -50,13 +50,21 @@ class InactivePeriod(NamedTuple):
     ready: int
 
 
-class Periods(NamedTuple):
-    """P inactive periods as columns, [P] each: see `InactivePeriod`. By begin, then by tensor."""
+@dataclass(frozen=True, eq=False)
+class Periods:
+    """P inactive periods as columns, [P] each: see `InactivePeriod`. By begin, then by tensor.
+
+    size_bytes   of the tensor
+    """
 
     tensor: IntArray
     begin: IntArray
     end: IntArray
     ready: IntArray
+    size_bytes: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,13 +228,16 @@ class Trace:
         tensor, begin, end = owner[kept], values[kept] + 1, following[kept]
         order = np.lexsort((tensor, begin))
         tensor, begin, end = tensor[order], begin[order], end[order]
-        return Periods(tensor, begin, end, self.writers.last_below(tensor, begin))
+        ready = self.writers.last_below(tensor, begin)
+        return Periods(tensor, begin, end, ready, self.tensor_bytes[tensor])
 
     @cached_property
     def inactive_periods(self) -> tuple[InactivePeriod, ...]:
         """`periods` one by one."""
-        columns = (column.tolist() for column in self.periods)
-        return tuple(InactivePeriod(*row) for row in zip(*columns, strict=True))
+        periods = self.periods
+        columns = (periods.tensor, periods.begin, periods.end, periods.ready)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(InactivePeriod(*row) for row in rows)
 
     @cached_property
     def recomputable_until(self) -> IntArray:
@@ -249,7 +260,14 @@ class Trace:
         return self.tensor_movable if len(self.tensor_movable) else np.ones(self.tensors, dtype=np.bool_)
 
     @cached_property
-    def _released(self) -> Trace:
+    def released(self) -> Trace:
+        """The same iteration with tensors out of memory as soon as no kernel needs them any more.
+
+        Under a budget, what no kernel of the iteration reads again leaves first, such as a gradient between
+        the optimizer and `zero_grad`, and stays away until the program gives it up. So movable tensors that
+        are not persistent die right after their last use here, and those that no kernel uses take no memory
+        at all, persistent or not. Kernels and tensors keep their numbers.
+        """
         uses = self.uses
         last = np.full(self.tensors, -1, dtype=np.int64)
         used = np.diff(uses.starts) > 0
@@ -291,11 +309,10 @@ class Trace:
 
         compress   as bitmask-CSR; without, only in the lossy codec
         """
-        tensor, begin, end, _ = self.periods
-        size, packed = self.tensor_bytes[tensor], self.packed_bytes[tensor]
+        periods, tensor = self.periods, self.periods.tensor
         stashed = self.tensor_stashed[tensor] if self.lossy else np.zeros(len(tensor), dtype=np.bool_)
-        possible = np.where(stashed, self.saves_for_backward(begin, end), compress)
-        found: IntArray = np.where(possible, packed, size)
+        possible = np.where(stashed, self.saves_for_backward(periods.begin, periods.end), compress)
+        found: IntArray = np.where(possible, self.packed_bytes[tensor], periods.size_bytes)
         return found
 
     def saves_for_backward(self, begin: IntArray, end: IntArray) -> BoolArray:
@@ -329,7 +346,7 @@ class Trace:
             raise InvalidArgument(
                 "this trace does not say which tensors are float32, which a lossy stash needs: trace again"
             )
-        tensor, begin, end, _ = self.periods
+        tensor, begin, end = self.periods.tensor, self.periods.begin, self.periods.end
         backward = np.flatnonzero(self.kernel_phase == PHASES.index("backward"))
         chosen = self.saves_for_backward(begin, end) & self.tensor_float32[tensor]
         chosen &= self.tensor_kind[tensor] == KINDS.index("activation")
@@ -382,17 +399,6 @@ class Trace:
         return files.load(cls, path)
 
 
-def released_after_last_use(trace: Trace) -> Trace:
-    """The same iteration with tensors out of memory as soon as no kernel needs them any more.
-
-    Under a budget, what no kernel of the iteration reads again leaves first, such as a gradient between the
-    optimizer and `zero_grad`, and stays away until the program gives it up. So movable tensors that are not
-    persistent die right after their last use here, and those that no kernel uses take no memory at all,
-    persistent or not. Kernels and tensors keep their numbers.
-    """
-    return trace._released
-
-
 def within_budget(trace: Trace, budget_bytes: int, lossy: str | None = None) -> Trace:
     """The iteration as a run with this device budget carries it out before any plan: as it is where all of
     it fits, since then nothing moves; else with what is of no more use released.
@@ -401,4 +407,4 @@ def within_budget(trace: Trace, budget_bytes: int, lossy: str | None = None) -> 
     """
     if lossy is not None:
         trace = trace.with_lossy(lossy)
-    return trace if trace.peak_bytes <= budget_bytes else released_after_last_use(trace)
+    return trace if trace.peak_bytes <= budget_bytes else trace.released

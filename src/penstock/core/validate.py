@@ -4,7 +4,7 @@ recomputed by running one kernel again, without harm to any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,26 +30,18 @@ def validate(trace: Trace) -> None:
     _indices(trace)
     _lifetimes(trace)
     _production(trace)
-    if len(trace.tensor_recompute):
+    if (trace.tensor_recompute != -1).any():
         _recomputation(trace)
 
 
 def _lengths(trace: Trace) -> None:
     kernels, tensors = trace.kernels, trace.tensors
-    optional = (
-        "tensor_movable",
-        "tensor_recompute",
-        "tensor_density",
-        "tensor_itemsize",
-        "tensor_float32",
-        "tensor_stashed",
-    )
+    optional = ("movable", "recompute", "density", "itemsize", "float32", "stashed")
     for length, names in (
-        (kernels, ("kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs")),
-        (tensors, ("tensor_kind", "tensor_persistent")),
-        (tensors, ("tensor_birth", "tensor_death")),
-        (tensors, [name for name in optional if len(getattr(trace, name))]),
+        (kernels, ["kernel_time_s", "kernel_workspace_bytes", "kernel_phase", "inputs", "outputs"]),
         (kernels, ["kernel_variants"] if trace.kernel_variants else []),
+        (tensors, ["tensor_kind", "tensor_persistent", "tensor_birth", "tensor_death"]),
+        (tensors, [f"tensor_{name}" for name in optional if len(getattr(trace, f"tensor_{name}"))]),
     ):
         for name in names:
             if len(getattr(trace, name)) != length:
@@ -173,22 +165,21 @@ def _production(trace: Trace) -> None:
 def _recomputation(trace: Trace) -> None:
     """Running the kernel again recomputes the tensor and changes nothing else."""
     producers = trace.tensor_recompute
-    linked = np.flatnonzero(producers != -1)
-    _refuse_value(
-        linked[(producers[linked] < 0) | (producers[linked] >= trace.kernels)],
+    linked = producers != -1
+    _refuse(
+        linked & ((producers < 0) | (producers >= trace.kernels)),
         lambda tensor: f"tensor {tensor} is recomputed by kernel {producers[tensor]}, which is not there",
     )
-    sole = sole_writers(trace.outputs, trace.tensors)
-    _refuse_value(
-        linked[sole[linked] != producers[linked]],
+    _refuse(
+        linked & (sole_writers(trace.outputs, trace.tensors) != producers),
         lambda tensor: (
             f"tensor {tensor} is recomputed by {_kernel(trace, int(producers[tensor]))}, which is not the "
             "one kernel that writes it"
         ),
     )
     harm = harmful(producers, trace.inputs, trace.outputs, trace.tensor_persistent)
-    _refuse_value(
-        linked[harm[producers[linked]]],
+    _refuse(
+        linked & harm[producers],
         lambda tensor: (
             f"tensor {tensor} cannot be recomputed by {_kernel(trace, int(producers[tensor]))}: it edits a "
             "tensor, or writes one that outlives the iteration or is written again later"
@@ -196,15 +187,12 @@ def _recomputation(trace: Trace) -> None:
     )
 
 
-def _refuse(wrong: Any, sentence: Any) -> None:
-    _refuse_value(np.flatnonzero(wrong), sentence)
-
-
-def _refuse_value(wrong: Sequence[int] | IntArray, sentence: Any) -> None:
+def _refuse(wrong: Any, sentence: Callable[[int], str]) -> None:
     """Raise with the sentence about the first of those that are wrong, if any are."""
-    if len(wrong):
-        more = f", and so are {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise InvalidArgument(f"{sentence(int(wrong[0]))}{more}")
+    found = np.flatnonzero(wrong)
+    if len(found):
+        more = f", and so are {len(found) - 1} more" if len(found) > 1 else ""
+        raise InvalidArgument(f"{sentence(int(found[0]))}{more}")
 
 
 def _kernel(trace: Trace, index: int) -> str:

@@ -9,7 +9,7 @@ from penstock.core.arguments import require_kinds
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
-from penstock.core.trace import Trace, released_after_last_use, within_budget
+from penstock.core.trace import Trace, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.options import POLICIES as MODULES
 from penstock.planners.problem import Decision, Policy, Problem, as_traced
@@ -51,7 +51,7 @@ def plan(
     device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
-    again is taken to leave by itself (see `released_after_last_use`), and is not in the plan.
+    again is taken to leave by itself (see `Trace.released`), and is not in the plan.
 
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
@@ -84,7 +84,11 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
     variants: tuple[int, ...] = ()
     if policy not in CHOOSES_VARIANTS:
         variants, asked = as_traced(asked, budget)
-    _require_room(asked, policy, budget)
+    if policy == "keep" and asked.peak_bytes > budget:
+        raise InvalidArgument(
+            f"the policy 'keep' needs {format_bytes_up(asked.peak_bytes)} on the device; the budget is "
+            f"{format_bytes(budget)}. Choose another policy, or raise the budget"
+        )
     decision = POLICIES[policy](replace(problem, trace=asked))
     draft = Plan(
         policy=policy,
@@ -110,7 +114,13 @@ def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
     """The minimum. Raises BudgetTooSmall where the budget is smaller."""
     needed = minimum_bytes(trace)
     if budget_bytes < needed:
-        raise BudgetTooSmall(_too_small(trace, budget_bytes, needed), needed)
+        amount = format_bytes_up(needed)
+        where = f"kernel `{trace.kernel_name[tightest_kernel(trace)]}` alone" if trace.kernels else "the step"
+        raise BudgetTooSmall(
+            f"{where} needs {amount}; the device budget is {format_bytes(budget_bytes)}. "
+            f"No plan can help: raise the budget to {amount} or lower the micro-batch.",
+            needed,
+        )
     return needed
 
 
@@ -120,29 +130,12 @@ def require_policy(policy: str) -> None:
         raise InvalidArgument(f"there is no policy {policy!r}: choose {', '.join(POLICIES)}")
 
 
-def _require_room(trace: Trace, policy: str, budget: int) -> None:
-    if policy == "keep" and trace.peak_bytes > budget:
-        raise InvalidArgument(
-            f"the policy 'keep' needs {format_bytes_up(trace.peak_bytes)} on the device; the budget is "
-            f"{format_bytes(budget)}. Choose another policy, or raise the budget"
-        )
-
-
 def _reason(trace: Trace, budget: int, more: str) -> str:
     peak = format_bytes_up(trace.peak_bytes)
     if trace.peak_bytes <= budget:
         return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
-    released = released_after_last_use(trace)
+    released = trace.released
     if released.peak_bytes <= budget:
         more = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
     return f"{why}; {more}" if more else why
-
-
-def _too_small(trace: Trace, budget: int, needed: int) -> str:
-    amount = format_bytes_up(needed)
-    where = f"kernel `{trace.kernel_name[tightest_kernel(trace)]}` alone" if trace.kernels else "the step"
-    return (
-        f"{where} needs {amount}; the device budget is {format_bytes(budget)}. "
-        f"No plan can help: raise the budget to {amount} or lower the micro-batch."
-    )

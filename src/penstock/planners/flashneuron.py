@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import BoolArray, IntArray
+from penstock.core.columns import IntArray
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import resident_bytes, spread
 from penstock.core.plan import Evict
@@ -33,10 +33,18 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.planners.modnn_space import ManagedSpace
 from penstock.planners.problem import Decision, Problem
-from penstock.planners.rules import Candidates, Room, advance, boundary, latest_safe, moved_bytes, spill_full
+from penstock.planners.rules import (
+    FITS,
+    Room,
+    boundary,
+    eviction,
+    feature_maps,
+    latest_safe,
+    moved_bytes,
+    prefetch_ahead,
+    spill_full,
+)
 from penstock.units import format_bytes, format_bytes_up
-
-FITS = Decision(reason="everything fits: nothing is offloaded")
 
 
 def flashneuron(problem: Problem) -> Decision:
@@ -54,7 +62,7 @@ def flashneuron(problem: Problem) -> Decision:
     except InvalidArgument:  # penstock's runtime places no tensor at an address: it needs no extent
         issue = latest_safe(trace, evictions, problem.hardware)
         return Decision(
-            evictions=advance(trace, evictions, issue, problem.budget_bytes),
+            evictions=prefetch_ahead(trace, evictions, issue, problem.budget_bytes),
             reason="activations alone make enough room; FlashNeuron's memory manager would find no extent",
         )
 
@@ -68,7 +76,7 @@ def decide(problem: Problem, evictions: list[Evict]) -> Decision:
     simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
     issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
     return Decision(
-        evictions=advance(trace, evictions, issue, budget_bytes),
+        evictions=prefetch_ahead(trace, evictions, issue, budget_bytes),
         reason="activations alone make enough room; FlashNeuron's own runtime, whose backward pass waits for "
         f"all copies, would take {simulation.iteration_s:.3f} s",
     )
@@ -81,41 +89,45 @@ def choose(problem: Problem, reserved_bytes: int) -> list[Evict]:
     """
     trace, budget_bytes = problem.trace, problem.budget_bytes
     tier = "disk" if problem.hardware.disk_bytes else "host"
-    options = Candidates.of(trace)
-    evictions = _selected(problem, reserved_bytes, options, tier)
-    _require_room(problem, evictions, tier)
+    evictions = _selected(problem, reserved_bytes, tier)
+    room = Room(trace, problem.hardware)
+    if any(room.place((tier,), evict) is None for evict in evictions):
+        raise spill_full(trace, evictions, budget_bytes, problem.hardware)
     resident = resident_bytes(trace, evictions)
-    while bool((resident > budget_bytes).any()):
-        plain = _without_compression(evictions, resident > budget_bytes)
+    while (over := resident > budget_bytes).any():
+        # Uncompressed where compressing or expanding takes more than there is.
+        plain = [
+            replace(evict, codec="raw") if over[evict.begin] or over[evict.end] else evict
+            for evict in evictions
+        ]
         if plain == evictions:
             if problem.packs:  # what phase 2 exchanged is too much: phase 1 alone may do
                 return choose(replace(problem, compress=False, lossy=None), reserved_bytes)
-            raise _cannot(problem, int(resident.max()), _least_bytes(problem, reserved_bytes, options))
+            raise _cannot(problem, int(resident.max()), reserved_bytes)
         evictions, resident = plain, resident_bytes(trace, plain)
     return evictions
 
 
-def _in_order(trace: Trace, options: Candidates) -> dict[int, int]:
-    """The tensors that can be offloaded, in the order of phase 1, each with its place in the options."""
-    offered = {int(options.tensor[index]): index for index in np.flatnonzero(options.feature_map).tolist()}
+def _in_order(trace: Trace) -> dict[int, int]:
+    """The tensors that can be offloaded, in the order of phase 1, each with the number of its period."""
+    offered = {int(trace.periods.tensor[i]): i for i in np.flatnonzero(feature_maps(trace)).tolist()}
     return {tensor: offered[tensor] for tensor in _buffered(trace).tolist() if tensor in offered}
 
 
-def _least_bytes(problem: Problem, reserved_bytes: int, options: Candidates) -> int:
+def _least_bytes(problem: Problem, reserved_bytes: int) -> int:
     """The smallest budget, above the one given, at which what phase 1 takes is enough."""
     trace = problem.trace
-    order = _in_order(trace, options)
-    evictions = [options.evict(index, "disk") for index in order.values()]
+    evictions = [eviction(trace, index, "disk") for index in _in_order(trace).values()]
     line_bytes = trace.persistent_bytes + reserved_bytes + int(trace.tensor_bytes[_buffered(trace)].sum())
     found = trace.peak_bytes  # where nothing leaves
     most_bytes = trace.peak_bytes - 1
-    for taken in range(len(order) + 1):
+    for taken in range(len(evictions) + 1):
         # The budgets at which phase 1 takes so many: beyond the line, up to the line before.
         if taken:
             most_bytes = min(line_bytes, trace.peak_bytes - 1)
             line_bytes -= _size(trace, evictions[taken - 1].tensor)
         least_bytes = max(
-            line_bytes + (taken < len(order)),
+            line_bytes + (taken < len(evictions)),
             int(resident_bytes(trace, evictions[:taken]).max(initial=0)),
             problem.budget_bytes + 1,
         )
@@ -126,10 +138,10 @@ def _least_bytes(problem: Problem, reserved_bytes: int, options: Candidates) -> 
     return found
 
 
-def _selected(problem: Problem, reserved_bytes: int, options: Candidates, tier: str) -> list[Evict]:
+def _selected(problem: Problem, reserved_bytes: int, tier: str) -> list[Evict]:
     """What both phases offload: on demand, in the order of the forward pass."""
     trace = problem.trace
-    offered = _in_order(trace, options)
+    offered = _in_order(trace)
     stay_bytes = int(trace.tensor_bytes[_buffered(trace)].sum())
     line_bytes = problem.budget_bytes - trace.persistent_bytes - reserved_bytes
     chosen: list[int] = []
@@ -141,21 +153,14 @@ def _selected(problem: Problem, reserved_bytes: int, options: Candidates, tier: 
         stay_bytes -= _size(trace, tensor)
     if stay_bytes > line_bytes:
         needed_bytes = problem.budget_bytes + stay_bytes - line_bytes
-        raise _cannot(problem, needed_bytes, _least_bytes(problem, reserved_bytes, options))
-    periods = zip(*(column.tolist() for column in trace.periods), strict=True)
-    stored = dict(
-        zip(
-            ((tensor, begin) for tensor, begin, *_ in periods),
-            trace.period_bytes(problem.compress).tolist(),
-            strict=True,
-        )
-    )
-    packed = {tensor: stored[tensor, int(options.begin[offered[tensor]])] for tensor in order}
+        raise _cannot(problem, needed_bytes, reserved_bytes)
+    stored = trace.period_bytes(problem.compress).tolist()
+    packed = {tensor: stored[index] for tensor, index in offered.items()}
     if problem.packs:
         chosen = _compression_aware(problem, chosen, order, packed, tier)
     evictions = []
     for tensor in chosen:
-        evict = options.evict(offered[tensor], tier)
+        evict = eviction(trace, offered[tensor], tier)
         if packed[tensor] < _size(trace, tensor):
             evict = replace(evict, after=evict.begin - 1, codec=trace.codec(tensor))
         evictions.append(evict)
@@ -192,9 +197,7 @@ def _compression_aware(
     selected = set(chosen)
     write_s = {tensor: problem.hardware.evict_s(tier, packed[tensor]) for tensor in order}
     total_s = sum(write_s[tensor] for tensor in selected)
-    friendly = [
-        tensor for tensor in order if packed[tensor] < _size(trace, tensor) and tensor not in selected
-    ]
+    friendly = [t for t in order if packed[t] < _size(trace, t) and t not in selected]
     friendly.sort(key=lambda tensor: (packed[tensor] / _size(trace, tensor), -_size(trace, tensor)))
     for tensor in reversed(chosen):
         if total_s <= forward_s or not friendly:
@@ -213,31 +216,14 @@ def _compression_aware(
     return [tensor for tensor in order if tensor in selected]
 
 
-def _without_compression(evictions: list[Evict], over: BoolArray) -> list[Evict]:
-    """The same evictions, uncompressed where compressing or expanding them takes more than there is."""
-    return [
-        replace(evict, codec="raw")
-        if evict.codec != "raw" and (over[evict.begin] or over[evict.end])
-        else evict
-        for evict in evictions
-    ]
-
-
 def _size(trace: Trace, tensor: int) -> int:
     return int(trace.tensor_bytes[tensor])
 
 
-def _require_room(problem: Problem, evictions: list[Evict], tier: str) -> None:
-    room = Room(problem.trace, problem.hardware)
-    for evict in evictions:
-        if not room.fits(tier, evict):
-            raise spill_full(problem.trace, evictions, problem.budget_bytes, problem.hardware)
-        room.take(tier, evict)
-
-
-def _cannot(problem: Problem, needed_bytes: int, least_bytes: int) -> InvalidArgument:
-    """needed_bytes: with what it would take at this budget; least_bytes: the budget that it needs"""
+def _cannot(problem: Problem, needed_bytes: int, reserved_bytes: int) -> InvalidArgument:
+    """needed_bytes: with what it would take at this budget"""
     excess_bytes = needed_bytes - problem.budget_bytes
+    least_bytes = _least_bytes(problem, reserved_bytes)
     return InvalidArgument(
         f"flashneuron offloads activations only, and {format_bytes_up(excess_bytes)} too much would stay: "
         f"it needs a device budget of {format_bytes_up(least_bytes)}, and the budget is "
@@ -264,8 +250,32 @@ def simulate_flashneuron(
     return _Run(trace, evictions, budget_bytes, hardware).run()
 
 
+class _Queue:
+    """Copies in one direction, one at a time, in the order in which they are asked for.
+
+    copy_s   by tensor
+    end_s    when the one in progress is over; infinite where none is
+    """
+
+    def __init__(self, copy_s: dict[int, float]) -> None:
+        self.copy_s = copy_s
+        self.tensors: deque[int] = deque()
+        self.end_s = math.inf
+
+    def add(self, tensor: int, now_s: float) -> None:
+        self.tensors.append(tensor)
+        if len(self.tensors) == 1:
+            self.end_s = now_s + self.copy_s[tensor]
+
+    def finish(self, now_s: float) -> int:
+        """The tensor whose copy is over; the next one begins."""
+        tensor = self.tensors.popleft()
+        self.end_s = now_s + self.copy_s[self.tensors[0]] if self.tensors else math.inf
+        return tensor
+
+
 class _Run:
-    """The state of one simulation: writes and reads each wait in a queue of their own, one in progress."""
+    """The state of one simulation."""
 
     def __init__(
         self, trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
@@ -273,15 +283,12 @@ class _Run:
         self.trace, self.budget_bytes = trace, budget_bytes
         self.first_backward = max(boundary(trace) - 1, 0)  # the loss belongs to it
         self.evicted = {evict.tensor: evict for evict in evictions}
-        self.write_s, self.read_s = {}, {}
-        for tensor, evict in self.evicted.items():
-            moved = moved_bytes(trace, evict)
-            self.write_s[tensor] = hardware.evict_s(evict.tier, moved)
-            self.read_s[tensor] = hardware.prefetch_s(evict.tier, moved)
+        moved = {evict.tensor: (evict.tier, moved_bytes(trace, evict)) for evict in evictions}
+        self.writes = _Queue({tensor: hardware.evict_s(*copy) for tensor, copy in moved.items()})
+        self.reads = _Queue({tensor: hardware.prefetch_s(*copy) for tensor, copy in moved.items()})
         self.size: list[int] = trace.tensor_bytes.tolist()
         self.persistent: list[bool] = trace.tensor_persistent.tolist()
-        starts, values = trace.uses.starts, trace.uses.values
-        self.uses = [values[starts[t] : starts[t + 1]].tolist() for t in range(trace.tensors)]
+        self.uses: list[list[int]] = [trace.uses[tensor].tolist() for tensor in range(trace.tensors)]
         self.used_by: list[list[int]] = [
             list(dict.fromkeys([*trace.inputs[k].tolist(), *trace.outputs[k].tolist()]))
             for k in range(trace.kernels)
@@ -291,10 +298,6 @@ class _Run:
         self.scratch = (~read & ~trace.tensor_persistent).tolist()  # lives in the reserved workspace
         self.space = ManagedSpace(budget_bytes)
         self.now = 0.0
-        self.writes: deque[int] = deque()
-        self.reads: deque[int] = deque()
-        self.write_end = self.read_end = math.inf
-        self.coming: set[int] = set()
         self.prefetch_at: dict[int, int] = {}
 
     def run(self) -> Simulation:
@@ -317,8 +320,8 @@ class _Run:
 
         for kernel in range(trace.kernels):
             for tensor in issued.get(kernel, ()):
-                self._write(tensor)
-            while kernel >= self.first_backward and self.writes:
+                self.writes.add(tensor, self.now)
+            while kernel >= self.first_backward and self.writes.tensors:
                 self._next()
             for tensor in self.used_by[kernel]:
                 self._provide(tensor, kernel)
@@ -338,8 +341,8 @@ class _Run:
             while not self._take(tensor):
                 self._require(self._next(), tensor)
             if self.uses[tensor][0] != kernel:
-                self._read(tensor)
-        while tensor in self.coming:
+                self.reads.add(tensor, self.now)
+        while tensor in self.reads.tensors:
             self._next()
 
     def _prefetch(self, waiting: deque[int], kernel: int, reserve: int) -> None:
@@ -352,7 +355,7 @@ class _Run:
                     return
                 self._take(tensor)
                 self.prefetch_at[tensor] = kernel
-                self._read(tensor)
+                self.reads.add(tensor, self.now)
                 rest -= self.size[tensor]
             waiting.popleft()
 
@@ -361,33 +364,20 @@ class _Run:
         size = self.size[tensor]
         return self.space.allocate(tensor, size, exact=False, high=tensor in self.evicted)
 
-    def _write(self, tensor: int) -> None:
-        self.writes.append(tensor)
-        if len(self.writes) == 1:
-            self.write_end = self.now + self.write_s[tensor]
-
-    def _read(self, tensor: int) -> None:
-        self.coming.add(tensor)
-        self.reads.append(tensor)
-        if len(self.reads) == 1:
-            self.read_end = self.now + self.read_s[tensor]
-
     def _until(self, end_s: float) -> None:
-        while min(self.write_end, self.read_end) <= end_s:
+        while min(self.writes.end_s, self.reads.end_s) <= end_s:
             self._next()
         self.now = end_s
 
     def _next(self) -> bool:
         """Move to the end of the transfer that ends next; whether there is one."""
-        self.now = max(self.now, min(self.write_end, self.read_end))
+        self.now = max(self.now, min(self.writes.end_s, self.reads.end_s))
         if math.isinf(self.now):
             return False
-        if self.write_end <= self.read_end:
-            self.space.free(self.writes.popleft())
-            self.write_end = self.now + self.write_s[self.writes[0]] if self.writes else math.inf
+        if self.writes.end_s <= self.reads.end_s:
+            self.space.free(self.writes.finish(self.now))
         else:
-            self.coming.remove(self.reads.popleft())
-            self.read_end = self.now + self.read_s[self.reads[0]] if self.reads else math.inf
+            self.reads.finish(self.now)
         return True
 
     def _require(self, done: bool, tensor: int) -> None:

@@ -19,7 +19,6 @@ The artifact differs from the paper in two ways (`as_artifact`); `optimal` begin
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +28,12 @@ from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
-    Candidates,
     Room,
     add_cyclic,
-    advance,
     cyclic_slices,
     evict_further,
+    eviction,
+    prefetch_ahead,
     unrolled,
 )
 
@@ -61,7 +60,7 @@ def algorithm_1(
     selection.run()
     chosen = [evict for evict, _, _ in selection.chosen]
     further = evict_further(
-        selection.options,
+        trace,
         selection.taken,
         chosen,
         selection.room,
@@ -77,19 +76,12 @@ def algorithm_1(
     evictions = [evict for evict, _, _ in order] + further
     latest = [back for _, _, back in order] + [evict.end for evict in further]
     earliest = [min(away + 1, back) for _, away, back in order] + [evict.end for evict in further]
-    return Decision(evictions=advance(trace, evictions, latest, problem.budget_bytes, earliest))
+    return Decision(evictions=prefetch_ahead(trace, evictions, latest, problem.budget_bytes, earliest))
 
 
-class _Offer(NamedTuple):
-    """What evicting one period would bring now. Offers sort best first.
-
-    benefit      negative: bytes * seconds above the budget
-    byte_seconds negative: of the whole period
-    """
-
-    benefit: float
-    byte_seconds: float
-    option: int
+# What evicting one period would bring now, negative so that the best sorts first: bytes * seconds above the
+# budget, and of the whole period. And the number of the period.
+Offer = tuple[float, float, int]
 
 
 class _Selection:
@@ -103,15 +95,15 @@ class _Selection:
         self.as_artifact = as_artifact
         self.trace, self.hardware = problem.trace, problem.hardware
         self.budget_bytes, self.tiers = problem.budget_bytes, tiers
-        self.options = Candidates.of(self.trace)
+        self.periods = self.trace.periods
         self.room = Room(self.trace, self.hardware)
         self.traffic = Traffic(self.trace, self.hardware, tiers)
         self.resident = self.trace.live_bytes.copy()
-        self.taken = np.zeros(len(self.options), dtype=np.bool_)
+        self.taken = np.zeros(len(self.periods), dtype=np.bool_)
         self.chosen: list[tuple[Evict, int, int]] = []
         clock = unrolled(self.trace.kernel_time_s)
-        self.length_s: FloatArray = clock[self.options.end] - clock[self.options.begin]
-        sizes = self.options.size_bytes.tolist()
+        self.length_s: FloatArray = clock[self.periods.end] - clock[self.periods.begin]
+        sizes = self.periods.size_bytes.tolist()
         self.write_s = {tier: [self.hardware.evict_s(tier, size) for size in sizes] for tier in tiers}
         self.read_s = {tier: [self.hardware.prefetch_s(tier, size) for size in sizes] for tier in tiers}
         self._above = self._seconds_above()
@@ -122,43 +114,43 @@ class _Selection:
         An offer only gets worse as others are taken: the best of the old ones is the best of all if
         it is still ahead when recomputed.
         """
-        periods = range(len(self.options)) if self.tiers else ()
+        periods = range(len(self.periods)) if self.tiers else ()
         heap = [offer for index in periods if (offer := self._offer(index)) is not None]
         heapq.heapify(heap)
         while heap and self._above[-1] > 0:
-            offer = self._offer(heapq.heappop(heap).option)
+            offer = self._offer(heapq.heappop(heap)[2])
             if offer is None:
                 continue
             if heap and heap[0] < offer:
                 heapq.heappush(heap, offer)
             else:
-                self._decide(offer.option)
+                self._decide(offer[2])
 
     def _seconds_above(self) -> FloatArray:
         above = np.where(self.resident > self.budget_bytes, self.traffic.duration_s, 0.0)
         return unrolled(above)
 
-    def _offer(self, index: int) -> _Offer | None:
-        tier, begin, end = self.tiers[0], int(self.options.begin[index]), int(self.options.end[index])
+    def _offer(self, index: int) -> Offer | None:
+        tier, begin, end = self.tiers[0], int(self.periods.begin[index]), int(self.periods.end[index])
         half_out = self.traffic.away_from(tier, begin, self.write_s[tier][index] / 2)
         half_back = self.traffic.back_from(tier, end, self.read_s[tier][index] / 2)
         if half_out >= half_back:
             return None
-        size = int(self.options.size_bytes[index])
+        size = int(self.periods.size_bytes[index])
         benefit = size * float(self._above[half_back] - self._above[half_out])
-        return _Offer(-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
+        return (-benefit, -size * float(self.length_s[index]), index) if benefit > 0 else None
 
     def _decide(self, index: int) -> None:
         """Give the period to a tier, or pass it over."""
         tier = self._tier(index)
         if tier is None:
             return
-        evict = self.options.evict(index, tier)
+        evict = eviction(self.trace, index, tier)
         away = max(self.traffic.away_from(tier, evict.after + 1, self.write_s[tier][index]), evict.begin)
         back = min(self.traffic.back_from(tier, evict.end, self.read_s[tier][index]), evict.end)
         if away >= back or not self.room.fits(tier, evict):
             return
-        size = int(self.options.size_bytes[index])
+        size = int(self.periods.size_bytes[index])
         self.taken[index] = True
         self.room.take(tier, evict)
         self.traffic.write(tier, size, evict.after + 1)
@@ -174,10 +166,10 @@ class _Selection:
         if len(tiers) < 2:
             return tiers[0] if tiers else None
         first, *others = tiers
-        begin = int(self.options.begin[index])
+        begin = int(self.periods.begin[index])
         if not self.traffic.is_full(first, begin, self.write_s[first][index], self.as_artifact):
             return first
-        other = self.room.first(others, self.options.evict(index, others[0]))
+        other = self.room.first(others, eviction(self.trace, index, others[0]))
         return other or first
 
 

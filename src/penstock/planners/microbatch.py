@@ -27,7 +27,7 @@ GRANULE = 64  # larger micro-batches are multiples of it, smaller ones powers of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class SizeResult:
     """One size of the micro-batch, and what it comes to.
 
     size, count           samples of a part, and parts of the batch
@@ -62,7 +62,7 @@ class MicroBatch:
     count: int
     predicted_s: float
     working_set_size: int
-    table: tuple[Candidate, ...]
+    table: tuple[SizeResult, ...]
 
 
 def choose_micro_batch(
@@ -122,15 +122,16 @@ def choose_micro_batch(
     within, largest = sizes[max(fits - 1, 0)], sizes[runs - 1]
     powers = (size for size in sizes[:runs] if size & (size - 1) == 0)
     # Of the sizes that make as many parts, the smallest.
-    wanted = {_evened(sizes, batch, size) for size in (within, largest, *powers)}
-    table: list[Candidate] = []
+    smallest = (math.ceil(batch / math.ceil(batch / size)) for size in (within, largest, *powers))
+    wanted = {sizes[bisect_left(sizes, size)] for size in smallest}
+    table: list[SizeResult] = []
     last_error: Exception | None = None
     for size in sorted(wanted, reverse=True):
         if 2 * size < within and any(not row.reason for row in table):
             break
         if (trace := traced(size)) is None:
             continue
-        row = Candidate(
+        row = SizeResult(
             size=size,
             count=math.ceil(batch / size),
             least_bytes=minimum_bytes(trace),
@@ -157,10 +158,6 @@ def choose_micro_batch(
         working_set_size=within,
         table=tuple(reversed(table)),
     )
-
-
-def _evened(sizes: list[int], batch: int, size: int) -> int:
-    return sizes[bisect_left(sizes, math.ceil(batch / math.ceil(batch / size)))]
 
 
 def rounded_sizes(batch: int) -> list[int]:

@@ -17,7 +17,6 @@ Where penstock differs from the paper:
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from penstock.core.plan import Evict
 from penstock.core.trace import InactivePeriod
 from penstock.planners.modnn_space import ManagedSpace, Tiers
 from penstock.planners.problem import Algorithm, Decision, Problem, algorithms, baseline
+from penstock.planners.rules import in_order
 
 
 def modnn(problem: Problem) -> Decision:
@@ -43,7 +43,7 @@ def modnn(problem: Problem) -> Decision:
     used_bytes = trace.live_bytes - trace.kernel_workspace_bytes + workspaces
     if int(used_bytes.max(initial=0)) <= problem.budget_bytes:
         return Decision(variants=variants)
-    return Pass(problem).run()
+    return AlgorithmOne(problem).run()
 
 
 _LATER = np.iinfo(np.int64).max
@@ -65,7 +65,7 @@ class _Away:
     arrival_s: float = 0.0
 
 
-class Pass:
+class AlgorithmOne:
     """The state of Algorithm 1 just before kernel `kernel`.
 
     now_s       the paper's T, the current time
@@ -74,7 +74,6 @@ class Pass:
     until       [T + 1] the kernel that needs an idle tensor again
     idle        tensors that could leave by the trace, with their periods
     away        those that are away, or coming back
-    absent      heap of (kernel that needs it, tensor) for what is not on the device; may hold stale entries
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -90,7 +89,6 @@ class Pass:
         self.protected = np.zeros(trace.tensors + 1, dtype=np.bool_)  # idle, and not used since it came
         self.idle: dict[int, InactivePeriod] = {}
         self.away: dict[int, _Away] = {}
-        self.absent: list[tuple[int, int]] = []
         self.choices = [algorithms(trace, kernel) for kernel in range(trace.kernels)]
         fastest = np.array([entry[0].time_s for entry in self.choices])
         self.expected_s = np.concatenate([[0.0], np.cumsum(np.concatenate([fastest, fastest]))])  # EST
@@ -112,9 +110,7 @@ class Pass:
         self._end()
         chosen = any(variant >= 0 for variant in self.variants)
         return Decision(
-            evictions=tuple(
-                sorted(self.evictions, key=lambda evict: (evict.after, evict.begin, evict.tensor))
-            ),
+            evictions=in_order(self.evictions),
             variants=tuple(self.variants) if chosen else (),
         )
 
@@ -163,7 +159,6 @@ class Pass:
             room[: first[tensor]] += self.sizes[tensor]
             self.away[tensor] = _Away(period._replace(end=first[tensor]), after, -1, tier)
             self.first_away.append(tensor)
-            heapq.heappush(self.absent, (first[tensor], tensor))
         for tensor, stays in enumerate(self.persistent):
             if stays and self.sizes[tensor] and tensor not in self.away:
                 self.space.allocate(tensor, self.sizes[tensor])
@@ -174,8 +169,8 @@ class Pass:
         ready_s = self.now_s
         used = sorted({*self.trace.inputs[kernel].tolist(), *self.trace.outputs[kernel].tolist()})
         for tensor in used:
-            if tensor in self.idle:
-                self._engage(tensor)
+            if self.idle.pop(tensor, None) is not None:  # its period ends
+                self.cost_s[tensor], self.until[tensor], self.protected[tensor] = np.nan, _LATER, False
         for tensor in used:
             if tensor in self.away:
                 ready_s = max(ready_s, self._return(tensor))
@@ -199,9 +194,9 @@ class Pass:
         for tensor in self.trace.outputs[kernel].tolist():
             self.tiers.written(tensor)
         for period in self.begins[kernel + 1]:
-            self._rest(period)
+            self._begin_period(period)
 
-    def _rest(self, period: InactivePeriod) -> None:
+    def _begin_period(self, period: InactivePeriod) -> None:
         """A period begins: the tensor may leave, if it has been used since it came (criterion 1)."""
         tensor = period.tensor
         self.idle[tensor] = period
@@ -210,14 +205,8 @@ class Pass:
         since_birth = uses[(uses > self.trace.tensor_birth[tensor]) & (uses < period.begin)]
         self.protected[tensor] = not self.persistent[tensor] and not len(since_birth)
         if not self.persistent[tensor] and len(since_birth):
-            self.cost_s[tensor] = self._cost_s(period)
-
-    def _cost_s(self, period: InactivePeriod) -> float:
-        after = self._after(period)
-        tier = self.tiers.choose(period.tensor, after, period.end)
-        if tier is None:
-            return math.nan
-        return self.tiers.write_s(tier, period.tensor)
+            tier = self.tiers.choose(tensor, self._after(period), period.end)
+            self.cost_s[tensor] = math.nan if tier is None else self.tiers.write_s(tier, tensor)
 
     def _after(self, period: InactivePeriod) -> int:
         """The last kernel that must finish before a copy: of those that write the tensor, edits included.
@@ -225,13 +214,6 @@ class Pass:
         Of a persistent tensor, the last that uses it: the copy before may be needed until then.
         """
         return period.begin - 1 if self.persistent[period.tensor] else period.ready
-
-    def _engage(self, tensor: int) -> None:
-        """A period ends: a kernel uses the tensor."""
-        del self.idle[tensor]
-        self.cost_s[tensor] = np.nan
-        self.until[tensor] = _LATER
-        self.protected[tensor] = False
 
     def _return(self, tensor: int) -> float:
         """The tensor is back for this kernel, prefetched or on demand: when."""
@@ -250,15 +232,9 @@ class Pass:
         interval.arrival_s = self.tiers.read(interval.tier, tensor, max(self.now_s, ready_s))
 
     def _decide(self, tensor: int, interval: _Away) -> None:
+        end = interval.period.end
         self.evictions.append(
-            Evict(
-                tensor,
-                interval.after,
-                interval.begin,
-                interval.period.end,
-                interval.prefetch_at,
-                interval.tier,
-            )
+            Evict(tensor, interval.after, interval.begin, end, interval.prefetch_at, interval.tier)
         )
 
     # Room: offloading schemes and defragmentation (section 5.2.1).
@@ -307,7 +283,6 @@ class Pass:
             gone_s = self.tiers.write(tier, tensor, ready_s, self.now_s)
             self.tiers.take(tier, tensor, after, period.end)
             self.away[tensor] = _Away(period, after, self.kernel, tier)
-        heapq.heappush(self.absent, (self.away[tensor].period.end, tensor))
         self.space.free(tensor)
         self.cost_s[tensor] = np.nan
         self.protected[tensor] = False
@@ -327,19 +302,14 @@ class Pass:
             if tensor in self.idle:
                 ready_s = max(ready_s, self._leave(tensor) or 0.0)
             elif self._needed(tensor) > self.kernel:
-                self._put_off(tensor)
+                self.away[tensor].prefetch_at = -1  # its prefetch is put off
+                self.space.free(tensor)
         self.space.compact()
         return ready_s
 
     def _needed(self, tensor: int) -> int:
         """The kernel that needs an idle tensor, or one that is away, again."""
         return self.idle[tensor].end if tensor in self.idle else self.away[tensor].period.end
-
-    def _put_off(self, tensor: int) -> None:
-        interval = self.away[tensor]
-        interval.prefetch_at = -1
-        self.space.free(tensor)
-        heapq.heappush(self.absent, (interval.period.end, tensor))
 
     # Algorithms and prefetches (sections 5.2.2 and 5.2.3).
 
@@ -361,7 +331,7 @@ class Pass:
         return best
 
     def _evicting_s(self, size_bytes: int) -> float:
-        if size_bytes == 0 or self.space.has_gap(size_bytes):
+        if size_bytes == 0 or self.space.largest_gap >= size_bytes:
             return 0.0
         hidden_s = self.tiers.hidden_s(self.now_s)
         scheme = self.space.window(size_bytes, self.cost_s, self.until, hidden_s)
@@ -382,24 +352,10 @@ class Pass:
         return max(finish_s + kept_out_s - float(self.expected_s[needed]) - self.delay_s, 0.0)
 
     def _next_absent(self) -> tuple[int, list[int]]:
-        """The next kernel, after this one, with tensors that are not on the device, and those tensors."""
-        heap = self.absent
-        while heap and not self._is_absent(*heap[0]):
-            heapq.heappop(heap)
-        if not heap:
-            return -1, []
-        needed = heap[0][0]
-        popped = []
-        while heap and heap[0][0] == needed:
-            popped.append(heapq.heappop(heap))
-        group = sorted({tensor for kernel, tensor in popped if self._is_absent(kernel, tensor)})
-        for tensor in group:
-            heapq.heappush(heap, (needed, tensor))
-        return needed, group
-
-    def _is_absent(self, needed: int, tensor: int) -> bool:
-        interval = self.away.get(tensor)
-        return interval is not None and interval.period.end == needed and tensor not in self.space
+        """The next kernel with tensors that are not on the device, and those; -1 where none is away."""
+        absent = [(away.period.end, tensor) for tensor, away in self.away.items() if tensor not in self.space]
+        needed = min(absent, default=(-1, -1))[0]
+        return needed, sorted(tensor for end, tensor in absent if end == needed)
 
     def _prefetch(self, algorithm: Algorithm) -> None:
         """Lines 15 to 27: fetch for later kernels, in order, as long as waiting would make them late."""
@@ -407,7 +363,7 @@ class Pass:
             needed, group = self._next_absent()
             if not group or self._will_defragment(needed):
                 return
-            finish_s = max(self.now_s + algorithm.time_s, self.tiers.reading_until_s)
+            finish_s = max(self.now_s + algorithm.time_s, self.tiers.reading_until_s())
             reads_s = sum(self.tiers.read_s(self.away[tensor].tier, tensor) for tensor in group)
             if finish_s + reads_s <= float(self.expected_s[needed]) + self.delay_s:
                 return
@@ -421,9 +377,8 @@ class Pass:
 
     def _will_defragment(self, needed: int) -> bool:
         """Whether kernel ``needed`` will not fit beside what schemes may not touch until then."""
-        stays = self.protected & (self.until > needed)
-        held = int(self.held_bytes[needed % self.trace.kernels]) + int(self.size_bytes[stays].sum())
-        return held > self.budget_bytes
+        stays = self.size_bytes[self.protected & (self.until > needed)].sum()
+        return bool(self.held_bytes[needed % self.trace.kernels] + stays > self.budget_bytes)
 
     def _end(self) -> None:
         """Close what reaches into the next iteration, which begins as this one did."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import insort
+from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
-from penstock.core.hardware import Hardware
+from penstock.core.hardware import LINKS, Hardware
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.units import format_bytes, format_bytes_up
@@ -18,24 +20,30 @@ class ManagedSpace:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.used_bytes = 0
         self._blocks: list[tuple[int, int, int]] = []  # address, end, owner; ascending
-        self._gaps: list[tuple[int, int]] = [(0, size_bytes)] if size_bytes else []  # address, end; ascending
         self._block_of: dict[int, tuple[int, int, int]] = {}  # by owner
 
     def __contains__(self, owner: int) -> bool:
         return owner in self._block_of
 
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Address and end of each, ascending."""
+        since = 0
+        for address, end, _ in self._blocks:
+            if since < address < end:
+                yield since, address
+            if address < end:
+                since = end
+        if since < self.size_bytes:
+            yield since, self.size_bytes
+
     @property
     def free_bytes(self) -> int:
-        return self.size_bytes - self.used_bytes
+        return sum(end - address for address, end in self.gaps())
 
     @property
     def largest_gap(self) -> int:
-        return max((end - address for address, end in self._gaps), default=0)
-
-    def has_gap(self, size_bytes: int) -> bool:
-        return any(end - address >= size_bytes for address, end in self._gaps)
+        return max((end - address for address, end in self.gaps()), default=0)
 
     def allocate(self, owner: int, size_bytes: int, *, exact: bool = True, high: bool = False) -> bool:
         """Take the first gap that fits; False where none does.
@@ -43,38 +51,19 @@ class ManagedSpace:
         exact   one of exactly the size comes before all others
         high    from the highest address down, instead of from the lowest up
         """
-        found = -1
-        for index in reversed(range(len(self._gaps))) if high else range(len(self._gaps)):
-            length = self._gaps[index][1] - self._gaps[index][0]
-            if length == size_bytes or (length > size_bytes and not exact):
-                found = index
-                break
-            if length > size_bytes and found < 0:
-                found = index
-        if found < 0:
+        fitting = [(address, end) for address, end in self.gaps() if end - address >= size_bytes]
+        if not fitting:
             return False
-        address, end = self._gaps[found]
+        if high:
+            fitting.reverse()
+        address, end = next((gap for gap in fitting if exact and gap[1] - gap[0] == size_bytes), fitting[0])
         block = (end - size_bytes, end, owner) if high else (address, address + size_bytes, owner)
-        if end - address == size_bytes:
-            del self._gaps[found]
-        else:
-            self._gaps[found] = (address, block[0]) if high else (block[1], end)
         insort(self._blocks, block)
         self._block_of[owner] = block
-        self.used_bytes += size_bytes
         return True
 
     def free(self, owner: int) -> None:
-        index = bisect_left(self._blocks, self._block_of.pop(owner))
-        address, end, _ = self._blocks.pop(index)
-        self.used_bytes -= end - address
-        place = bisect_right(self._gaps, (address, end))
-        if place < len(self._gaps) and self._gaps[place][0] == end:
-            end = self._gaps.pop(place)[1]
-        if place and self._gaps[place - 1][1] == address:
-            address = self._gaps.pop(place - 1)[0]
-            place -= 1
-        self._gaps.insert(place, (address, end))
+        self._blocks.remove(self._block_of.pop(owner))
 
     def compact(self) -> None:
         """Move every block down, so that what is free is one gap."""
@@ -83,11 +72,6 @@ class ManagedSpace:
             self._block_of[owner] = (address, address + end - start, owner)
             self._blocks.append(self._block_of[owner])
             address += end - start
-        self._gaps = [(address, self.size_bytes)] if address < self.size_bytes else []
-
-    def owners(self) -> list[int]:
-        """In the order of their addresses."""
-        return [owner for _, _, owner in self._blocks]
 
     def window(
         self, size_bytes: int, write_s: FloatArray, until: IntArray, hidden_s: float
@@ -142,23 +126,21 @@ class Tiers:
             for tier in ("host", "disk")
             if hardware.capacity_bytes(tier) > 0
         }
-        self.busy_until_s = dict.fromkeys(
-            ("device_to_host", "disk_write", "host_to_device", "disk_read"), 0.0
-        )
+        self.busy_until_s = dict.fromkeys(LINKS, 0.0)
         self._valid: dict[int, str] = {}  # by tensor: where its copy is that is still valid
         self._home: dict[int, tuple[str, int]] = {}  # by tensor: tier, and until when its copy has room
-        self._seconds: dict[tuple[bool, str, int], float] = {}
+        self._evict_s, self._prefetch_s = cache(hardware.evict_s), cache(hardware.prefetch_s)
 
     def choose(self, tensor: int, after: int, end: int) -> str | None:
         """The tier for a copy made after kernel ``after`` that is needed until kernel ``end``, if any."""
-        if self._settled(tensor):
+        if self._keeps_tier(tensor):
             tier, until = self._home[tensor]
             return tier if self._fits(tier, tensor, until, end) else None
         return next((tier for tier in self.free if self._fits(tier, tensor, after + 1, end)), None)
 
     def take(self, tier: str, tensor: int, after: int, end: int) -> None:
         """Keep the room that `choose` found."""
-        since = self._home[tensor][1] if self._settled(tensor) else after + 1
+        since = self._home[tensor][1] if self._keeps_tier(tensor) else after + 1
         since, until = self._span(tensor, since, end)
         self.free[tier][since:until] -= self.trace.tensor_bytes[tensor]
         self._home[tensor] = (tier, max(until, since))
@@ -173,10 +155,11 @@ class Tiers:
 
     def write_s(self, tier: str, tensor: int) -> float:
         """Seconds to copy the tensor out; 0 where a copy is still valid."""
-        return 0.0 if self._valid.get(tensor) == tier else self._transfer_s(True, tier, tensor)
+        is_valid = self._valid.get(tensor) == tier
+        return 0.0 if is_valid else self._evict_s(tier, int(self.trace.tensor_bytes[tensor]))
 
     def read_s(self, tier: str, tensor: int) -> float:
-        return self._transfer_s(False, tier, tensor)
+        return self._prefetch_s(tier, int(self.trace.tensor_bytes[tensor]))
 
     def write(self, tier: str, tensor: int, ready_s: float, now_s: float) -> float:
         """Copy the tensor out as soon as it is complete and the link is free: when its memory is free."""
@@ -193,7 +176,6 @@ class Tiers:
         links = {link for tier in self.free for link in self.hardware.evict_links(tier)}
         return max(now_s - max((self.busy_until_s[link] for link in links), default=now_s), 0.0)
 
-    @property
     def reading_until_s(self) -> float:
         return max(self.busy_until_s["host_to_device"], self.busy_until_s["disk_read"])
 
@@ -210,7 +192,7 @@ class Tiers:
             f"{format_bytes(hardware.disk_bytes)} are used up. Raise either, or raise the device budget."
         )
 
-    def _settled(self, tensor: int) -> bool:
+    def _keeps_tier(self, tensor: int) -> bool:
         """The next copy is on the tier of the last: it is still valid, or that room is kept anyway."""
         if tensor not in self._home:
             return False
@@ -228,14 +210,6 @@ class Tiers:
     def _fits(self, tier: str, tensor: int, since: int, end: int) -> bool:
         since, until = self._span(tensor, since, end)
         return bool((self.free[tier][since:until] >= self.trace.tensor_bytes[tensor]).all())
-
-    def _transfer_s(self, out: bool, tier: str, tensor: int) -> float:
-        size = int(self.trace.tensor_bytes[tensor])
-        key = (out, tier, size)
-        if key not in self._seconds:
-            copy_s = self.hardware.evict_s if out else self.hardware.prefetch_s
-            self._seconds[key] = copy_s(tier, size)
-        return self._seconds[key]
 
     def _run(self, links: tuple[str, ...], from_s: float, seconds: float) -> float:
         start_s = max(from_s, *(self.busy_until_s[link] for link in links))

@@ -1,10 +1,10 @@
 """Policies that work through a list of tensors, and what `flashneuron` and `g10` share with them.
 
 - Ranges of kernels that may reach into the next iteration, over arrays with an entry for each kernel.
-- `Candidates`: which tensors could leave, and when (G10's vitality analysis, section 4.2).
+- `feature_maps`: which of the inactive periods (G10's vitality analysis, section 4.2) vDNN offloads.
 - `Room`: which tier has room for a copy; `evict_further`: what leaves too where a policy leaves the device
   above its budget.
-- `advance`: when to bring evicted tensors back (G10 section 4.4).
+- `prefetch_ahead`: when to bring evicted tensors back (G10 section 4.4).
 
 `evict_all` evicts whatever can leave: no planning, and the least memory that a step can have.
 
@@ -18,8 +18,7 @@ other kinds leave too where the budget asks for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,17 +40,17 @@ def cyclic_slices(begin: int, end: int, kernels: int) -> Iterator[slice]:
         yield slice(max(begin - kernels, 0), end - kernels)
 
 
+def during(kernels: int, begin: int, end: int) -> BoolArray:
+    """[K] whether each kernel is one of ``[begin, end)``."""
+    found = np.zeros(kernels, dtype=np.bool_)
+    for part in cyclic_slices(begin, end, kernels):
+        found[part] = True
+    return found
+
+
 def add_cyclic(values: IntArray, begin: int, end: int, amount: int) -> None:
     """Add ``amount`` to the entries of kernels ``[begin, end)``."""
-    for part in cyclic_slices(begin, end, len(values)):
-        values[part] += amount
-
-
-def highest_cyclic(values: IntArray, begin: int, end: int) -> int:
-    """The largest entry of kernels ``[begin, end)``; 0 where there is none."""
-    return max(
-        (int(values[part].max(initial=0)) for part in cyclic_slices(begin, end, len(values))), default=0
-    )
+    values[during(len(values), begin, end)] += amount
 
 
 def unrolled(values: FloatArray) -> FloatArray:
@@ -77,49 +76,20 @@ _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 _BACKWARD = PHASES.index("backward")
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """The trace's inactive periods, P of them, in its order.
+def feature_maps(trace: Trace) -> BoolArray:
+    """[P] whether each inactive period is of an activation, or an input, of the forward pass that the
+    backward pass uses."""
+    periods, first_backward = trace.periods, boundary(trace)
+    crosses = (periods.begin <= first_backward) & (periods.end >= first_backward)
+    carried = ~trace.tensor_persistent[periods.tensor] & (periods.end < trace.kernels)
+    return np.asarray(crosses & carried & np.isin(trace.tensor_kind[periods.tensor], [_ACTIVATION, _INPUT]))
 
-    tensor, begin, end   [P] as in `InactivePeriod`; ends beyond K are in the next iteration
-    size_bytes           [P]
-    feature_map          [P] an activation, or an input, of the forward pass that the backward pass uses
-    """
 
-    trace: Trace
-    tensor: IntArray
-    begin: IntArray
-    end: IntArray
-    size_bytes: IntArray
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    @classmethod
-    def of(cls, trace: Trace) -> Candidates:
-        tensor, begin, end, _ = trace.periods
-        return cls(trace, tensor, begin, end, trace.tensor_bytes[tensor])
-
-    @cached_property
-    def feature_map(self) -> BoolArray:
-        first_backward = boundary(self.trace)
-        kind = self.trace.tensor_kind[self.tensor]
-        crosses = (self.begin <= first_backward) & (self.end >= first_backward)
-        carried = ~self.trace.tensor_persistent[self.tensor] & (self.end < self.trace.kernels)
-        named = np.isin(kind, [_ACTIVATION, _INPUT])
-        return np.asarray(crosses & carried & named)
-
-    def evict(self, index: int, tier: str) -> Evict:
-        """The eviction of one period: copied once idle, away to the period's end, back on demand."""
-        end = int(self.end[index])
-        return Evict(
-            tensor=int(self.tensor[index]),
-            after=int(self.begin[index]) - 1,
-            begin=int(self.begin[index]),
-            end=end,
-            prefetch_at=end,
-            tier=tier,
-        )
+def eviction(trace: Trace, index: int, tier: str = "") -> Evict:
+    """The eviction of one inactive period: copied once idle, away to the period's end, back on demand."""
+    periods = trace.periods
+    begin, end = int(periods.begin[index]), int(periods.end[index])
+    return Evict(int(periods.tensor[index]), begin - 1, begin, end, prefetch_at=end, tier=tier)
 
 
 def boundary(trace: Trace) -> int:
@@ -158,22 +128,26 @@ class Room:
 
     def fits(self, tier: str, evict: Evict) -> bool:
         """Whether ``tier`` has room for the copy that ``evict`` needs."""
-        if tier in self.ample:
-            return True
-        if tier not in self.free:
-            return False
-        free, size = self.free[tier], self.trace.tensor_bytes[evict.tensor]
-        return all(bool((free[part] >= size).all()) for part in self._added(tier, evict))
+        if tier in self.ample or tier not in self.free:
+            return tier in self.ample
+        size = self.trace.tensor_bytes[evict.tensor]
+        return bool((self.free[tier][self._added(tier, evict)] >= size).all())
 
     def take(self, tier: str, evict: Evict) -> None:
-        size = self.trace.tensor_bytes[evict.tensor]
-        for part in self._added(tier, evict):
-            self.free[tier][part] -= size
+        self.free[tier][self._added(tier, evict)] -= self.trace.tensor_bytes[evict.tensor]
         self.home[tier, evict.tensor] = self._stay(tier, evict)
 
     def first(self, tiers: Iterable[str], evict: Evict) -> str | None:
         """The first of ``tiers`` with room; None where none has."""
         return next((tier for tier in tiers if self.fits(tier, evict)), None)
+
+    def place(self, tiers: Iterable[str], evict: Evict) -> Evict | None:
+        """The eviction to the first of ``tiers`` with room, which it takes; None where none has."""
+        tier = self.first(tiers, evict)
+        if tier is None:
+            return None
+        self.take(tier, evict)
+        return replace(evict, tier=tier)
 
     def _stay(self, tier: str, evict: Evict) -> tuple[int, int]:
         """The kernels during which the tensor's copy is there once ``evict`` is taken."""
@@ -184,22 +158,12 @@ class Room:
             return (0, self.trace.kernels) if stays else (begin, end)
         return (begin, end) if known is None else (min(begin, known[0]), max(end, known[1]))
 
-    def _added(self, tier: str, evict: Evict) -> list[slice]:
-        """The kernels during which the copy takes room that the tensor has not taken yet."""
-        count = self.trace.kernels
-        begin, end = self._stay(tier, evict)
-        known = self.home.get((tier, evict.tensor))
-        if known is None:
-            return list(cyclic_slices(begin, end, count))
-        taken = np.zeros(count, dtype=np.bool_)
-        for part in cyclic_slices(*known, count):
-            taken[part] = True
-        wanted = np.zeros(count + 2, dtype=np.int8)
-        for part in cyclic_slices(begin, end, count):
-            wanted[1:-1][part] = 1
-        wanted[1:-1][taken] = 0
-        edges = np.flatnonzero(np.diff(wanted)).tolist()
-        return [slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True)]
+    def _added(self, tier: str, evict: Evict) -> BoolArray:
+        """[K] whether the copy takes room during each kernel that the tensor has not taken yet."""
+        added = during(self.trace.kernels, *self._stay(tier, evict))
+        if (known := self.home.get((tier, evict.tensor))) is not None:
+            added &= ~during(self.trace.kernels, *known)
+        return added
 
 
 def spill_full(
@@ -219,7 +183,7 @@ def spill_full(
 
 
 def evict_further(
-    options: Candidates,
+    trace: Trace,
     taken: BoolArray,
     evictions: Sequence[Evict],
     room: Room,
@@ -235,22 +199,18 @@ def evict_further(
 
     Raises SpillSpaceFull where no tier has room for what has to leave.
     """
-    trace = options.trace
     resident = resident_bytes(trace, evictions)
     further: list[Evict] = []
     for kernel in np.flatnonzero(resident > budget_bytes).tolist():
         missing = int(resident[kernel]) - budget_bytes
         if missing <= 0:
             continue
-        for index in _victims(options, taken, kernel, missing):
-            evict = options.evict(index, "")
-            tier = room.first(tiers, evict)
-            if tier is None:
+        for index in _victims(trace, taken, kernel, missing):
+            if (evict := room.place(tiers, eviction(trace, index))) is None:
                 continue
-            room.take(tier, evict)
             taken[index] = True
-            further.append(replace(evict, tier=tier))
-            size = int(options.size_bytes[index])
+            further.append(evict)
+            size = int(trace.periods.size_bytes[index])
             add_cyclic(resident, evict.begin, evict.end, -size)
             missing -= size
             if missing <= 0:
@@ -260,16 +220,16 @@ def evict_further(
     return further
 
 
-def _victims(options: Candidates, taken: BoolArray, kernel: int, missing: int) -> list[int]:
+def _victims(trace: Trace, taken: BoolArray, kernel: int, missing: int) -> list[int]:
     """Periods that are free and cover ``kernel``: those that last longest from there first, and the
     negligible ones after all others."""
-    count = options.trace.kernels
-    here = (options.begin <= kernel) & (kernel < options.end)
-    wrapped = ~here & (kernel + count >= options.begin) & (kernel + count < options.end)
+    periods, count = trace.periods, trace.kernels
+    here = (periods.begin <= kernel) & (kernel < periods.end)
+    wrapped = ~here & (kernel + count >= periods.begin) & (kernel + count < periods.end)
     found: IntArray = np.flatnonzero((here | wrapped) & ~taken)
-    lasts = options.end[found] - np.where(wrapped[found], count, 0)
-    small = options.size_bytes[found] * NEGLIGIBLE < missing
-    order: list[int] = found[np.lexsort((-options.size_bytes[found], -lasts, small))].tolist()
+    lasts = periods.end[found] - np.where(wrapped[found], count, 0)
+    size = periods.size_bytes[found]
+    order: list[int] = found[np.lexsort((-size, -lasts, size * NEGLIGIBLE < missing))].tolist()
     return order
 
 
@@ -278,7 +238,7 @@ def in_order(evictions: Sequence[Evict]) -> tuple[Evict, ...]:
     return tuple(sorted(evictions, key=lambda evict: (evict.after, evict.begin, evict.tensor)))
 
 
-def advance(
+def prefetch_ahead(
     trace: Trace,
     evictions: Sequence[Evict],
     latest: Sequence[int],
@@ -352,23 +312,23 @@ def evict_all(problem: Problem) -> Decision:
     """
     trace, budget_bytes = problem.trace, problem.budget_bytes
     room = Room(trace, problem.hardware)
-    options = Candidates.of(trace)
-    over = trace.live_bytes - budget_bytes
+    periods, over = trace.periods, trace.live_bytes - budget_bytes
     chosen = []
-    for index in np.lexsort((options.begin - options.end, -options.size_bytes)).tolist():
-        evict, size = options.evict(index, ""), int(options.size_bytes[index])
-        if size < WORTH_BYTES and highest_cyclic(over, evict.begin, evict.end) <= 0:
+    for index in np.lexsort((periods.begin - periods.end, -periods.size_bytes)).tolist():
+        evict, size = eviction(trace, index), int(periods.size_bytes[index])
+        if size < WORTH_BYTES and not (over[during(trace.kernels, evict.begin, evict.end)] > 0).any():
             continue
-        tier = room.first(room.tiers, evict)
-        if tier is not None:
-            room.take(tier, evict)
-            chosen.append(options.evict(index, tier))
+        if (placed := room.place(room.tiers, evict)) is not None:
+            chosen.append(placed)
             add_cyclic(over, evict.begin, evict.end, -size)
     if over.max(initial=0) > 0:
         raise spill_full(trace, chosen, budget_bytes, problem.hardware)
     chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
     wishes = latest_safe(trace, chosen, problem.hardware)
-    return Decision(evictions=advance(trace, chosen, wishes, budget_bytes))
+    return Decision(evictions=prefetch_ahead(trace, chosen, wishes, budget_bytes))
+
+
+FITS = Decision(reason="everything fits: nothing is offloaded")
 
 
 def keep(problem: Problem) -> Decision:
@@ -378,17 +338,15 @@ def keep(problem: Problem) -> Decision:
 
 def vdnn_all(problem: Problem) -> Decision:
     """Offload every feature map."""
-    options = Candidates.of(problem.trace)
-    return _offload(problem, options, options.feature_map)
+    return _offload(problem, feature_maps(problem.trace))
 
 
 def vdnn_conv(problem: Problem) -> Decision:
     """Offload the feature maps that convolutions read."""
-    options = Candidates.of(problem.trace)
     read = np.zeros(problem.trace.tensors, dtype=np.bool_)
     for kernel in convolutions(problem.trace):
         read[problem.trace.inputs[kernel]] = True
-    return _offload(problem, options, options.feature_map & read[options.tensor])
+    return _offload(problem, feature_maps(problem.trace) & read[problem.trace.periods.tensor])
 
 
 def convolutions(trace: Trace) -> list[int]:
@@ -396,30 +354,23 @@ def convolutions(trace: Trace) -> list[int]:
     return [kernel for kernel in range(boundary(trace)) if "conv" in trace.kernel_name[kernel].lower()]
 
 
-def _offload(problem: Problem, options: Candidates, wanted: BoolArray) -> Decision:
+def _offload(problem: Problem, wanted: BoolArray) -> Decision:
     trace, hardware, budget_bytes = problem.trace, problem.hardware, problem.budget_bytes
     if trace.peak_bytes <= budget_bytes:
-        return Decision(reason="everything fits: nothing is offloaded")
+        return FITS
     room = Room(trace, hardware)
-    taken = np.zeros(len(options), dtype=np.bool_)
+    taken = np.zeros(len(wanted), dtype=np.bool_)
     chosen = []
     for index in np.flatnonzero(wanted).tolist():
-        tier = room.first(("host", "disk"), options.evict(index, ""))
-        if tier is not None:
-            evict = options.evict(index, tier)
-            room.take(tier, evict)
+        if (evict := room.place(("host", "disk"), eviction(trace, index))) is not None:
             taken[index] = True
             chosen.append(evict)
-    further = evict_further(options, taken, chosen, room, budget_bytes, hardware, ("host", "disk"))
+    further = evict_further(trace, taken, chosen, room, budget_bytes, hardware, ("host", "disk"))
     chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
     needed = sorted({evict.end for evict in chosen})
     # The first comes back when the backward pass begins.
     ahead = dict(zip(needed, [boundary(trace), *needed], strict=False))
     latest = [ahead[evict.end] for evict in chosen] + [evict.end for evict in further]
-    evictions = advance(trace, chosen + further, latest, budget_bytes)
-    if not further:
-        return Decision(evictions=evictions)
-    return Decision(
-        evictions=evictions,
-        reason=f"feature maps were not enough: {len(further)} further evictions keep the budget",
-    )
+    evictions = prefetch_ahead(trace, chosen + further, latest, budget_bytes)
+    more = f"feature maps were not enough: {len(further)} further evictions keep the budget"
+    return Decision(evictions=evictions, reason=more if further else "")

@@ -84,10 +84,6 @@ class Record:
         for field, (name, kind) in FILES.items():
             if (folder / name).exists():
                 values[field] = files.load(kind, folder / name)
-            elif field != "measured" and not (field == "plan" and _has_no_plan(values["report"])):
+            elif field != "measured" and not (field == "plan" and values["report"].policy == NO_POLICY):
                 raise InvalidFile(f"{folder} has no {name}: give a folder that `penstock run -o` wrote")
         return cls(**values)
-
-
-def _has_no_plan(report: Report) -> bool:
-    return report.policy == NO_POLICY

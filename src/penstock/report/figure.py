@@ -4,6 +4,7 @@ colours, and the words that go with each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from penstock.report.memory_by_kind import (
     memory_unit,
     thinned,
 )
-from penstock.report.summary import AGAIN, CAUSE_TEXT, CAUSES, again, copies
+from penstock.report.summary import CAUSE_TEXT, CAUSES, EXTRA_WORK, copies, extra_work
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ LINK_COLOURS = {
 }
 assert set(LINK_COLOURS) == set(LINKS)
 PHASE_COLOURS = dict(zip(PHASES, ("#9cc3dc", "#33658a", "#7d8f69"), strict=True))
-AGAIN_COLOURS = dict(zip(AGAIN, ("#e0a100", "#a9742f", "#c79a5b"), strict=True))
+EXTRA_COLOURS = dict(zip(EXTRA_WORK, ("#e0a100", "#a9742f", "#c79a5b"), strict=True))
 STALL_COLOURS = dict(zip(CAUSES, (STALL, "#f08c3a"), strict=True))
-COMPUTE_COLOURS = {**PHASE_COLOURS, **AGAIN_COLOURS, **STALL_COLOURS}
+COMPUTE_COLOURS = {**PHASE_COLOURS, **EXTRA_COLOURS, **STALL_COLOURS}
 LEGEND = {
     **PHASE_COLOURS,
-    "recompute": AGAIN_COLOURS["recompute"],
-    "compress, expand": AGAIN_COLOURS["compress"],
+    "recompute": EXTRA_COLOURS["recompute"],
+    "compress, expand": EXTRA_COLOURS["compress"],
     **{f"stall for {CAUSE_TEXT[cause]}": colour for cause, colour in STALL_COLOURS.items()},
     "out of the device": OUT_OF_DEVICE,
     "into the device": INTO_DEVICE,
@@ -64,12 +65,11 @@ class Row:
     note     what stands at its right
     colours  of its groups of bars
     bars     (start_s, end_s, group, what, index), ascending by start; what: "k" a kernel, "t" a tensor's
-             copy, "r", "c", "e" work of AGAIN, "s" a predicted stall and "m" a measured one
+             copy, "r", "c", "e" work of EXTRA_WORK, "s" a predicted stall and "m" a measured one
     """
 
     stream: str
     source: str
-    title: str
     note: str
     note_colour: str
     colours: tuple[str, ...]
@@ -79,9 +79,7 @@ class Row:
 def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[Row]:
     """Compute first, then every link that was used; predicted above measured."""
     timelines = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
-    found = []
-    for source, timeline in timelines.items():
-        found.append(_compute(trace, source, timeline, both=measured is not None))
+    found = [_compute(trace, source, timeline) for source, timeline in timelines.items()]
     for link, colour in LINK_COLOURS.items():
         if not any(span.stream == link for timeline in timelines.values() for span in timeline.spans):
             continue
@@ -90,18 +88,17 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[R
             bars = sorted((span.start_s, span.end_s, 0, "t", span.index) for span in spans)
             busy = timeline.busy_s(link) / timeline.iteration_s if timeline.iteration_s else 0.0
             note = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
-            title = _title(link, source, measured is not None)
-            found.append(Row(link, source, title, note, FAINT, (colour,), bars))
+            found.append(Row(link, source, note, FAINT, (colour,), bars))
     return found
 
 
-def _compute(trace: Trace, source: str, timeline: Timeline, both: bool) -> Row:
+def _compute(trace: Trace, source: str, timeline: Timeline) -> Row:
     groups = {name: group for group, name in enumerate(COMPUTE_COLOURS)}
     bars = []
     for span in timeline.spans:
         if span.stream != "compute":
             continue
-        if (work := again(trace, span)) is not None:
+        if (work := extra_work(trace, span)) is not None:
             bars.append((span.start_s, span.end_s, groups[work], work[0], span.index))
         elif 0 <= span.index < trace.kernels:
             phase = PHASES[int(trace.kernel_phase[span.index])]
@@ -111,15 +108,7 @@ def _compute(trace: Trace, source: str, timeline: Timeline, both: bool) -> Row:
         bars.append((stall.start_s, stall.end_s, group, "s" if source == "predicted" else "m", index))
     note = f"{format_seconds(timeline.stall_s)} stalled" if timeline.stall_s else "no stall"
     colour = STALL if timeline.stall_s else FAINT
-    title = _title("compute", source, both)
-    return Row("compute", source, title, note, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
-
-
-def _title(stream: str, source: str, both: bool) -> str:
-    name = f"<b>{stream.replace('_', ' ')}</b>"
-    if not both:
-        return name
-    return name if source == "predicted" else "measured"
+    return Row("compute", source, note, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
 
 
 def kernel_texts(trace: Trace) -> list[list[str]]:
@@ -143,8 +132,7 @@ def tensor_texts(trace: Trace, plan: Plan, timeline: Timeline) -> dict[int, list
     texts: dict[int, list[str]] = {}
     every: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
     for eviction in evictions(trace, plan, timeline):
-        lines = _eviction_text(trace, eviction)
-        every[eviction.evict.tensor].append((eviction.evict.begin, lines))
+        every[eviction.evict.tensor].append((eviction.evict.begin, _eviction_text(trace, eviction)))
     for entry in plan.recomputations:
         producer = _kernel(trace, int(trace.tensor_recompute[entry.tensor]))
         text = [f"released during {_span(trace, entry.begin, entry.end)}", f"recomputed by {producer}"]
@@ -206,21 +194,24 @@ def stall_texts(trace: Trace, timeline: Timeline) -> list[list[str]]:
 
 def copies_waited_for(timeline: Timeline) -> list[list[Span]]:
     """For each stall, the copies that ended while it lasted, the last of them about when it did."""
-    copies_in = copies(timeline, "host_to_device") + copies(timeline, "disk_read")
-    copies_out = copies(timeline, "device_to_host") + copies(timeline, "disk_write")
+    links = {"prefetch": ("host_to_device", "disk_read"), "memory": ("device_to_host", "disk_write")}
     by_end = {
-        cause: sorted((span for span in spans if span.index >= 0), key=lambda span: span.end_s)
-        for cause, spans in (("prefetch", copies_in), ("memory", copies_out))
+        cause: sorted(
+            (span for link in of_cause for span in copies(timeline, link) if span.index >= 0), key=_end_s
+        )
+        for cause, of_cause in links.items()
     }
-    ends_s = {cause: np.array([span.end_s for span in spans]) for cause, spans in by_end.items()}
     found = []
     for stall in timeline.stalls:
+        spans = by_end.get(stall.cause, [])
         slack_s = 1e-9 + 0.02 * (stall.end_s - stall.start_s)
-        ends = ends_s.get(stall.cause, np.zeros(0))
-        first = int(np.searchsorted(ends, stall.start_s, side="right"))
-        last = int(np.searchsorted(ends, stall.end_s + slack_s, side="right"))
-        found.append(by_end[stall.cause][first:last] if last > first else [])
+        first = bisect_right(spans, stall.start_s, key=_end_s)
+        found.append(spans[first : bisect_right(spans, stall.end_s + slack_s, key=_end_s)])
     return found
+
+
+def _end_s(span: Span) -> float:
+    return span.end_s
 
 
 def _used_bytes(trace: Trace) -> list[int]:
@@ -279,58 +270,34 @@ def figure(
     unit, factor = memory_unit(max(trace.peak_bytes, plan.device_budget_bytes))
     for trace_ in _memory(go, trace, plan, predicted, measured, unit, factor):
         chart.add_trace(trace_, row=1, col=1)
+    bars = {"x": [], "y": [], "mode": "lines", "fill": "toself", "hoverinfo": "skip", "showlegend": False}
     for place, row in enumerate(rows):
         for group, colour in enumerate(row.colours):
-            chart.add_trace(
-                go.Scatter(
-                    x=[],
-                    y=[],
-                    name=f"{place}.{group}",
-                    mode="lines",
-                    fill="toself",
-                    fillcolor=colour,
-                    line={"width": 0.6, "color": colour},
-                    opacity=1.0,
-                    hoverinfo="skip",
-                    showlegend=False,
-                ),
-                row=2,
-                col=1,
-            )
+            line = {"width": 0.6, "color": colour}
+            bar = go.Scatter(name=f"{place}.{group}", fillcolor=colour, line=line, opacity=1.0, **bars)
+            chart.add_trace(bar, row=2, col=1)
     end_s = max([trace.ideal_s, *(t.iteration_s for t in (predicted, measured) if t is not None)]) or 1.0
-    _budget_line(chart, plan, factor)
+    height, said = plan.device_budget_bytes * factor, format_bytes(plan.device_budget_bytes)
+    chart.add_hline(y=height, line={"color": INK, "width": 1.6}, row=1, col=1)
+    _at_the_right(chart, f"<b>budget</b><br>{said}", height, "y", align="left")
     chart.update_xaxes(range=[0, end_s], showgrid=False, zeroline=False, linecolor=GRID)
     chart.update_xaxes(title_text="seconds", ticks="outside", tickcolor=GRID, row=2, col=1)
-    chart.update_yaxes(
-        title_text=f"device memory ({unit})",
-        range=[0, _top(chart, trace, plan, predicted, factor)],
-        gridcolor=GRID,
-        zeroline=False,
-        fixedrange=True,
-        row=1,
-        col=1,
-    )
+    chart.update_yaxes(zeroline=False, fixedrange=True)
+    top = _top(chart, trace, plan, predicted, factor)
+    chart.update_yaxes(title_text=f"device memory ({unit})", range=[0, top], gridcolor=GRID, row=1, col=1)
+    titles = [
+        f"<b>{row.stream.replace('_', ' ')}</b>" if row.source == "predicted" else row.source for row in rows
+    ]
     chart.update_yaxes(
         range=[len(rows) - 0.42, -0.58],
         tickvals=list(range(len(rows))),
-        ticktext=[row.title for row in rows],
+        ticktext=titles,
         showgrid=False,
-        zeroline=False,
-        fixedrange=True,
         row=2,
         col=1,
     )
     for place, row in enumerate(rows):
-        chart.add_annotation(
-            text=row.note,
-            x=1.006,
-            xref="paper",
-            xanchor="left",
-            y=place,
-            yref="y2",
-            showarrow=False,
-            font={"size": 11.5, "color": row.note_colour},
-        )
+        _at_the_right(chart, row.note, place, "y2", font={"size": 11.5, "color": row.note_colour})
     chart.update_layout(
         template="none",
         height=MEMORY_PIXELS + streams_pixels + REST_PIXELS,
@@ -407,15 +374,7 @@ def _top(chart: Figure, trace: Trace, plan: Plan, predicted: Timeline, factor: f
     return used * CUT * factor
 
 
-def _budget_line(chart: Figure, plan: Plan, factor: float) -> None:
-    chart.add_hline(y=plan.device_budget_bytes * factor, line={"color": INK, "width": 1.6}, row=1, col=1)
+def _at_the_right(chart: Figure, text: str, height: float, axis: str, **style: Any) -> None:
     chart.add_annotation(
-        text=f"<b>budget</b><br>{format_bytes(plan.device_budget_bytes)}",
-        x=1.006,
-        xref="paper",
-        xanchor="left",
-        y=plan.device_budget_bytes * factor,
-        yref="y",
-        showarrow=False,
-        align="left",
+        text=text, x=1.006, xref="paper", xanchor="left", y=height, yref=axis, showarrow=False, **style
     )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.core.chrome_trace import chrome_trace
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
-from penstock.core.timeline import Timeline
+from penstock.core.tables import html_row, html_text
+from penstock.core.timeline import Timeline, chrome_trace
 from penstock.core.trace import Trace
 from penstock.report.figure import (
-    AGAIN_COLOURS,
+    EXTRA_COLOURS,
     LEGEND,
     PHASE_COLOURS,
     STALL_COLOURS,
@@ -30,7 +30,7 @@ from penstock.report.figure import (
     tensor_texts,
 )
 from penstock.report.summary import CAUSE_TEXT, CAUSES, SPILL_TIERS, Summary, percent, summarise
-from penstock.report.sweep import Candidate
+from penstock.report.sweep import PolicyResult
 from penstock.units import format_bytes, format_seconds
 
 LONGEST_WAITS = 10
@@ -43,7 +43,7 @@ def page(
     hardware: Hardware,
     predicted: Timeline,
     measured: Timeline | None = None,
-    policies: Sequence[Candidate] = (),
+    policies: Sequence[PolicyResult] = (),
 ) -> str:
     """The page's HTML. The same arguments give the same text.
 
@@ -74,8 +74,8 @@ def page(
         "measuredStalls": stall_texts(trace, measured) if measured is not None else [],
     }
     parts = {
-        "title": _text(_title(trace, plan)),
-        "subtitle": _text(_subtitle(trace, plan)),
+        "title": html_text(_title(trace, plan)),
+        "subtitle": html_text(_subtitle(trace, plan)),
         "css": (HERE / "page.css").read_text(encoding="utf-8"),
         "js": (HERE / "page.js").read_text(encoding="utf-8"),
         "plotly": get_plotlyjs().replace("</script", "<\\/script"),
@@ -86,20 +86,13 @@ def page(
         "measured": _measured(predicted, measured) if measured is not None else "",
         "waits": _waits(trace, predicted),
         "chrome_trace": _chrome_trace([predicted, measured] if measured is not None else [predicted]),
-        "footer": _text(_footer(trace, hardware)),
+        "footer": html_text(_footer(trace, hardware)),
         "figure": _script(json.loads(chart.to_json())),
         "data": _script(data),
     }
-    return _filled((HERE / "page.html").read_text(encoding="utf-8"), parts)
-
-
-def _filled(template: str, parts: Mapping[str, str]) -> str:
-    """The template with each ``{{name}}`` replaced once: what is put in is never looked at again."""
-    pieces = []
-    for index, piece in enumerate(template.split("{{")):
-        name, closed, rest = piece.partition("}}")
-        pieces.append(parts[name] + rest if index and closed else piece)
-    return "".join(pieces)
+    template = (HERE / "page.html").read_text(encoding="utf-8")
+    # In one pass: what is put in is not looked at again.
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
 def _title(trace: Trace, plan: Plan) -> str:
@@ -118,45 +111,32 @@ def _subtitle(trace: Trace, plan: Plan) -> str:
 
 
 def _cards(summary: Summary, measured: Timeline | None) -> str:
-    over = (
-        f"{summary.over_ideal:.2f} x the ideal {format_seconds(summary.ideal_s)}"
-        if summary.over_ideal
-        else ""
-    )
+    ideal = format_seconds(summary.ideal_s)
+    over = f"{summary.over_ideal:.2f} x the ideal {ideal}" if summary.over_ideal else ""
     cards = [("predicted step", format_seconds(summary.predicted_s), over)]
     if measured is not None:
         off = measured.iteration_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
-        cards.append(
-            (
-                "measured step",
-                format_seconds(measured.iteration_s),
-                f"{off * 100:+.1f} % against the prediction",
-            )
-        )
+        against = f"{off * 100:+.1f} % against the prediction"
+        cards.append(("measured step", format_seconds(measured.iteration_s), against))
     if summary.gap is not None:
         bound = f"bound {format_seconds(summary.lower_bound_s)}, proven"
         if summary.lower_bound_s <= summary.ideal_s * (1 + 1e-9):
             bound = "the bound is the ideal"
         cards.append(("above the bound", percent(summary.gap), bound))
-    tiers = [f"{tier} {format_bytes(summary.written_bytes[tier])}" for tier in SPILL_TIERS
-             if summary.written_bytes[tier]]  # fmt: skip
+    written = summary.written_bytes
+    tiers = [f"{tier} {format_bytes(written[tier])}" for tier in SPILL_TIERS if written[tier]]
     again = f"; {summary.recomputations} tensors recomputed" if summary.recomputations else ""
+    of = f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}"
+    moved = (", ".join(tiers) or "nothing moves") + again
     cards += [
-        (
-            "predicted peak",
-            format_bytes(summary.peak_bytes),
-            f"budget {format_bytes(summary.budget_bytes)}, in memory {format_bytes(summary.in_memory_bytes)}",
-        ),
-        (
-            "leaves the device",
-            format_bytes(sum(summary.written_bytes.values())),
-            (", ".join(tiers) or "nothing moves") + again,
-        ),
+        ("predicted peak", format_bytes(summary.peak_bytes), of),
+        ("leaves the device", format_bytes(sum(written.values())), moved),
         ("stalls", format_seconds(sum(summary.stall_s.values())), summary.stall_text()),
     ]
+    texts = [[html_text(text) for text in card] for card in cards]
     return "".join(
-        f'<div class="card"><span>{_text(name)}</span><b>{_text(value)}</b><span>{_text(note)}</span></div>'
-        for name, value, note in cards
+        f'<div class="card"><span>{name}</span><b>{value}</b><span>{note}</span></div>'
+        for name, value, note in texts
     )
 
 
@@ -166,8 +146,8 @@ def _shares(trace: Trace, summary: Summary) -> str:
     known_s = sum(summary.compute_s.values()) + sum(summary.stall_s.values())
     parts = [
         ("kernels", PHASE_COLOURS["backward"], max(summary.predicted_s - known_s, 0.0)),
-        ("recomputing", AGAIN_COLOURS["recompute"], summary.compute_s["recompute"]),
-        ("compressing and expanding", AGAIN_COLOURS["compress"], packing_s),
+        ("recomputing", EXTRA_COLOURS["recompute"], summary.compute_s["recompute"]),
+        ("compressing and expanding", EXTRA_COLOURS["compress"], packing_s),
         *(
             (f"stalls for {CAUSE_TEXT[cause]}", STALL_COLOURS[cause], summary.stall_s[cause])
             for cause in CAUSES
@@ -186,7 +166,7 @@ def _shares(trace: Trace, summary: Summary) -> str:
     return f'<h2>Where the time goes</h2><div class="shares">{bar}</div>{legend}'
 
 
-def _policies(found: Sequence[Candidate], summary: Summary) -> str:
+def _policies(found: Sequence[PolicyResult], summary: Summary) -> str:
     done = [entry for entry in found if entry.summary is not None]
     longest_s = max([entry.summary.predicted_s for entry in done if entry.summary], default=1.0) or 1.0
     bound_s = max([entry.summary.lower_bound_s for entry in done if entry.summary], default=0.0)
@@ -199,8 +179,8 @@ def _policies(found: Sequence[Candidate], summary: Summary) -> str:
         chosen = ' class="chosen"' if entry.policy == summary.policy else ""
         if (each := entry.summary) is None:
             lines.append(
-                f"<tr{chosen}><td>{_text(entry.policy)}</td>"
-                f'<td class="words faint" colspan="7">cannot: {_text(entry.reason)}</td></tr>'
+                f"<tr{chosen}><td>{html_text(entry.policy)}</td>"
+                f'<td class="words faint" colspan="7">cannot: {html_text(entry.reason)}</td></tr>'
             )
             continue
         bound = f'<s style="left:{at(bound_s)}"></s>' if bound_s > each.ideal_s * (1 + 1e-9) else ""
@@ -209,19 +189,19 @@ def _policies(found: Sequence[Candidate], summary: Summary) -> str:
             f'<s class="ideal" style="left:{at(each.ideal_s)}"></s>{bound}</div>'
         )
         cells = [*each.timing(), str(each.recomputations or "")]
-        row = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
-        lines.append(f'<tr{chosen}><td>{_text(entry.policy)}</td><td class="bar">{track}</td>{row}</tr>')
+        row = "".join(f"<td>{html_text(cell)}</td>" for cell in cells)
+        lines.append(f'<tr{chosen}><td>{html_text(entry.policy)}</td><td class="bar">{track}</td>{row}</tr>')
     titles = ("policy", "", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed")
     ideal = f"Dotted: the ideal, {format_seconds(summary.ideal_s)}."
     line = f" Line: the proven bound, {format_seconds(bound_s)}: no plan is faster." if bound_s else ""
-    caption = f'<p class="faint">{_text(ideal + line)}</p>'
+    caption = f'<p class="faint">{html_text(ideal + line)}</p>'
     return f"<section><h2>Policies</h2>{caption}{_table(titles, lines)}</section>"
 
 
 def _measured(predicted: Timeline, measured: Timeline) -> str:
     def row(name: str, before: float, after: float, show: Any) -> str:
         off = f"{(after / before - 1) * 100:+.1f} %" if before else ("" if not after else "new")
-        return _row([name, show(before), show(after), off])
+        return html_row([name, show(before), show(after), off])
 
     lines = [
         row("step", predicted.iteration_s, measured.iteration_s, format_seconds),
@@ -251,11 +231,11 @@ def _waits(trace: Trace, timeline: Timeline) -> str:
     for index in order:
         stall, text = timeline.stalls[index], texts[index]
         lines.append(
-            f"<tr><td>{_text(format_seconds(stall.end_s - stall.start_s))}</td>"
-            f"<td>{_text(format_seconds(stall.start_s))}</td>"
-            f'<td class="words">{_text(CAUSE_TEXT.get(stall.cause, stall.cause))}</td>'
-            f'<td class="words">{_text(text[1].removeprefix("before "))}</td>'
-            f'<td class="words">{_text(text[2] if len(text) > 2 else "")}</td></tr>'
+            f"<tr><td>{html_text(format_seconds(stall.end_s - stall.start_s))}</td>"
+            f"<td>{html_text(format_seconds(stall.start_s))}</td>"
+            f'<td class="words">{html_text(CAUSE_TEXT.get(stall.cause, stall.cause))}</td>'
+            f'<td class="words">{html_text(text[1].removeprefix("before "))}</td>'
+            f'<td class="words">{html_text(text[2] if len(text) > 2 else "")}</td></tr>'
         )
     titles = ("stall", "at", "for", "before", "")
     of = f"The longest {len(order)} of {len(texts)}" if len(texts) > len(order) else f"All {len(texts)}"
@@ -284,25 +264,18 @@ def _footer(trace: Trace, hardware: Hardware) -> str:
 
 def _table(titles: Sequence[str], lines: Sequence[str], words: Sequence[int] = ()) -> str:
     head = "".join(
-        f"<th{' class=words' if index in words else ''}>{_text(title)}</th>"
+        f"<th{' class=words' if index in words else ''}>{html_text(title)}</th>"
         for index, title in enumerate(titles)
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>"
-
-
 def _legend(colours: Mapping[str, str]) -> str:
     return "".join(
-        f'<span><i style="background:{colour}"></i>{_text(name)}</span>' for name, colour in colours.items()
+        f'<span><i style="background:{colour}"></i>{html_text(name)}</span>'
+        for name, colour in colours.items()
     )
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
 
 
 def _script(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from penstock.core.memory_profile import as_run, copy_sources
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Span, Timeline
 from penstock.core.trace import Trace
-from penstock.report.summary import READ_LINK, WRITE_LINK, again, copies, kernel_spans
+from penstock.report.summary import READ_LINK, WRITE_LINK, copies, extra_work, kernel_spans
 
 WORKSPACE = KINDS.index("workspace")
 # From the bottom of the stack to its top, with colours.
@@ -45,24 +46,17 @@ class Eviction:
 def evictions(trace: Trace, plan: Plan, timeline: Timeline) -> list[Eviction]:
     """Each eviction of ``plan`` with its transfers in ``timeline``, in plan order."""
     _, ends_s = kernel_times(trace, timeline)
-    writes, reads = ({tier: _by_tensor(copies(timeline, link)) for tier, link in links.items()}
-                     for links in (WRITE_LINK, READ_LINK))  # fmt: skip
+    writes, reads = _by_tensor(timeline, WRITE_LINK), _by_tensor(timeline, READ_LINK)
     sources = copy_sources(trace, plan.evictions)
-    written: dict[int, Span] = {}
-    read: dict[int, Span] = {}
+    found: dict[int, Eviction] = {}
     for index in sorted(range(len(plan.evictions)), key=lambda index: plan.evictions[index].begin):
-        evict = plan.evictions[index]
+        evict, written = plan.evictions[index], None
         if sources[index] == index:
             since_s = ends_s[evict.after] if evict.after >= 0 else 0.0
-            span = _take(writes.get(evict.tier, {}).get(evict.tensor, []), since_s)
-            if span is not None:
-                written[index] = span
+            written = _take(writes[evict.tier, evict.tensor], since_s)
         since_s = _start_of(trace, ends_s, evict.prefetch_at)
-        if span := _take(reads.get(evict.tier, {}).get(evict.tensor, []), since_s):
-            read[index] = span
-    return [
-        Eviction(evict, written.get(index), read.get(index)) for index, evict in enumerate(plan.evictions)
-    ]
+        found[index] = Eviction(evict, written, _take(reads[evict.tier, evict.tensor], since_s))
+    return [found[index] for index in range(len(plan.evictions))]
 
 
 def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[FloatArray, IntArray]:
@@ -71,16 +65,11 @@ def device_bytes_by_kind(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[
     Made from the trace, the plan and the moments at which kernels and copies began and ended.
     """
     trace, _ = as_run(trace, plan)
-    changes = _Changes()
-    starts_s, ends_s = kernel_times(trace, timeline)
-    iteration_s = max(timeline.iteration_s, float(ends_s.max(initial=0.0)))
-    if trace.kernels:
-        _residents(changes, trace, starts_s, ends_s, iteration_s)
-    clock = _Clock(starts_s, ends_s, iteration_s)
+    memory = _Memory(trace, timeline)
     for eviction in evictions(trace, plan, timeline):
-        _evicted(changes, trace, eviction, clock)
-    _recomputed(changes, trace, plan, timeline, clock)
-    return changes.total()
+        _evicted(memory, trace, eviction)
+    _recomputed(memory, trace, plan, timeline)
+    return memory.total()
 
 
 def layers(
@@ -147,114 +136,92 @@ def thinned(times_s: FloatArray, sizes: IntArray, points: int) -> tuple[FloatArr
     return times_s[kept], sizes[kept]
 
 
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """When kernels run; kernel K + k is kernel k, one iteration later."""
+class _Memory:
+    """Bytes that come and go, by moment and kind, at first as if nothing ever left. Kernel K + k is kernel k,
+    one iteration later."""
 
-    starts_s: FloatArray
-    ends_s: FloatArray
-    iteration_s: float
+    def __init__(self, trace: Trace, timeline: Timeline) -> None:
+        self.kernels = trace.kernels
+        self.starts_s, self.ends_s = kernel_times(trace, timeline)
+        self.iteration_s = max(timeline.iteration_s, float(self.ends_s.max(initial=0.0)))
+        self.changes: list[tuple[float, int, int]] = []
+        kinds, sizes = trace.tensor_kind.tolist(), trace.tensor_bytes.tolist()
+        lives = zip(trace.tensor_birth.tolist(), trace.tensor_death.tolist(), kinds, sizes, strict=True)
+        for birth, death, kind, size in lives if self.kernels else ():
+            if birth < death:
+                # Between two kernels memory is taken by the later one only when it starts, and given back by
+                # the earlier one as soon as it ends.
+                begin_s = self.start_of(birth) if birth else 0.0
+                end_s = self.end_of(death - 1) if death < self.kernels else self.iteration_s
+                self.changes += [(begin_s, kind, size), (end_s, kind, -size)]
+        for kernel in np.flatnonzero(trace.kernel_workspace_bytes).tolist():
+            size = int(trace.kernel_workspace_bytes[kernel])
+            self.changes.append((self.start_of(kernel), WORKSPACE, size))
+            self.changes.append((self.end_of(kernel), WORKSPACE, -size))
 
     def start_of(self, kernel: int) -> float:
-        later, within = divmod(kernel, len(self.starts_s))
+        later, within = divmod(kernel, self.kernels)
         return float(self.starts_s[within]) + later * self.iteration_s
 
     def end_of(self, kernel: int) -> float:
         if kernel < 0:
             return 0.0
-        later, within = divmod(kernel, len(self.ends_s))
+        later, within = divmod(kernel, self.kernels)
         return float(self.ends_s[within]) + later * self.iteration_s
 
     def at_or_after(self, since_s: float, moment_s: float) -> float:
         """A moment of the timeline, in this iteration or the next, so that it is not before another."""
         return moment_s if moment_s >= since_s - 1e-9 else moment_s + self.iteration_s
 
-
-class _Changes:
-    """Bytes that come and go, by moment and kind."""
-
-    def __init__(self) -> None:
-        self.time_s: list[FloatArray] = []
-        self.kind: list[IntArray] = []
-        self.size: list[IntArray] = []
-
-    def add(self, time_s: FloatArray, kind: IntArray, size: IntArray) -> None:
-        self.time_s.append(time_s)
-        self.kind.append(kind)
-        self.size.append(size)
-
-    def between(self, begin_s: float, end_s: float, kind: int, size: int, clock: _Clock) -> None:
+    def between(self, begin_s: float, end_s: float, kind: int, size: int) -> None:
         """From one moment to another; what reaches beyond the iteration goes on at its beginning."""
-        parts = [(begin_s, min(end_s, clock.iteration_s)), (0.0, end_s - clock.iteration_s)]
-        if begin_s >= clock.iteration_s:
-            parts = [(begin_s - clock.iteration_s, end_s - clock.iteration_s)]
+        parts = [(begin_s, min(end_s, self.iteration_s)), (0.0, end_s - self.iteration_s)]
+        if begin_s >= self.iteration_s:
+            parts = [(begin_s - self.iteration_s, end_s - self.iteration_s)]
         for since_s, until_s in parts:
             if until_s > since_s:
-                moments, change = np.array([since_s, until_s]), np.array([size, -size])
-                self.add(moments, np.array([kind, kind]), change)
+                self.changes += [(since_s, kind, size), (until_s, kind, -size)]
 
     def total(self) -> tuple[FloatArray, IntArray]:
-        if not self.time_s:
-            return np.zeros(0), np.zeros((0, len(KINDS)), dtype=np.int64)
-        times, where = np.unique(np.concatenate(self.time_s), return_inverse=True)
-        sizes = np.zeros((len(times), len(KINDS)), dtype=np.int64)
-        np.add.at(sizes, (where.ravel(), np.concatenate(self.kind)), np.concatenate(self.size))
-        return times, np.cumsum(sizes, axis=0)
+        moments, kinds, amounts = zip(*self.changes, strict=True) if self.changes else ((), (), ())
+        times_s, where = np.unique(np.array(moments, dtype=np.float64), return_inverse=True)
+        sizes = np.zeros((len(times_s), len(KINDS)), dtype=np.int64)
+        places = (where.ravel(), np.array(kinds, dtype=np.int64))
+        np.add.at(sizes, places, np.array(amounts, dtype=np.int64))
+        return times_s, np.cumsum(sizes, axis=0)
 
 
-def _residents(
-    changes: _Changes, trace: Trace, starts_s: FloatArray, ends_s: FloatArray, iteration_s: float
-) -> None:
-    """Every tensor from birth to death, and every workspace, as if nothing ever left."""
-    # Between two kernels memory is taken by the later one only when it starts, and given back by the
-    # earlier one as soon as it ends.
-    birth, death = trace.tensor_birth, trace.tensor_death
-    begin_s = np.where(birth > 0, starts_s[np.clip(birth, 0, trace.kernels - 1)], 0.0)
-    end_s = np.where(death < trace.kernels, ends_s[np.clip(death - 1, 0, trace.kernels - 1)], iteration_s)
-    lives = death > birth
-    changes.add(begin_s[lives], trace.tensor_kind[lives], trace.tensor_bytes[lives])
-    changes.add(end_s[lives], trace.tensor_kind[lives], -trace.tensor_bytes[lives])
-    busy = np.flatnonzero(trace.kernel_workspace_bytes)
-    kind = np.full(len(busy), WORKSPACE)
-    changes.add(starts_s[busy], kind, trace.kernel_workspace_bytes[busy])
-    changes.add(ends_s[busy], kind, -trace.kernel_workspace_bytes[busy])
-
-
-def _evicted(changes: _Changes, trace: Trace, eviction: Eviction, clock: _Clock) -> None:
+def _evicted(memory: _Memory, trace: Trace, eviction: Eviction) -> None:
     """Take off what is away. What is stored compressed leaves its compressed bytes while it is copied."""
-    if eviction.read is None:
+    evict, written, read = eviction.evict, eviction.written, eviction.read
+    if read is None:
         return
-    evict = eviction.evict
     kind, size = int(trace.tensor_kind[evict.tensor]), int(trace.tensor_bytes[evict.tensor])
-    freed_s = clock.end_of(evict.begin - 1)
-    copied_s = (
-        clock.at_or_after(clock.end_of(evict.after), eviction.written.end_s) if eviction.written else freed_s
-    )
+    freed_s = memory.end_of(evict.begin - 1)
+    copied_s = memory.at_or_after(memory.end_of(evict.after), written.end_s) if written else freed_s
     if evict.codec == "raw":
         freed_s = max(freed_s, copied_s)
-        changes.between(freed_s, clock.at_or_after(freed_s, eviction.read.start_s), kind, -size, clock)
+        memory.between(freed_s, memory.at_or_after(freed_s, read.start_s), kind, -size)
         return
     packed = trace.compressed_bytes(evict.tensor)
-    back_s = clock.at_or_after(copied_s, eviction.read.start_s)
-    changes.between(freed_s, clock.start_of(evict.end), kind, -size, clock)
-    changes.between(freed_s, copied_s, kind, packed, clock)
-    changes.between(back_s, clock.end_of(evict.end), kind, packed, clock)
+    back_s = memory.at_or_after(copied_s, read.start_s)
+    memory.between(freed_s, memory.start_of(evict.end), kind, -size)
+    memory.between(freed_s, copied_s, kind, packed)
+    memory.between(back_s, memory.end_of(evict.end), kind, packed)
 
 
-def _recomputed(changes: _Changes, trace: Trace, plan: Plan, timeline: Timeline, clock: _Clock) -> None:
+def _recomputed(memory: _Memory, trace: Trace, plan: Plan, timeline: Timeline) -> None:
     runs = defaultdict(list)
     for span in timeline.spans:
-        if again(trace, span) == "recompute":
+        if extra_work(trace, span) == "recompute":
             runs[span.index].append(span.start_s)
     for entry in plan.recomputations:
-        freed_s = clock.end_of(entry.begin - 1)
         # Shown under the kernel that runs again, or under the tensor.
         producer = int(trace.tensor_recompute[entry.tensor])
-        due_s = clock.end_of(entry.end - 1)
-        starts = [clock.at_or_after(due_s, start_s) for start_s in runs[producer] or runs[entry.tensor]]
-        made_s = min(starts, default=due_s)
+        due_s = memory.end_of(entry.end - 1)
+        starts = [memory.at_or_after(due_s, start_s) for start_s in runs[producer] or runs[entry.tensor]]
         kind, size = int(trace.tensor_kind[entry.tensor]), int(trace.tensor_bytes[entry.tensor])
-        changes.between(freed_s, made_s, kind, -size, clock)
+        memory.between(memory.end_of(entry.begin - 1), min(starts, default=due_s), kind, -size)
 
 
 def _start_of(trace: Trace, ends_s: FloatArray, kernel: int) -> float:
@@ -263,10 +230,12 @@ def _start_of(trace: Trace, ends_s: FloatArray, kernel: int) -> float:
     return float(ends_s[within - 1]) if 0 < within <= trace.kernels else 0.0
 
 
-def _by_tensor(spans: list[Span]) -> dict[int, list[Span]]:
-    found: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        found[span.index].append(span)
+def _by_tensor(timeline: Timeline, links: Mapping[str, str]) -> dict[tuple[str, int], list[Span]]:
+    """The copies to or from each tier, by tier and tensor."""
+    found: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for tier, link in links.items():
+        for span in copies(timeline, link):
+            found[tier, span.index].append(span)
     return found
 
 

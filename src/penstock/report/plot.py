@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,16 +109,9 @@ def _draw_memory(axes: Axes, trace: Trace, plan: Plan, timelines: dict[str, Time
     heights = _apart([size * scale for _, size, *_ in lines], least=0.085 * top)
     for (name, size, colour, style, width), height in zip(lines, heights, strict=True):
         axes.axhline(size * scale, color=colour, linewidth=width, linestyle=style, zorder=2.5)
-        axes.annotate(
-            f"{name}\n{size * scale:.{digits}f} {unit}",
-            (1.008, height),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            color=colour,
-            fontsize=11,
-            fontweight="bold" if name == "budget" else "normal",
-            linespacing=1.25,
-        )
+        weight = "bold" if name == "budget" else "normal"
+        said = f"{name}\n{size * scale:.{digits}f} {unit}"
+        _beside(axes, said, 1.008, height, color=colour, fontsize=11, fontweight=weight, linespacing=1.25)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.006, 0.995),
@@ -173,34 +166,11 @@ def _draw_streams(axes: Axes, rows: Sequence[Row], gap_s: float) -> None:
                 linewidth=0.6,  # the shortest can be seen, too
                 zorder=4 if is_stall else 3,
             )
-        axes.annotate(
-            row.note,
-            (1.008, place),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=10.5,
-            color=row.note_colour,
-        )
-        axes.annotate(
-            row.source,
-            (-0.006, place),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="center",
-            fontsize=10,
-            color=FAINT,
-        )
+        _beside(axes, row.note, 1.008, place, fontsize=10.5, color=row.note_colour)
+        _beside(axes, row.source, -0.006, place, ha="right", fontsize=10, color=FAINT)
     for stream, group in groupby(zip(rows, places, strict=True), key=lambda entry: entry[0].stream):
-        heights = [height for _, height in group]
-        axes.annotate(
-            stream.replace("_", " "),
-            (0.004, min(heights) - 0.72),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=11,
-            fontweight="bold",
-            color=INK,
-        )
+        above = min(height for _, height in group) - 0.72
+        _beside(axes, stream.replace("_", " "), 0.004, above, fontsize=11, fontweight="bold", color=INK)
     axes.set_ylim(place + 0.7, -1.25)
     axes.set_yticks([])
     axes.set_xlabel("seconds", color=INK, fontsize=12)
@@ -270,6 +240,11 @@ def _summary(trace: Trace, plan: Plan, timelines: dict[str, Timeline]) -> str:
         f"{format_bytes(timeline.peak_bytes)} {source}" for source, timeline in timelines.items()
     )
     return f"peak: {peaks}   |   one step: {steps}   |   policy {plan.policy}"
+
+
+def _beside(axes: Axes, text: str, x: float, y: float, **style: Any) -> None:
+    """Text at ``x``, a fraction of the width, and the height ``y`` of the data."""
+    axes.annotate(text, (x, y), xycoords=("axes fraction", "data"), va="center", **style)
 
 
 def _strip(axes: Axes) -> None:

@@ -18,7 +18,7 @@ CAUSES = ("prefetch", "memory")
 # By which an estimate has been wrong: 526 ms predicted and 1.08 s measured, 6.3 s and 11.3 s.
 ESTIMATED = "runs took up to 2.1 x that"
 
-AGAIN = ("recompute", "compress", "expand")  # what the compute stream does beside the trace's kernels
+EXTRA_WORK = ("recompute", "compress", "expand")  # what the compute stream does beside the trace's kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Summary:
     stall_s           by cause
     endurance_bytes   that may be written to the disk in its life; None where not given
     measured          kernels were timed; otherwise their times are estimates
-    compute_s         by entry of AGAIN: time the compute stream spends beside the trace's kernels
+    compute_s         by entry of EXTRA_WORK: time the compute stream spends beside the trace's kernels
     """
 
     policy: str
@@ -74,11 +74,11 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: what it is, and how much."""
+        step = format_seconds(self.predicted_s)
+        step += "" if self.over_ideal is None else f", {self.over_ideal:.2f} x the ideal"
+        step += "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
         return [
-            (
-                "predicted step",
-                f"{format_seconds(self.predicted_s)}{_times(self.over_ideal)}{self._estimated()}",
-            ),
+            ("predicted step", step),
             ("bound", self.bound_text()),
             ("predicted peak", self._peak()),
             ("moved", self._moved()),
@@ -86,9 +86,6 @@ class Summary:
             ("stalls", self.stall_text()),
             ("disk wear", str(self.disk_wear)),
         ]
-
-    def _estimated(self) -> str:
-        return "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
 
     def timing(self) -> tuple[str, ...]:
         """For people: time, over the ideal, above the bound, stalls, bytes evicted."""
@@ -151,9 +148,9 @@ def summarise(trace: Trace, plan: Plan, timeline: Timeline, endurance_bytes: int
     stall_s = dict.fromkeys(CAUSES, 0.0)
     for stall in timeline.stalls:
         stall_s[stall.cause] = stall_s.get(stall.cause, 0.0) + stall.end_s - stall.start_s
-    compute_s = dict.fromkeys(AGAIN, 0.0)
+    compute_s = dict.fromkeys(EXTRA_WORK, 0.0)
     for span in timeline.spans:
-        if (work := again(trace, span)) is not None:
+        if (work := extra_work(trace, span)) is not None:
             compute_s[work] += span.end_s - span.start_s
     return Summary(
         policy=plan.policy,
@@ -191,12 +188,12 @@ def copies(timeline: Timeline, link: str) -> list[Span]:
     return sorted(found, key=lambda span: (span.start_s, span.index))
 
 
-def again(trace: Trace, span: Span) -> str | None:
-    """Which of AGAIN a span of the compute stream is; None for a kernel of the trace, or a link."""
+def extra_work(trace: Trace, span: Span) -> str | None:
+    """Which of EXTRA_WORK a span of the compute stream is; None for a kernel of the trace, or a link."""
     if span.stream != "compute":
         return None
     first = span.label.partition(" ")[0]
-    if first not in AGAIN:
+    if first not in EXTRA_WORK:
         return None
     is_kernel = 0 <= span.index < trace.kernels and trace.kernel_name[span.index] == span.label
     return None if is_kernel else first
@@ -205,7 +202,7 @@ def again(trace: Trace, span: Span) -> str | None:
 def kernel_spans(trace: Trace, timeline: Timeline) -> Iterator[Span]:
     """The spans of the trace's kernels, in order."""
     for span in timeline.spans:
-        if span.stream == "compute" and 0 <= span.index < trace.kernels and again(trace, span) is None:
+        if span.stream == "compute" and 0 <= span.index < trace.kernels and extra_work(trace, span) is None:
             yield span
 
 
@@ -216,7 +213,3 @@ def percent(fraction: float) -> str:
 
 def _bytes(spans: list[Span]) -> int:
     return sum(span.size_bytes for span in spans)
-
-
-def _times(over_ideal: float | None) -> str:
-    return "" if over_ideal is None else f", {over_ideal:.2f} x the ideal"

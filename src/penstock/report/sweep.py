@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ WORTH_KERNELS = 4000  # planning for fewer is over before a process has started
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class PolicyResult:
     """One policy's answer. ``reason`` says why there is no plan where ``summary`` is None."""
 
     policy: str
@@ -40,7 +41,7 @@ class Candidate:
 
 def compare_policies(
     problem: Problem, names: Iterable[str] | None = None, known: Plan | None = None, workers: int = 0
-) -> list[Candidate]:
+) -> list[PolicyResult]:
     """One candidate for each policy, fastest first, those that cannot at the end.
 
     Each summary carries the best bound that any of the policies proved: it holds for all.
@@ -53,16 +54,16 @@ def compare_policies(
     if known is not None and known.policy not in names:
         tasks.append((problem, known.policy, known))
     workers = workers or workers_for(problem.trace.kernels * len(tasks))
-    found = spread(_candidate, tasks, min(workers, len(tasks)))
+    found = run_in_processes(_result, tasks, min(workers, len(tasks)))
     bound_s = max((entry.summary.lower_bound_s for entry in found if entry.summary), default=0.0)
     found = [
         replace(entry, summary=replace(entry.summary, lower_bound_s=bound_s)) if entry.summary else entry
         for entry in found
     ]
-    return sorted(found, key=lambda entry: (entry.summary is None, _predicted_s(entry)))
+    return sorted(found, key=lambda entry: entry.summary.predicted_s if entry.summary else math.inf)
 
 
-def spread(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
+def run_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
     """``function`` of each task, in order, in so many processes; with one, in this process.
 
     The processes start afresh rather than as copies of this one, which may have threads.
@@ -78,19 +79,15 @@ def workers_for(kernels: int) -> int:
     return 1 if kernels < WORTH_KERNELS else os.cpu_count() or 1
 
 
-def _candidate(task: tuple[Problem, str, Plan | None]) -> Candidate:
+def _result(task: tuple[Problem, str, Plan | None]) -> PolicyResult:
     problem, name, made = task
     try:
         if made is None:
             made = solve(problem, name)
         timeline = simulate(problem.trace, made, problem.hardware)
     except PenstockError as error:
-        return Candidate(policy=name, reason=str(error))
-    return Candidate(policy=name, summary=summarise(problem.trace, made, timeline))
-
-
-def _predicted_s(entry: Candidate) -> float:
-    return entry.summary.predicted_s if entry.summary else 0.0
+        return PolicyResult(policy=name, reason=str(error))
+    return PolicyResult(policy=name, summary=summarise(problem.trace, made, timeline))
 
 
 NEAR = 1.05  # times this close are called the same
@@ -205,30 +202,27 @@ def sweep(asked: Sequence[Case], workers: int = 0) -> list[Cell]:
     workers   processes to plan in; 0: as many as are worth starting
     """
     workers = workers or workers_for(sum(case.trace.kernels for case in asked))
-    found = spread(cell, asked, min(workers, len(asked)))
+    found = run_in_processes(cell, asked, min(workers, len(asked)))
     # What comes back from another process holds a copy of its case.
     return _inherited([replace(entry, case=case) for entry, case in zip(found, asked, strict=True)])
 
 
 def _inherited(cells: Sequence[Cell]) -> list[Cell]:
     """The cells, each with the best of its own plan and those of its neighbours that have less."""
-    place = {id(entry): index for index, entry in enumerate(cells)}
     found = list(cells)
-    for entry in sorted(cells, key=lambda entry: _means(entry.case)):
-        below = [other for other in cells if other is not entry and _has_less(other.case, entry.case)]
+    for index in sorted(range(len(cells)), key=lambda index: _means(cells[index].case)):
+        case = cells[index].case
+        below = [other for other, cell in enumerate(cells) if _has_less(cell.case, case)]
         for other in below:
-            if any(_has_less(other.case, between.case) for between in below):
+            if any(_has_less(cells[other].case, cells[between].case) for between in below):
                 continue  # the one between has it already
-            made, own = found[place[id(other)]].plan, found[place[id(entry)]]
+            made, own = found[other].plan, found[index]
             if made is None:
                 continue
-            trial = replace(made, device_budget_bytes=entry.case.budget_bytes)
-            trial = replace(trial, lower_bound_s=own.plan.lower_bound_s if own.plan else 0.0)
-            if (
-                own.summary is None
-                or _time_s(own.case.trace, trial, own.case.hardware) < own.summary.predicted_s
-            ):
-                found[place[id(entry)]] = _cell_of(entry.case, trial)
+            bound_s = own.plan.lower_bound_s if own.plan else 0.0
+            trial = replace(made, device_budget_bytes=case.budget_bytes, lower_bound_s=bound_s)
+            if own.summary is None or _time_s(case.trace, trial, case.hardware) < own.summary.predicted_s:
+                found[index] = _cell_of(case, trial)
     return found
 
 
@@ -297,30 +291,25 @@ def if_doubled_s(case: Case, made: Plan) -> dict[str, float]:
 
 def to_host(trace: Trace, made: Plan, host_bytes: int) -> Plan:
     """The same plan with copies moved from disk to host as far as ``host_bytes`` allow."""
-    evictions = list(made.evictions)
-    on_disk = {evict.tensor for evict in evictions if evict.tier == "disk"}
-    wait = dict.fromkeys(on_disk, math.inf)
-    for evict in evictions:
-        if evict.tensor in on_disk:
+    on_disk = (evict.tensor for evict in made.evictions if evict.tier == "disk")
+    wait: dict[int, float] = dict.fromkeys(on_disk, math.inf)
+    for evict in made.evictions:
+        if evict.tensor in wait:
             wait[evict.tensor] = min(wait[evict.tensor], evict.end - evict.begin)
-    waiting = sorted(on_disk, key=lambda tensor: (wait[tensor], tensor))
-    fitting, failing = 0, len(waiting) + 1
-    result = made
-    while failing - fitting > 1:  # the most, by bisection: each more occupies more
-        count = (fitting + failing) // 2
+    waiting = sorted(wait, key=lambda tensor: (wait[tensor], tensor))
+
+    def with_moved(count: int) -> Plan:
         moved = set(waiting[:count])
-        trial = replace(
-            made,
-            evictions=tuple(
-                replace(evict, tier="host") if evict.tensor in moved else evict for evict in evictions
-            ),
-        )
-        occupied = tier_bytes(trace, trial.evictions).get("host")
-        if occupied is None or int(occupied.max(initial=0)) <= host_bytes:
-            fitting, result = count, trial
-        else:
-            failing = count
-    return result
+        evictions = (replace(e, tier="host") if e.tensor in moved else e for e in made.evictions)
+        return replace(made, evictions=tuple(evictions))
+
+    def occupied(count: int) -> int:
+        used = tier_bytes(trace, with_moved(count).evictions).get("host")
+        return 0 if used is None else int(used.max(initial=0))
+
+    # The most that fit: each more occupies more.
+    most = bisect_right(range(1, len(waiting) + 1), host_bytes, key=occupied)
+    return with_moved(most)
 
 
 def _time_s(trace: Trace, made: Plan, hardware: Hardware) -> float:

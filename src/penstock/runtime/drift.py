@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from penstock.core.hardware import CODERS, LINKS, Hardware
+from penstock.core.hardware import CODERS, LINKS, Hardware, busy_s
 from penstock.core.plan import Plan
-from penstock.core.timeline import busy_s
 from penstock.core.trace import Trace
 from penstock.runtime.devices import Moved
 from penstock.simulator import simulate

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.core.columns import KINDS
-from penstock.core.hardware import LINKS
-from penstock.core.timeline import Sample, Span, Stall, Timeline, busy_s
+from penstock.core.hardware import LINKS, busy_s
+from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.runtime.copy_engine import Wait
 from penstock.runtime.devices import Device, Moved

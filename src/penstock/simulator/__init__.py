@@ -1,4 +1,5 @@
-"""The replay of a plan, event by event, as the runtime would carry it out: from `penstock._native`.
+"""The replay of a plan, event by event, as the runtime would carry it out. The work is done in C++
+(csrc/planning): this module says what a plan, a trace and a machine are in its columns.
 
 Assumptions, each of which costs some accuracy:
 
@@ -25,18 +26,48 @@ Assumptions, each of which costs some accuracy:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from penstock import _native
 from penstock.core.arguments import require_kinds
+from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, TIERS, Hardware
-from penstock.core.memory_profile import as_run
-from penstock.core.plan import Plan
+from penstock.core.memory_profile import as_run, kernels_as_run
+from penstock.core.plan import CODECS, Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
 from penstock.core.trace import Trace, within_budget
-from penstock.simulator.replay import CAUSES, Intervals, Replay
+from penstock.errors import InvalidArgument
 
 STREAMS = ("compute", *LINKS)
 RUN, COMPRESS, EXPAND, RECOMPUTATION, START_COPIES = range(5)  # what the compute stream does
+CAUSES = ("", "prefetch", "memory")
+
+
+class Action(NamedTuple):
+    """What a plan does with a tensor in an inactive period: the native module has the table.
+
+    tier, codec   those of an `Evict`; empty where nothing moves
+    """
+
+    name: str
+    tier: str
+    codec: str
+
+
+ACTIONS = tuple(Action(*row) for row in _native.plan_actions())
+KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(len(ACTIONS))
+MOVES = {number: (action.tier, action.codec) for number, action in enumerate(ACTIONS) if action.tier}
+
+
+def action_of(tier: str, codec: str) -> int | None:
+    """The number of the action that sends a tensor there in this form; None where there is none."""
+    form = "raw" if codec == "raw" else "csr"
+    return next((number for number, move in MOVES.items() if move == (tier, form)), None)
 
 
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
@@ -51,8 +82,9 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
         trace, gone = as_run(trace, plan, hardware.host_bytes)
     else:
         trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
+    intervals = Intervals.of((*plan.evictions, *gone), plan.recomputations)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
-        Intervals.of_plan(plan, gone), record=True, variants=plan.variants, stop_on_deadlock=False
+        intervals, record=True, variants=plan.variants, stop_on_deadlock=False
     )
     spans = [_span(trace, *row) for row in _rows(result.records["spans"])]
     return Timeline(
@@ -94,3 +126,179 @@ def _memory(columns: Any) -> dict[str, tuple[Sample, ...]]:
         for tier, samples in memory.items()
         if tier == "device" or any(sample.size_bytes for sample in samples)
     }
+
+
+# -- what the native module reads ------------------------------------------------------------------
+
+
+class Intervals(NamedTuple):
+    """The evictions and recomputations of a plan as columns, [R] each: all evictions, in the order of the
+    plan, then all recomputations, to which `after` and `prefetch_at` mean nothing.
+
+    action   number in ACTIONS; rows with KEEP are skipped
+    """
+
+    tensor: IntArray
+    after: IntArray
+    begin: IntArray
+    end: IntArray
+    prefetch_at: IntArray
+    action: npt.NDArray[np.int8]
+
+    @classmethod
+    def of(cls, evictions: Sequence[Evict], recomputations: Sequence[Recompute] = ()) -> Intervals:
+        rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
+        rows += [(r.tensor, r.begin - 1, r.begin, r.end, r.end) for r in recomputations]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        action = [_action(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
+        tensor, after, begin, end, prefetch_at = map(integers, columns)
+        return cls(tensor, after, begin, end, prefetch_at, np.array(action, dtype=np.int8))
+
+
+def _action(evict: Evict) -> int:
+    action = action_of(evict.tier, evict.codec)
+    if action is None or evict.codec not in CODECS:
+        raise InvalidArgument(
+            f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
+            f"tiers are host and disk, codecs {', '.join(CODECS)}"
+        )
+    return action
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What one replay found.
+
+    iteration_s       inf where it stopped at a deadlock
+    start_s           [K] when each kernel of the reported iteration starts, which begins at 0
+    peak_bytes        the most device bytes in use at any moment of it
+    tier_peak_bytes   the same by tier, of "host" and "disk"
+    deadlock          no more memory could come free, and what was needed did not fit
+    records           spans, stalls and samples as columns, where asked for
+    """
+
+    iteration_s: float
+    start_s: FloatArray
+    peak_bytes: int
+    tier_peak_bytes: dict[str, int]
+    deadlock: bool
+    records: dict[str, Any]
+
+
+class Replay:
+    """A trace on a machine, on which plans are tried. Deterministic; may be used by several threads."""
+
+    def __init__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> None:
+        self.trace, self.hardware = trace, hardware
+        self.native = _native.Replay(trace_columns(trace), machine_columns(trace, hardware, budget_bytes))
+
+    def run(
+        self,
+        intervals: Intervals,
+        record: bool = False,
+        *,
+        variants: Sequence[int] = (),
+        stop_on_deadlock: bool = True,
+    ) -> Result:
+        """Carry out a plan.
+
+        record             keep every span, stall and change of memory
+        variants           as in Plan
+        stop_on_deadlock   without, what is needed takes memory above the budget, and the peak shows it
+        """
+        try:
+            found = self.native.run(self.columns(intervals, variants), record, stop_on_deadlock)
+        except ValueError as error:
+            raise InvalidArgument(
+                f"the plan is not one for this trace: {error}. Make the plan from the same trace"
+            ) from None
+        device, host, disk = found["peak_bytes"]
+        stopped = found["deadlock"] and stop_on_deadlock
+        return Result(
+            iteration_s=float("inf") if stopped else found["iteration_s"],
+            start_s=found["start_s"],
+            peak_bytes=device,
+            tier_peak_bytes={"host": host, "disk": disk},
+            deadlock=found["deadlock"],
+            records={name: found[name] for name in ("spans", "stalls", "samples")} if record else {},
+        )
+
+    def columns(self, intervals: Intervals, variants: Sequence[int] = ()) -> tuple[Any, ...]:
+        """A plan for `native`. Raises InvalidArgument where the machine, or the trace, has no such things."""
+        for tier in {MOVES[action][0] for action in np.unique(intervals.action).tolist() if action in MOVES}:
+            self.hardware.evict_s(tier, 1)
+            self.hardware.prefetch_s(tier, 1)
+        kernels, table = self.trace.kernels, self.trace.kernel_variants
+        if len(variants) not in (0, kernels):
+            raise InvalidArgument(
+                f"the plan has variants of {len(variants)} kernels; the trace has {kernels} kernels. "
+                "Make the plan from the same trace"
+            )
+        for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
+            if variants[kernel] >= (count := len(table[kernel]) if table else 0):
+                raise InvalidArgument(
+                    f"the plan runs variant {variants[kernel]} of kernel {kernel}, which has {count}: "
+                    "make the plan from the same trace"
+                )
+        times, workspaces = kernels_as_run(self.trace, variants)
+        return (*intervals, np.ascontiguousarray(times, dtype=np.float64), integers(workspaces))
+
+
+def integers(values: npt.NDArray[Any]) -> IntArray:
+    """Integers as the native module reads them."""
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def trace_columns(trace: Trace) -> dict[str, Any]:
+    """What `penstock._native` wants to know of a trace."""
+    recompute, count = trace.tensor_recompute, trace.kernels
+    return {
+        "kernels": count,
+        "bytes": integers(trace.tensor_bytes),
+        "compressed": integers(trace.packed_bytes),
+        "birth": integers(np.clip(trace.tensor_birth, 0, count)),
+        "death": integers(np.clip(trace.tensor_death, 0, count)),
+        "persistent": trace.tensor_persistent.astype(np.uint8),
+        "producer": integers(recompute if len(recompute) else np.full(trace.tensors, -1)),
+        "outputs": (integers(trace.outputs.starts), integers(trace.outputs.values)),
+        "writers": (integers(trace.writers.starts), integers(trace.writers.values)),
+    }
+
+
+def coding_times_s(trace: Trace, hardware: Hardware) -> tuple[FloatArray, FloatArray]:
+    """[T] seconds to compress each tensor, and [T] to expand it, in its codec."""
+    rates = [np.full(trace.tensors, rate) for rate in hardware.codec_rates("csr")]
+    if trace.lossy and trace.tensor_stashed.any():
+        for column, rate in zip(rates, hardware.codec_rates(trace.lossy), strict=True):
+            column[trace.tensor_stashed] = rate
+    return trace.tensor_bytes / rates[0], trace.tensor_bytes / rates[1]
+
+
+def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
+    """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
+    sizes = (trace.tensor_bytes, trace.packed_bytes)
+    coding_s = coding_times_s(trace, hardware)
+    return {
+        "budget": budget_bytes,
+        "shares_bus": hardware.disk_shares_bus,
+        "duplex": float(hardware.duplex),
+        "compress_s": coding_s[0],
+        "expand_s": coding_s[1],
+        "copy_overhead_s": float(hardware.copy_overhead_s),
+        "links": [
+            (
+                0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),
+                *(_rates(hardware, link, size) for size in sizes),
+            )
+            for link in LINKS
+        ],
+    }
+
+
+def _rates(hardware: Hardware, link: str, size_bytes: IntArray) -> FloatArray:
+    """Bytes per second of each size alone on `link`, latency apart; 0 where there is no such link."""
+    if link not in hardware.measured_rates:
+        return np.full(len(size_bytes), hardware.rate_bytes_per_s(link))
+    sizes, which = np.unique(size_bytes, return_inverse=True)
+    rates = [size / hardware.transfer_s(link, size) if size else 1.0 for size in sizes.tolist()]
+    return np.array(rates, dtype=np.float64)[which]

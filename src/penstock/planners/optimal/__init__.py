@@ -1,7 +1,7 @@
 """The default: everything decided together, near a linear program, and checked by the simulator.
 
 A linear program over time slots says how much of each inactive period should have which action, and proves
-a bound (`penstock.planners.optimal.fractional`). Its fractions are rounded, what then does not fit is
+a bound (`penstock.planners.optimal.lp`). Its fractions are rounded, what then does not fit is
 repaired, and a local search improves the plan with the simulator as the objective. G10's plan and a greedy
 one are seeds, too: without a solver they are all there is.
 """
@@ -22,17 +22,16 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
-from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull, installing
-from penstock.planners.optimal.fractional import FractionalPlan, dive, fractional_plan
+from penstock.planners.optimal.lp import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
     ActionArray,
-    Candidate,
     Choices,
+    FoundPlan,
     Improver,
+    actions_of,
     choices,
     everything_away,
-    of_intervals,
     round_fractions,
     seeds,
 )
@@ -44,7 +43,7 @@ NEAR = 1.01  # of the bound: a first plan that is no nearer is worth solving the
 TEMPERATURES = (5e-5, 0.0)  # of the searches side by side, where the start is FAR from the bound or farther
 FAR = 0.05
 ROUNDS = 5  # at least, of the time limit; after each, all go on from the best
-SETTLED = 2e-4  # rounds that gain less
+LITTLE_GAIN = 2e-4  # rounds that gain less
 LAST_ROUNDS = (2, 6)  # so many of them in a row are the last: where the best is NEAR the bound, and elsewhere
 WARMER = 3.0  # each time
 _SOLVING = 0.6  # of the time limit, at most, for the linear program
@@ -99,19 +98,13 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
 
     few, is_best = _few_copies(problem)
     if few is not None and is_best:
-        evictions, recomputations = few.intervals(problem.trace)
-        return few.iteration_s, Decision(
-            evictions=evictions,
-            recomputations=recomputations,
-            lower_bound_s=trace.fastest_s,
-            reason="nothing can be faster, and moving the largest tensors alone is enough",
-        )
+        reason = "nothing can be faster, and moving the largest tensors alone is enough"
+        return few.decision(trace, trace.fastest_s, reason)
     options = choices(problem)
     relaxed, note = _relaxed(problem)
     bound_s = relaxed.bound_s
     starts = _starts(problem, options, relaxed, _SEEDING * left_s(), few)
     best = _search(problem, options, relaxed.fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
-    evictions, recomputations = best.intervals(problem.trace)
     if best.evaluations:
         reason = f"the best of {best.evaluations} changes tried"
     elif best.iteration_s <= bound_s * (1 + 1e-9):
@@ -120,22 +113,17 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
         reason = "the first plan, unchanged"
     if best.timed_out:
         reason += f": planning stopped after {format_seconds(problem.time_limit_s)}"
-    return best.iteration_s, Decision(
-        evictions=evictions,
-        recomputations=recomputations,
-        lower_bound_s=bound_s,
-        reason=f"{reason}; {note}" if note else reason,
-    )
+    return best.decision(trace, bound_s, f"{reason}; {note}" if note else reason)
 
 
-def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
+def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:
     """The fastest plan that moves large tensors alone, and whether nothing can be faster.
 
     Where the machine's cost of a copy is not known, only one that is as fast as any can be counts.
     """
     begun_s = time.perf_counter()
     trace = problem.trace
-    best: Candidate | None = None
+    best: FoundPlan | None = None
     largest = int(trace.tensor_bytes.max(initial=0))
     for power in range(largest.bit_length() - 1, SMALLEST_LARGE.bit_length() - 2, -1):
         movable = trace.movable & (trace.tensor_bytes >= 1 << power)
@@ -143,7 +131,7 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
         if minimum_bytes(restricted.trace) > problem.budget_bytes:
             continue
         try:
-            start = _starts(restricted, choices(restricted), _nothing(trace), 0.0)[0]
+            start = _starts(restricted, choices(restricted), FractionalPlan(trace.fastest_s), 0.0)[0]
         except SpillSpaceFull:
             continue
         if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
@@ -157,7 +145,7 @@ def _few_copies(problem: Problem) -> tuple[Candidate | None, bool]:
 
 def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
     """What the linear program says, and why nothing where there is none."""
-    nothing = _nothing(problem.trace)
+    nothing = FractionalPlan(problem.trace.fastest_s)
     if problem.time_limit_s <= 0:
         return nothing, "there was no time for a linear program"
     if find_spec("highspy") is None:
@@ -165,10 +153,6 @@ def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
         _warn_once(note)
         return nothing, note
     return fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s)), ""
-
-
-def _nothing(trace: Trace) -> FractionalPlan:
-    return FractionalPlan(trace.fastest_s, None, "unknown")
 
 
 @cache
@@ -181,8 +165,8 @@ def _starts(
     options: Choices,
     relaxed: FractionalPlan,
     seconds: float,
-    given: Candidate | None = None,
-) -> list[Candidate]:
+    given: FoundPlan | None = None,
+) -> list[FoundPlan]:
     """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
     fractions = relaxed.fractions
@@ -199,10 +183,10 @@ def _starts(
         if best is not None and math.isfinite(best.iteration_s):
             found.append(best)
 
-    found: list[Candidate] = []
+    found: list[FoundPlan] = []
     if given is not None:
         evictions, recomputations = given.intervals(problem.trace)
-        fitted(of_intervals(options, evictions, recomputations))
+        fitted(actions_of(options, evictions, recomputations))
     for action in seeds(problem, options, fractions):
         fitted(action)
         if found and time.perf_counter() - begun_s >= seconds:
@@ -222,10 +206,10 @@ def _search(
     problem: Problem,
     options: Choices,
     fractions: FloatArray | None,
-    starts: Sequence[Candidate],
+    starts: Sequence[FoundPlan],
     bound_s: float,
     seconds: float,
-) -> Candidate:
+) -> FoundPlan:
     """The best plan that several searches find that now and then go on from the best of all."""
     begun_s = time.perf_counter()
     trace = problem.trace
@@ -234,7 +218,7 @@ def _search(
     best = starts[0]
     improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
     froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
-    tried, settled, timed_out = 0, 0, seconds <= 0
+    tried, without_gain, timed_out = 0, 0, seconds <= 0
     with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
         for turn in count():
             left_s = seconds - (time.perf_counter() - begun_s)
@@ -249,7 +233,7 @@ def _search(
                     evaluations=changes,
                     seconds=left_s / max(ROUNDS - turn, 1),
                     target_s=target_s,
-                    temperature=TEMPERATURES[index] * far * WARMER**settled,
+                    temperature=TEMPERATURES[index] * far * WARMER**without_gain,
                     seed=turn * len(TEMPERATURES) + index,
                 )
                 for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
@@ -260,13 +244,13 @@ def _search(
             tried += sum(result.evaluations for result in results)
             short = any(result.timed_out for result in results)
             timed_out = timed_out or short
-            settled = settled + 1 if best.iteration_s > before_s * (1 - SETTLED) else 0
+            without_gain = without_gain + 1 if best.iteration_s > before_s * (1 - LITTLE_GAIN) else 0
             # Where nothing is gained, one of them goes on from another start, by itself.
-            alone = starts[1 % len(starts)] if settled == 1 else results[-1]
-            froms = [best, best if settled == 0 else alone]
-            if settled >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
+            alone = starts[1 % len(starts)] if without_gain == 1 else results[-1]
+            froms = [best, best if without_gain == 0 else alone]
+            if without_gain >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
                 break
-    return replace(best, evaluations=tried, timed_out=timed_out)
+    return best._replace(evaluations=tried, timed_out=timed_out)
 
 
 def _no_room(problem: Problem) -> SpillSpaceFull:

@@ -1,6 +1,6 @@
 """The linear program behind the lower bound: how fast an iteration could be, if tensors were water.
 
-The iteration is cut into S slots (`slots.cut`). Columns:
+The iteration is cut into S slots (`slots.make_slots`). Columns:
 
 - for each inactive period and each action that it allows, how much of the tensor has that action;
 - for each version of a tensor and each tier, how much is written, by the period that first needs it;
@@ -23,13 +23,17 @@ for its inputs, and no memory for what a codec works on.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
-from penstock.core.hardware import Hardware
-from penstock.planners.optimal.program import Amounts, Builder, Flows, joined
-from penstock.planners.optimal.slots import EvictionCandidates, Slots
-from penstock.simulator.replay import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, RECOMPUTE
+from penstock.core.memory_profile import least_workspace_bytes
+from penstock.planners.optimal.program import Amounts, Builder, Flows, joined, proven, solve
+from penstock.planners.optimal.slots import EvictionCandidates, Slots, make_slots
+from penstock.planners.problem import Problem
+from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, MOVES, RECOMPUTE
 
 _TIERS = {"host": (HOST, HOST_CSR), "disk": (DISK, DISK_CSR)}
 _ALIKE = 4.0  # tensors whose waits differ by less than this factor share a stock of early writes
@@ -43,20 +47,14 @@ class LPModel:
     unit_bytes, unit_s   what a unit of the program's sizes and times is
     choices              (action, periods [N], columns [N]) for each action that is possible: column n says
                          how much of period n has it, in the program's units
-    kernel_time_s        [K] the least time of each kernel
     live_bytes           [K] the least bytes during each kernel with every tensor resident
     """
 
     def __init__(
-        self,
-        candidates: EvictionCandidates,
-        slots: Slots,
-        hardware: Hardware,
-        kernel_time_s: FloatArray,
-        live_bytes: IntArray,
-        budget_bytes: int,
+        self, problem: Problem, candidates: EvictionCandidates, slots: Slots, live_bytes: IntArray
     ) -> None:
-        self.candidates, self.slots, self.hardware = candidates, slots, hardware
+        kernel_time_s = problem.trace.fastest_time_s
+        self.candidates, self.slots, self.hardware = candidates, slots, problem.hardware
         self.unit_bytes = max(float(live_bytes.max()), 1.0) / _SCALE
         self.unit_s = (float(kernel_time_s.sum()) or 1.0) / _SCALE
         self.count = len(slots)
@@ -68,7 +66,7 @@ class LPModel:
         self.ends = slots.before(candidates.end)
         self.useful = (self.starts < self.ends) & (candidates.size_bytes > 0)
 
-        need: FloatArray = (live_bytes[slots.checkpoint] - budget_bytes) / self.unit_bytes
+        need: FloatArray = (live_bytes[slots.checkpoint] - problem.budget_bytes) / self.unit_bytes
         self.tight = np.flatnonzero(need > 0)
         self.memory_rows = np.full(self.count, -1, dtype=np.int64)
         self.memory_rows[self.tight] = self.build.add_rows(len(self.tight), need[self.tight], np.inf)
@@ -319,3 +317,89 @@ class LPModel:
             different = [size for size in np.unique(sizes).tolist() if size > 0]
             best = max((size / self.hardware.transfer_s(link, size) for size in different), default=best)
         return best / self.unit_bytes * self.unit_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FractionalPlan:
+    """What the linear program answers. P inactive periods in the trace's order.
+
+    bound_s     no plan is faster, repeated without end: proven, however well it was solved
+    fractions   [P, 6] how much of each period has which action: the columns are those of
+                penstock.simulator.ACTIONS; None where nothing was solved
+    status      "optimal"; "time limit", "infeasible" (not even parts of tensors find room on the tiers) or
+                "unknown": then only `bound_s` means something
+    model       None where everything fits
+    """
+
+    bound_s: float
+    fractions: FloatArray | None = None
+    status: str = "unknown"
+    model: LPModel | None = None
+
+
+def fractional_plan(problem: Problem, slots: int = 200) -> FractionalPlan:
+    """Solve the problem with tensors as water, in about ``slots`` slots of time.
+
+    Raises InvalidArgument where the solver is not installed.
+    """
+    began = time.perf_counter()
+    trace = problem.trace
+    live_bytes = trace.live_bytes - trace.kernel_workspace_bytes + least_workspace_bytes(trace)
+    candidates = EvictionCandidates.of(problem)
+    fractions = np.zeros((len(candidates), len(ACTIONS)))
+    if int(live_bytes.max(initial=0)) <= problem.budget_bytes:  # everything fits
+        fractions[:, KEEP] = 1.0
+        return FractionalPlan(trace.fastest_s, fractions, "optimal")
+    model = LPModel(problem, candidates, make_slots(trace, candidates, slots), live_bytes)
+    solution = solve(model.program, problem.time_limit_s - (time.perf_counter() - began))
+    bound_s = max(trace.fastest_s, proven(model.program, solution.dual) * model.unit_s)
+    return FractionalPlan(bound_s, model.fractions(solution.value), solution.status, model)
+
+
+_ROUNDS = 8
+_CLEAR = 0.95  # a fraction from this on is a choice
+_SHARE = 0.3  # of the others, the largest are fixed, too
+_LINK = {"host": "device_to_host", "disk": "disk_write"}
+_TIE = 1e-5  # what a second on a link counts for: of plans that are as fast, one that moves less
+
+
+def dive(model: LPModel, time_limit_s: float) -> FloatArray:
+    """[P, A] fractions of each period, nearly all of them 0 or 1: what is fixed later makes up for what was
+    rounded before. Where nothing fits any longer, or the time is over, the rest keeps its fractions.
+    """
+    began = time.perf_counter()
+    program, size = model.program, model.size
+    count = len(size)
+    cost, lower, upper = program.cost.copy(), program.lower.copy(), program.upper.copy()
+    column = np.full((count, len(ACTIONS)), -1)
+    for action, periods, columns in model.choices:
+        column[periods, action] = columns
+        if action != RECOMPUTE:
+            cost[columns] += _TIE * 2 / model.rate(_LINK[MOVES[action][0]])
+    free = np.ones(count, dtype=np.bool_)
+    found = np.zeros((count, len(ACTIONS)))
+    found[:, KEEP] = 1.0
+    for _ in range(_ROUNDS):
+        left_s = time_limit_s - (time.perf_counter() - began)
+        if left_s <= 0:
+            break
+        solution = solve(replace(program, cost=cost, lower=lower, upper=upper), left_s)
+        if solution.status != "optimal":
+            break
+        fractions = model.fractions(solution.value)
+        found[free] = fractions[free]
+        most, chosen = fractions.max(axis=1), fractions.argmax(axis=1)
+        unclear = np.flatnonzero(free & (most < _CLEAR))
+        if len(unclear) == 0:
+            break
+        unclear = unclear[np.argsort(-most[unclear], kind="stable")]
+        fixed = free & (most >= _CLEAR)
+        fixed[unclear[: int(np.ceil(_SHARE * len(unclear)))]] = True
+        free &= ~fixed
+        for period in np.flatnonzero(fixed).tolist():
+            found[period] = 0.0
+            found[period, chosen[period]] = 1.0
+            for action in np.flatnonzero(column[period] >= 0).tolist():
+                amount = size[period] if action == chosen[period] else 0.0
+                lower[column[period, action]] = upper[column[period, action]] = amount
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,18 @@ from penstock._native import PlanSearch
 from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Recompute
-from penstock.core.trace import Trace
+from penstock.core.trace import Periods, Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.planners.g10 import algorithm_1
-from penstock.planners.problem import Problem
-from penstock.simulator.replay import (
+from penstock.planners.problem import Decision, Problem
+from penstock.simulator import (
     ACTIONS,
     KEEP,
     MOVES,
     RECOMPUTE,
     action_of,
     coding_times_s,
+    integers,
     machine_columns,
     trace_columns,
 )
@@ -31,53 +33,38 @@ from penstock.simulator.replay import (
 ActionArray = npt.NDArray[np.int8]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """P inactive periods, in the order of ``trace.periods``, and A actions: penstock.simulator.replay.
+@dataclass(frozen=True, eq=False)
+class Choices(Periods):
+    """The trace's inactive periods, and what may be done in each: A actions, as in penstock.simulator.
 
-    tensor, begin, end  [P] the period; end > K where it reaches into the next iteration
-    ready      [P] last kernel that writes the tensor before the period, -1 for none
-    size_bytes [P] of the tensor
     allowed    [P, A] what is possible; keeping always is
     cost_s     [P, A] seconds of link or of compute that each action takes; inf where not possible
     order      [P] the periods so that what makes a tensor comes before what it is made into
     parents    P lists: the tensors read when the period's is recomputed; empty where it cannot be
     """
 
-    tensor: IntArray
-    begin: IntArray
-    end: IntArray
-    ready: IntArray
-    size_bytes: IntArray
     allowed: BoolArray
     cost_s: FloatArray
     order: IntArray
     parents: Lists
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
 
 def choices(problem: Problem) -> Choices:
     """Everything that ``problem`` allows to be done with the periods of its trace."""
     trace = problem.trace
-    tensor, begin, end, ready = trace.periods
-    size_bytes = trace.tensor_bytes[tensor]
+    periods = trace.periods
+    tensor, end = periods.tensor, periods.end
     made_by = trace.tensor_recompute[tensor] if len(trace.tensor_recompute) else np.full(len(tensor), -1)
     makes = np.zeros(len(tensor), dtype=np.bool_)
     if problem.recompute:  # by the kernel that was the last to write the tensor
-        makes = (made_by >= 0) & (made_by == ready) & (end <= trace.recomputable_until[tensor])
+        makes = (made_by >= 0) & (made_by == periods.ready) & (end <= trace.recomputable_until[tensor])
         makes &= (end < trace.kernels) & ~trace.tensor_persistent[tensor]
-    allowed, cost_s = _actions(problem, tensor, size_bytes, trace.period_bytes(problem.compress), makes)
+    allowed, cost_s = _actions(problem, makes)
     return Choices(
-        tensor=tensor,
-        begin=begin,
-        end=end,
-        ready=ready,
-        size_bytes=size_bytes,
+        **vars(periods),
         allowed=allowed,
         cost_s=cost_s,
-        order=np.lexsort((begin, tensor, made_by)),
+        order=np.lexsort((periods.begin, tensor, made_by)),
         parents=Lists.of(
             [
                 np.unique(trace.inputs[int(trace.tensor_recompute[index])]).tolist() if make else []
@@ -87,10 +74,10 @@ def choices(problem: Problem) -> Choices:
     )
 
 
-def _actions(
-    problem: Problem, tensor: IntArray, size_bytes: IntArray, packed: IntArray, makes: BoolArray
-) -> tuple[BoolArray, FloatArray]:
+def _actions(problem: Problem, makes: BoolArray) -> tuple[BoolArray, FloatArray]:
     trace, hardware = problem.trace, problem.hardware
+    tensor, size_bytes = trace.periods.tensor, trace.periods.size_bytes
+    packed = trace.period_bytes(problem.compress)
     cost_s = np.full((len(tensor), len(ACTIONS)), np.inf)
     cost_s[:, KEEP] = 0.0
     compress_s, expand_s = coding_times_s(trace, hardware)
@@ -102,8 +89,7 @@ def _actions(
             cost_s[:, action] = _round_trip_s(hardware, tier, size_bytes)
         else:
             smaller = packed < size_bytes
-            both_s = _round_trip_s(hardware, tier, packed[smaller]) + coding_s[smaller]
-            cost_s[smaller, action] = both_s
+            cost_s[smaller, action] = _round_trip_s(hardware, tier, packed[smaller]) + coding_s[smaller]
     if makes.any():
         kernel = trace.tensor_recompute[tensor[makes]]
         cost_s[makes, RECOMPUTE] = trace.kernel_time_s[kernel]
@@ -122,8 +108,7 @@ def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatA
     return result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class FoundPlan(NamedTuple):
     """A plan that keeps to the budget and to every tier.
 
     action       [P] what happens in each period
@@ -155,6 +140,13 @@ class Candidate:
         evictions.sort(key=lambda evict: evict.after)
         return tuple(evictions), tuple(recomputations)
 
+    def decision(self, trace: Trace, lower_bound_s: float, reason: str) -> tuple[float, Decision]:
+        """Its time, and what a policy answers with it."""
+        evictions, recomputations = self.intervals(trace)
+        return self.iteration_s, Decision(
+            evictions=evictions, recomputations=recomputations, lower_bound_s=lower_bound_s, reason=reason
+        )
+
 
 class Improver:
     """What can be done with a problem's periods, and the means to try it. One thread works at a time."""
@@ -180,16 +172,16 @@ class Improver:
         target_s: float,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> Candidate:
+    ) -> FoundPlan:
         """The best found near a choice that fits, with all its prefetches placed.
 
-        late          [P] as in Candidate
+        late          [P] as in FoundPlan
         evaluations   how many changes are tried, of all that time allows
         target_s      an iteration time that is good enough
         temperature   how much worse a change may be at first, as a fraction of the iteration time
         """
         found = self._search.improve(action, late, evaluations, seconds, target_s, temperature, seed)
-        return Candidate(*found)
+        return FoundPlan(*found)
 
 
 def search_columns(
@@ -199,7 +191,7 @@ def search_columns(
     trace, hardware = problem.trace, problem.hardware
     kernels = {
         "time_s": np.ascontiguousarray(trace.kernel_time_s, dtype=np.float64),
-        "workspace_bytes": _integers(trace.kernel_workspace_bytes),
+        "workspace_bytes": integers(trace.kernel_workspace_bytes),
     }
     tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
     shares = np.zeros_like(choices.cost_s) if bias is None else bias
@@ -208,20 +200,16 @@ def search_columns(
         "begin": choices.begin,
         "end": choices.end,
         "ready": choices.ready,
-        "size_bytes": _integers(choices.size_bytes),
+        "size_bytes": integers(choices.size_bytes),
         "allowed": np.packbits(choices.allowed, axis=1, bitorder="little").reshape(-1),
         "cost_s": np.ascontiguousarray(choices.cost_s).reshape(-1),
         "bias": np.ascontiguousarray(shares, dtype=np.float64).reshape(-1),
-        "order": _integers(choices.order),
-        "parent_starts": _integers(choices.parents.starts),
-        "parents": _integers(choices.parents.values),
+        "order": integers(choices.order),
+        "parent_starts": integers(choices.parents.starts),
+        "parents": integers(choices.parents.values),
     }
     machine = machine_columns(trace, hardware, problem.budget_bytes) | tiers
     return trace_columns(trace) | kernels, machine, table
-
-
-def _integers(values: IntArray) -> IntArray:
-    return np.ascontiguousarray(values, dtype=np.int64)
 
 
 _SLIGHT = 0.03  # a fraction up to this is no reason to choose an action
@@ -238,10 +226,10 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
         yield round_fractions(problem.trace, choices, fractions)
     yield np.zeros(len(choices), dtype=np.int8)
     with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
-        yield of_intervals(choices, algorithm_1(problem, as_artifact=True).evictions)
+        yield actions_of(choices, algorithm_1(problem, as_artifact=True).evictions)
 
 
-def of_intervals(
+def actions_of(
     choices: Choices, evictions: Iterable[Evict], recomputations: Iterable[Recompute] = ()
 ) -> ActionArray:
     """[P] what happens in each period in a plan; nothing where a tensor is written and does not leave."""

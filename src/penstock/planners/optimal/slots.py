@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
-from penstock.core.trace import Trace
+from penstock.core.trace import Periods, Trace
+from penstock.planners.problem import Problem
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EvictionCandidates:
-    """P rows, one for each of the trace's inactive periods, in its order. K kernels; kernel K + k is
-    kernel k of the next iteration, kernel k - K of the one before.
+@dataclass(frozen=True, eq=False)
+class EvictionCandidates(Periods):
+    """The trace's inactive periods, and more of each. K kernels; kernel K + k is kernel k of the next
+    iteration, kernel k - K of the one before.
 
-    tensor, begin, end   [P] as in `InactivePeriod`
     ready                [P] kernel after which the tensor can be copied: the last that writes it, maybe
                          in the iteration before; -1 where it can be copied from the start
     version              [P] periods of one version of a tensor, between which nothing writes it, have
@@ -24,7 +24,6 @@ class EvictionCandidates:
     opened               [P] begin of the first period of its version, maybe in the iteration before
     lasting              [P] nothing ever writes the tensor: its copy stays valid from one iteration to
                          the next, and costs nothing
-    size_bytes           [P]
     packed_bytes         [P] compressed; the size where that is not less
     recompute_s          [P] time of the kernel that recomputes the tensor; infinite where none can
     recompute_until      [P] last kernel before which it can be recomputed: later, an input is gone
@@ -32,44 +31,33 @@ class EvictionCandidates:
     lossy                codec of some of what leaves compressed, or empty
     """
 
-    tensor: IntArray
-    begin: IntArray
-    end: IntArray
-    ready: IntArray
     version: IntArray
     rank: IntArray
     opened: IntArray
     lasting: BoolArray
-    size_bytes: IntArray
     packed_bytes: IntArray
     recompute_s: FloatArray
     recompute_until: IntArray
     wraps: bool
     lossy: str
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     @classmethod
-    def of(
-        cls, trace: Trace, kernel_time_s: FloatArray, *, compress: bool, recompute: bool
-    ) -> EvictionCandidates:
-        """``kernel_time_s``: [K] the least time each kernel can take."""
-        tensor, begin, end, before = trace.periods
+    def of(cls, problem: Problem) -> EvictionCandidates:
+        trace = problem.trace
+        tensor, begin, end = trace.periods.tensor, trace.periods.begin, trace.periods.end
         wraps = bool((end >= trace.kernels).any())
-        ready, lasting = _ready(trace, tensor, before, cyclic=wraps)
+        ready, lasting = _ready(trace, tensor, trace.periods.ready, cyclic=wraps)
         version, rank, opened = _versions(tensor, begin, ready, trace.kernels)
-        size = trace.tensor_bytes[tensor]
-        packed = trace.period_bytes(compress)
+        packed = trace.period_bytes(problem.compress)
         recompute_s = np.full(len(tensor), np.inf)
         recompute_until = np.full(len(tensor), -1, dtype=np.int64)
-        if recompute and len(trace.tensor_recompute):
+        if problem.recompute and len(trace.tensor_recompute):
             producer = trace.tensor_recompute[tensor]
             recompute_until = np.minimum(trace.recomputable_until[tensor], end)
             possible = (producer >= 0) & (recompute_until > begin) & (end < trace.kernels)
-            recompute_s[possible] = kernel_time_s[producer[possible]]
+            recompute_s[possible] = trace.fastest_time_s[producer[possible]]
         return cls(
-            tensor, begin, end, ready, version, rank, opened, lasting, size, packed,
+            tensor, begin, end, ready, trace.periods.size_bytes, version, rank, opened, lasting, packed,
             recompute_s, recompute_until, wraps, trace.lossy,
         )  # fmt: skip
 
@@ -144,33 +132,26 @@ class Slots:
         return result
 
 
-def cut(
-    trace: Trace,
-    candidates: EvictionCandidates,
-    kernel_time_s: FloatArray,
-    count: int,
-) -> Slots:
+def make_slots(trace: Trace, candidates: EvictionCandidates, count: int) -> Slots:
     """About ``count`` slots with equal shares of time and of change of memory, or, where there are no more
     kernels, one or two for each."""
-    kernels = trace.kernels
+    kernels, time_s = trace.kernels, trace.fastest_time_s
     ends = np.zeros(2 * kernels, dtype=np.bool_)
-    looked_at = (
-        _tallest(trace, candidates, kernel_time_s, min(count, kernels)) if kernels else np.zeros(0, int)
-    )
+    looked_at = _tallest(trace, candidates, min(count, kernels)) if kernels else np.zeros(0, int)
     ends[2 * looked_at] = True
-    long = kernel_time_s[looked_at] >= _LONG * float(kernel_time_s.sum()) / max(count, 1)
+    long = time_s[looked_at] >= _LONG * float(time_s.sum()) / max(count, 1)
     ends[2 * looked_at[long] + 1] = True
     ends[-1:] = True
     return Slots(np.cumsum(ends) - ends, np.flatnonzero(ends))
 
 
-def _tallest(trace: Trace, candidates: EvictionCandidates, kernel_time_s: FloatArray, count: int) -> IntArray:
+def _tallest(trace: Trace, candidates: EvictionCandidates, count: int) -> IntArray:
     """The kernel with the most memory out of each of ``count`` groups of kernels in a row."""
     kernels = trace.kernels
     if count == kernels:
         return np.arange(kernels)
     change = np.abs(np.diff(trace.live_bytes, prepend=trace.live_bytes[:1])).astype(np.float64)
-    share = _shares(kernel_time_s) + _MEMORY_SHARE * _shares(change)
+    share = _shares(trace.fastest_time_s) + _MEMORY_SHARE * _shares(change)
     until = np.cumsum(share) / share.sum()
     group = np.minimum((until * count * (1 - 1e-12)).astype(np.int64), count - 1)
 
