@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint.file.pagecache import cached_share
+from penstock.checkpoint.source import cached_share
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.states import STATES, bits, numbers, same, sharing, trained_gpt
 
@@ -64,7 +64,7 @@ def test_a_kernel_without_cachestat_gives_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr("penstock.checkpoint.file.pagecache._ask_cachestat", lambda *_: None)
+    monkeypatch.setattr("penstock.checkpoint.source._ask_cachestat", lambda *_: None)
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0
     drop_cache(tmp_path / "file")
@@ -233,7 +233,7 @@ def test_nothing_else_is_left_in_the_directory(
     nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not nameless:
-        monkeypatch.setattr("penstock.checkpoint.file.replace._create_nameless", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.replace._create_nameless", lambda *_: None)
     for step in range(2):
         checkpoint.save({"step": step}, tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -47,11 +47,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.file import reading
-from penstock.checkpoint.file.memory import is_on_host
-from penstock.checkpoint.file.source import PathLike, Source, path_of
-from penstock.checkpoint.loading import bytes_as_saved, count_change, load
+from penstock.checkpoint import reading
+from penstock.checkpoint.loading import fill_pairs, load
+from penstock.checkpoint.matching import Pair
 from penstock.checkpoint.saving import save
+from penstock.checkpoint.source import PathLike, Source, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 
@@ -206,23 +206,21 @@ class Reader(StorageReader):
 
 
 def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
-    """Give the planner what it wants of one file. What lies there as it is wanted is read straight to where
-    it goes, and the rest through memory."""
-    mapped = reading.read_mapped(source, verify=False)
-    saved = reading.state_of(source, mapped, restride=False)
-    entries = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(mapped)}
-    straight: dict[int, torch.Tensor] = {}
-    rest: list[tuple[torch.Tensor, ReadItem, torch.Tensor | None]] = []
+    """Give the planner what it wants of one file."""
+    entries = reading.read_mapped(source, verify=False)
+    saved = reading.state_of(source, entries, restride=False)
+    numbers = {entry.untyped_storage().data_ptr(): number for number, entry in enumerate(entries)}
     wanted: set[int] = set()
+    pickled: list[tuple[ReadItem, torch.Tensor]] = []
+    pairs: list[tuple[ReadItem, Pair]] = []
     for name, item in items:
         tensor = saved.get(name) if isinstance(saved, dict) else None
         if not isinstance(tensor, torch.Tensor):
             raise InvalidCheckpoint(f"{source.path} does not hold {name}, which the index says is there")
-        entry = entries.get(tensor.untyped_storage().data_ptr(), -1)
-        if entry >= 0:
-            wanted.add(entry)
+        if (number := numbers.get(tensor.untyped_storage().data_ptr())) is not None:
+            wanted.add(number)
         if item.type == LoadItemType.BYTE_IO:
-            rest.append((tensor, item, None))
+            pickled.append((item, tensor))
             continue
         for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, length)
@@ -232,25 +230,15 @@ def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPl
                 f"{item.dest_index.fqn} has the shape {tuple(target.shape)}, and {tuple(tensor.shape)} in "
                 f"{source.path}"
             )
-        is_whole = entry >= 0 and tensor.nbytes == mapped[entry].nbytes and target.dtype == tensor.dtype
-        data = bytes_as_saved(target, tensor) if is_whole else None
-        if data is not None and entry not in straight:
-            straight[entry] = data
-            count_change(target)
-            planner.commit_tensor(item, target)
-        else:
-            rest.append((tensor, item, target))
-    on_host = all(map(is_on_host, straight.values()))
-    reading.fill(source, straight.get, source.is_cached, on_host=on_host, wanted=wanted)
-    for tensor, item, target in rest:
-        if target is None:
-            planner.load_bytes(item, _pickled(source, item, tensor))
-        else:
-            target.copy_(tensor)
-            planner.commit_tensor(item, target)
+        pairs.append((item, Pair(item.dest_index.fqn, target, tensor)))
+    fill_pairs(source, [pair for _, pair in pairs], entries, source.is_cached, wanted=wanted)
+    for item, pair in pairs:
+        planner.commit_tensor(item, pair.target)
+    for item, tensor in pickled:
+        planner.load_bytes(item, _checked_pickle(source, item, tensor))
 
 
-def _pickled(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
+def _checked_pickle(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
     """What torch.distributed.checkpoint has pickled, if loading it executes nothing."""
     data = tensor.numpy().tobytes()
     try:

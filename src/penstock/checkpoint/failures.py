@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.checkpoint.file.transfers import TIMEOUT_S
+from penstock.checkpoint.pieces import TIMEOUT_S
 from penstock.errors import CheckpointError
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 

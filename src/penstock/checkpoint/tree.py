@@ -38,9 +38,16 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.checkpoint.state.stored import Collected, Stored, shown
-from penstock.checkpoint.state.strides import row_major
-from penstock.checkpoint.state.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
+from penstock.checkpoint.tensors import (
+    DTYPES,
+    TORCH_DTYPES,
+    Collected,
+    Node,
+    Rebuilt,
+    Stored,
+    row_major,
+    shown,
+)
 from penstock.errors import InvalidArgument, InvalidCheckpoint
 
 __all__ = ["DTYPES", "Stored", "flatten", "unflatten"]

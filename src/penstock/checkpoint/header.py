@@ -2,7 +2,7 @@
 
 A checkpoint is a safetensors file: 8 bytes with the length of a JSON text, the text, and the data, which
 the tensors cover without holes or overlap. What safetensors cannot express stands in the text's
-``__metadata__``: how the tensors make up a state (`penstock.checkpoint.state.tree`), and checksums. The text
+``__metadata__``: how the tensors make up a state (`penstock.checkpoint.tree`), and checksums. The text
 begins with the checksum of the whole header, so that a damaged header is refused before anything in it
 is believed. Headers of other writers have no checksums and are believed as far as they make sense.
 
