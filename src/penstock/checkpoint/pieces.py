@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.checkpoint.failures import TIMEOUT_S
 from penstock.checkpoint.header import Entry
 from penstock.storage.aligned import AlignedBuffer, align_down
 from penstock.storage.checksum import crc32c_combine
@@ -20,7 +21,6 @@ from penstock.storage.transfer import Transfer
 PIECE_BYTES = 4 << 20
 DEPTH = 8
 FEW = 4  # transfers in flight, and buffers, while memory is short
-TIMEOUT_S = 120.0  # the longest wait for the next to end: then the disk hangs
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
 
 

@@ -23,7 +23,8 @@ from penstock.checkpoint.failures import cannot_read, error_of, shown
 from penstock.checkpoint.header import Entry
 from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, carry_out, cut
 from penstock.checkpoint.source import Source
-from penstock.checkpoint.tree import DTYPES, unflatten
+from penstock.checkpoint.tensors import DTYPES
+from penstock.checkpoint.tree import unflatten
 from penstock.errors import InvalidCheckpoint
 from penstock.machine import lines
 from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at

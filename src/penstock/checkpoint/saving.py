@@ -22,7 +22,8 @@ from penstock.checkpoint.pieces import BufferPool, Checksums, Part, Piece, Pinne
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, path_of
-from penstock.checkpoint.tree import Stored, flatten
+from penstock.checkpoint.tensors import Stored
+from penstock.checkpoint.tree import flatten
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from penstock.errors import InvalidArgument, InvalidCheckpoint
+from penstock.checkpoint.failures import damaged
+from penstock.errors import InvalidArgument
 
 # What the tree says of one tensor.
 Node = dict[str, Any]
@@ -63,7 +64,6 @@ _QUANTIZED = {dtype for name, dtype in TORCH_DTYPES.items() if name.startswith((
 MAX_DIMENSIONS = 64
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_RESERVED_NAMES = ("__metadata__",)
 
 
 # -- to entries -------------------------------------------------------------------------------
@@ -117,12 +117,7 @@ class Collected:
         return self._nodes.get(id(value))
 
     def add(self, tensor: torch.Tensor, place: str) -> Node:
-        """The node for ``tensor``, complete after `lay_out`.
-
-        Raises InvalidArgument for a tensor that cannot be saved.
-        """
-        if problem := _problem(tensor):
-            raise InvalidArgument(f"{shown(place)} cannot be saved: {problem}")
+        """The node for ``tensor``, complete after `lay_out`."""
         is_parameter = type(tensor) is torch.nn.Parameter
         node: Node = {"$parameter" if is_parameter else "$tensor": ""}
         if tensor.requires_grad != is_parameter:
@@ -139,9 +134,9 @@ class Collected:
         end = begin + reach(tensor.shape, tensor.stride()) * tensor.itemsize
         held = tensor.untyped_storage().nbytes()
         if end > held and end > begin:
-            raise InvalidArgument(
-                f"{shown(place)} cannot be saved: it needs {end} bytes of its storage, which was "
-                f"resized to {held}. Bring its data back first, for instance by gathering sharded parameters."
+            remedy = "Bring its data back first, for instance by gathering sharded parameters."
+            raise cannot_save(
+                place, f"it needs {end} bytes of its storage, which was resized to {held}. {remedy}"
             )
         self._uses.append(_Use(len(self._uses), place, tensor, node, begin, end))
         self._nodes[id(value)] = node
@@ -157,13 +152,11 @@ class Collected:
                 (uses, *(_together(uses) if len({use.geometry for use in uses}) > 1 else _alone(uses)))
                 for uses in self._sharing()
             ]
-        laid_out.sort(key=lambda one: one[1].number)
-        names = _Names()
+        taken = {"__metadata__": 1}
         stored = []
-        for uses, owner, data in laid_out:
-            entry = _stored(names.unique(owner.place), data, owner.place)
-            _complete(uses, entry)
-            stored.append(entry)
+        for uses, owner, data in sorted(laid_out, key=lambda one: one[1].number):
+            stored.append(_stored(_unique(owner.place, taken), data, owner.place))
+            _complete(uses, stored[-1])
         return stored
 
     def _sharing(self) -> Iterator[list[_Use]]:
@@ -186,27 +179,20 @@ class Collected:
             yield sorted(group)
 
 
-def shown(place: str) -> str:
-    """Where in the state something is, for messages."""
-    return repr(place) if place else "the state"
+def cannot_save(place: str, problem: str) -> InvalidArgument:
+    """What to raise for something in the state."""
+    return InvalidArgument(f"{repr(place) if place else 'the state'} cannot be saved: {problem}")
 
 
-class _Names:
-    """Names of entries, none of them twice."""
-
-    def __init__(self) -> None:
-        self._taken = set(_RESERVED_NAMES)
-        self._next: dict[str, int] = {}
-
-    def unique(self, place: str) -> str:
-        # Half a surrogate pair is not allowed in the format.
-        wanted = place.encode("utf-8", "backslashreplace").decode() or "tensor"
-        name = wanted
-        while name in self._taken:
-            number = self._next[wanted] = self._next.get(wanted, 1) + 1
-            name = f"{wanted}#{number}"
-        self._taken.add(name)
-        return name
+def _unique(place: str, taken: dict[str, int]) -> str:
+    """A name for an entry, none of those that are taken, by how often each was wanted."""
+    # Half a surrogate pair is not allowed in the format.
+    name = wanted = place.encode("utf-8", "backslashreplace").decode() or "tensor"
+    while name in taken:
+        taken[wanted] += 1
+        name = f"{wanted}#{taken[wanted]}"
+    taken[name] = 1
+    return name
 
 
 def _alone(uses: Sequence[_Use]) -> tuple[_Use, torch.Tensor]:
@@ -279,10 +265,8 @@ def _stored(name: str, data: torch.Tensor, place: str) -> Stored:
     if dtype is None or (dtype == "F4" and not shape):  # F4 is in pairs along the last dimension
         dtype, shape = "U8", shape if data.itemsize == 1 else (*shape, data.itemsize)
     if len(shape) > MAX_DIMENSIONS:
-        raise InvalidArgument(
-            f"{shown(place)} cannot be saved: {data.dtype} of {data.dim()} dimensions takes "
-            f"{len(shape)} in the file, and {MAX_DIMENSIONS} are possible. Save a reshaped tensor."
-        )
+        taken = f"{data.dtype} of {data.dim()} dimensions takes {len(shape)} in the file"
+        raise cannot_save(place, f"{taken}, and {MAX_DIMENSIONS} are possible. Save a reshaped tensor.")
     # A dimension of one element may have any stride.
     return Stored(name, dtype, shape, data.as_strided(data.shape, row_major(data.shape)))
 
@@ -301,36 +285,6 @@ def _complete(uses: Sequence[_Use], entry: Stored) -> None:
             seen[described] = seen.get(described, 0) + 1
             if seen[described] > 1:
                 use.node["alias"] = seen[described]
-
-
-def _problem(tensor: torch.Tensor) -> str | None:
-    """Why ``tensor`` cannot be saved, and what can be."""
-    kind = type(tensor).__name__
-    if kind == "FakeTensor" or tensor.is_meta:
-        return "it has no data. Give it some first (Module.to_empty, or build it outside of a fake mode)."
-    if tensor.is_nested:
-        return "it is a nested tensor. Save list(tensor.unbind()), or to_padded_tensor()."
-    if kind == "DTensor":
-        return (
-            "it is a DTensor, whose parts lie in several processes. Save the state with "
-            "torch.distributed.checkpoint and penstock.checkpoint.dcp.Writer, each process its part; or save "
-            "full_tensor()."
-        )
-    if kind.startswith("Uninitialized"):
-        return "it is not initialized yet. Run the model once first."
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"it is a tensor of class {kind}. Save the plain tensors that it is made of."
-    if tensor.is_quantized:
-        return "it is quantized. Save dequantize(), or int_repr() with q_scale() and q_zero_point()."
-    if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}. Save to_dense()."
-    if tensor.dim() > MAX_DIMENSIONS:
-        return f"it has {tensor.dim()} dimensions, and {MAX_DIMENSIONS} are possible. Save a reshaped tensor."
-    try:
-        tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError) as error:
-        return f"it has no storage ({error}). Save it outside of torch.func transforms."
-    return None
 
 
 # -- from entries -----------------------------------------------------------------------------
@@ -460,10 +414,7 @@ class Rebuilt:
         return self._restrided[key]
 
     def _fail(self, name: object, problem: str) -> NoReturn:
-        raise InvalidCheckpoint(
-            f"{self._path} is damaged: tensor {name!r:.100} {problem}. Load another copy, or write the file "
-            "again."
-        )
+        raise damaged(self._path, f"tensor {name!r:.100} {problem}")
 
 
 def _are_sizes(values: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from penstock.checkpoint import load as load_checkpoint
 from penstock.checkpoint.header import Header
 from penstock.checkpoint.source import Source
-from penstock.checkpoint.tree import DTYPES
+from penstock.checkpoint.tensors import DTYPES
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
