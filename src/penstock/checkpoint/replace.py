@@ -24,7 +24,7 @@ _TOKEN_BYTES = 8
 _NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left of the file's own name
 
 
-class Replacement:
+class Replacement(files.Closing):
     """A new file at ``path``, invisible until it is committed. A context manager.
 
     A symbolic link stays, and the file that it leads to is replaced. Mode, and where allowed the owner,
@@ -82,12 +82,6 @@ class Replacement:
                 os.unlink(self._hidden)
             self._hidden = None
         self.opened.close()
-
-    def __enter__(self) -> Replacement:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _create(self, there: os.stat_result | None) -> int:
         flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600

@@ -50,7 +50,7 @@ def _open_regular(path: Path) -> int:
     raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
 
 
-class Source:
+class Source(files.Closing):
     """A checkpoint, open for reading. A context manager.
 
     The file is opened once: one that replaces it meanwhile is not seen.
@@ -104,12 +104,6 @@ class Source:
 
     def close(self) -> None:
         self.opened.close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         data = b""

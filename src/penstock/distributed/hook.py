@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from penstock.distributed.segment import NotOneMachine
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.drivers import DRIVERS
+from penstock.storage.files import Closing
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -65,7 +65,7 @@ class Measured:
         return "host" if self.host_s < self.all_reduce_s else "all_reduce"
 
 
-class HostAccumulation:
+class HostAccumulation(Closing):
     """State of `host_accumulation_hook`. All ranks of the process group make it, with the same arguments.
 
     process_group   the model's; None: the default group. Its ranks have to be on one machine
@@ -147,14 +147,6 @@ class HostAccumulation:
         """Release the shared memory. Ranks that still wait for this one are told."""
         if self._exchange is not None:
             self._exchange.close()
-
-    def __enter__(self) -> "HostAccumulation":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _choose(self, sizes: Sequence[int]) -> None:
         self.measured = tuple(self._measure(sizes))

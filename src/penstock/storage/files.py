@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.transfer import File
@@ -32,7 +33,23 @@ _STATFS_BYTES = 256
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
-class OpenFile:
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing:
+    """A context manager that is closed at its end."""
+
+    def close(self) -> object:
+        raise NotImplementedError
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OpenFile(Closing):
     """Owns the descriptors of ``file``. A context manager.
 
     refusal   why it has none past the page cache; empty where it has one
@@ -55,12 +72,6 @@ class OpenFile:
     def abandon(self) -> None:
         """Leave the descriptors open until the process ends: a transport whose disk hangs uses them."""
         self.file = self.file._replace(buffered=-1, direct=-1)
-
-    def __enter__(self) -> OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from time import perf_counter
 
@@ -20,6 +20,7 @@ from penstock.storage.choice import Choice
 from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
 from penstock.storage.exchange import Exchange, Store
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
+from penstock.storage.files import Closing
 from penstock.storage.nvme import Url
 from penstock.storage.paths import REMOTE_TRANSPORTS, TRANSPORTS, IoPath, IoPaths
 from penstock.storage.queue import CLOSED, Queue
@@ -39,7 +40,7 @@ TIMEOUT_S = 120.0
 REMOTE_PATH = "nvme staged"
 
 
-class SpillSpace:
+class SpillSpace(Closing):
     """Extents of spill space, written from memory and read back in the background. A context manager.
 
     directories     where the spill files go; with several, every tensor is striped over all of them. Or the
@@ -190,8 +191,12 @@ class SpillSpace:
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
             if self._swap is not None:
                 self._leave_room_to_swap(size_bytes)
-            media = ("disk",) if on_disk else self._roomy(size_bytes)
-            name = self.choice.path_to_write(size_bytes, media)
+            # The disk says itself why it has no room.
+            regions = {} if on_disk else self._regions
+            roomy = [
+                name for name, region in regions.items() if name != "disk" and region.has_room(size_bytes)
+            ]
+            name = self.choice.path_to_write(size_bytes, ["disk", *roomy])
             try:
                 extent = self._regions[self.paths[name].medium].allocate(size_bytes)
             except SpillSpaceFull:
@@ -395,12 +400,6 @@ class SpillSpace:
         error.errno = errno.ETIMEDOUT
         return error
 
-    def __enter__(self) -> SpillSpace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- what the queue asks -------------------------------------------------------------------
 
     def _error(self, transfer: Transfer) -> SpillError | None:
@@ -489,14 +488,6 @@ class SpillSpace:
         if self._gpu_path is None or extent.space != self._gpu_path.medium:
             raise InvalidArgument(f"{extent} cannot be moved to or from the memory of a GPU directly")
         return self._gpu_path
-
-    def _roomy(self, size_bytes: int) -> Sequence[str] | None:
-        """The media that may have room, None for all. The disk says itself why it has none."""
-        if len(self._regions) == 1:
-            return None
-        return [
-            name for name, region in self._regions.items() if name == "disk" or region.has_room(size_bytes)
-        ]
 
     def _refuse(self, extent: Extent, size_bytes: int) -> None:
         self._check_open()

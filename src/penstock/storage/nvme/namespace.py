@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
+from penstock.storage.files import Closing
 from penstock.storage.native import NvmeTransport
 from penstock.storage.nvme.url import LARGEST_NQN_BYTES, Portal, Url
 from penstock.storage.transfer import File, Kind, Transfer
@@ -47,7 +48,7 @@ class TargetError(OSError):
     """A drive of another machine cannot be reached or used. Who spoke to it says what that means."""
 
 
-class Namespace:
+class Namespace(Closing):
     """An open namespace. A context manager. Any number of threads may read and write.
 
     url          of it
@@ -122,12 +123,6 @@ class Namespace:
         was_usable, self._is_open = self.is_usable, False
         if was_usable:
             self._controller.close(_CLOSE_TIMEOUT_S)
-
-    def __enter__(self) -> Namespace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def failure(self, kind: str, offset: int, size_bytes: int, error_number: int) -> TargetError:
         """What to raise for a request that has failed."""
