@@ -60,11 +60,8 @@ def test_the_file_is_mapped_unless_memory_of_its_own_is_asked_for(tmp_path: Path
         assert (cached_share(file.fileno()) == 1.0) == (mmap is not False)
 
 
-def test_a_kernel_without_cachestat_gives_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr("penstock.checkpoint.source._ask_cachestat", lambda *_: None)
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0
     drop_cache(tmp_path / "file")

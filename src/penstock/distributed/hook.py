@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from penstock.distributed.exchange import Copies, DeviceCopies, Exchange, HostCopies
+from penstock.distributed.exchange import DeviceCopies, Exchange, HostCopies
 from penstock.distributed.segment import NotOneMachine
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.cuda import TorchDriver
@@ -218,7 +218,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _copies(device: torch.device) -> Copies:
+def _copies(device: torch.device) -> HostCopies:
     if device.type == "cpu":
         return HostCopies()
     return DeviceCopies(DRIVERS.get(device.type, TorchDriver)(device))
