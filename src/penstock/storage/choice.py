@@ -172,7 +172,8 @@ class SizeClass:
         # Reads elsewhere are rare: each may be an exploration.
         if self.asks[kind] % PACE and (kind == "write" or self.home in media):
             return None
-        due = [each for each in self.among(kind, media) if each is not best and each.due_s <= self.earned_s]
+        others = [each for each in self.among(kind, media) if each is not best and not each.in_flight]
+        due = [each for each in others if each.due_s <= self.earned_s]
         return min(due, key=lambda record: record.due_s, default=None)
 
     def beyond(self, kind: Kind, record: PathCost, best: PathCost) -> float:
@@ -293,9 +294,8 @@ class Choice:
 
         Raises InvalidArgument for an unknown kind or path.
         """
-        known, record = self._find(kind, size_bytes, path)
+        _, record = self._find(kind, size_bytes, path)
         record.in_flight = max(record.in_flight - 1, 0)
-        record.due_s = min(record.due_s, known.earned_s)
 
     def learn(self, tables: Tables) -> None:
         """Take costs that others found: they count as first explorations. Paths that are not among ``paths``,
@@ -351,8 +351,6 @@ class Choice:
             chosen = self._neighbour(kind, known, media)
         elif chosen is None and explore and self._reexplores:
             chosen = known.exploration(kind, media, best)
-            if chosen is not None:
-                chosen.due_s = math.inf
         chosen = chosen or best
         self.explores = not known.waits and (chosen is not best or best.count < SURE)
         if self.explores:

@@ -10,7 +10,7 @@ full, no round ends.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -98,21 +98,6 @@ class ChoiceReport:
         return "\n\n".join(texts)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """Rounds won by a policy, its time, and the optimum's time over the same rounds."""
-
-    wins: int = 0
-    time_s: float = 0.0
-    optimum_s: float = 0.0
-
-    def add(self, wins: int, time_s: float, optimum_s: float) -> None:
-        self.wins += wins
-        if time_s < math.inf:
-            self.time_s += time_s
-            self.optimum_s += optimum_s
-
-
 class Rounds:
     """The rounds of one size class and kind of table. `begin` forgets the one that is not over."""
 
@@ -128,7 +113,10 @@ class Rounds:
         }
         # Pairs of different paths are counted once they win: there are many.
         self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
-        self._sums: dict[str, _Sum] = {}
+        # By policy: rounds won, the time, and the optimum's over the same rounds.
+        self.won: Counter[str] = Counter()
+        self.time_s: Counter[str] = Counter()
+        self.optimum_s: Counter[str] = Counter()
         self.begin()
 
     def begin(self) -> None:
@@ -168,8 +156,10 @@ class Rounds:
         self.best = max(self._wins, key=self._wins.__getitem__)
         used = {**{name: name for name in costs}, "First": self.first, "Running": running}
         for policy, path in used.items():
-            time_s = self._bytes * max(costs[path], costs[winner])
-            self._sums.setdefault(policy, _Sum()).add(path == winner, time_s, self._bytes * costs[winner])
+            self.won[policy] += path == winner
+            if costs[path] < math.inf:
+                self.time_s[policy] += self._bytes * max(costs[path], costs[winner])
+                self.optimum_s[policy] += self._bytes * costs[winner]
 
     def _in_use(self) -> str:
         return _named([self._known.best[kind, self._known.home] for kind in self._kinds])
@@ -186,27 +176,27 @@ class Rounds:
             best=self.best,
         )
 
-    def sums(self) -> Mapping[str, _Sum]:
-        """By policy; "Best" is the row's most frequent winner."""
-        return {**self._sums, "Best": self._sums[self.best]} if self.count else {}
-
 
 def _named(parts: Sequence[PathCost]) -> str:
     return ", ".join(dict.fromkeys(part.path for part in parts))
 
 
 def shares(counted: Sequence[Rounds]) -> dict[str, Share]:
-    """By policy, over the rounds of several size classes. `POLICIES` come first."""
-    total = {policy: _Sum() for policy in POLICIES}
-    for rounds in counted:
-        for policy, part in rounds.sums().items():
-            total.setdefault(policy, _Sum()).add(part.wins, part.time_s, part.optimum_s)
-    if not (count := sum(rounds.count for rounds in counted)):
-        return {}
-    return {
-        policy: Share(best=sum_.wins / count, speed=sum_.optimum_s / sum_.time_s if sum_.time_s else None)
-        for policy, sum_ in total.items()
-    }
+    """By policy, over the rounds of several size classes. `POLICIES` come first; "Best" is each class's most
+    frequent winner."""
+    counted = [rounds for rounds in counted if rounds.count]
+    policies = dict.fromkeys((*POLICIES, *(policy for rounds in counted for policy in rounds.won)))
+    found = {}
+    for policy in policies if counted else ():
+        used = [(rounds, rounds.best if policy == "Best" else policy) for rounds in counted]
+        won, time_s, optimum_s = (
+            sum(numbers)
+            for numbers in zip(*((r.won[p], r.time_s[p], r.optimum_s[p]) for r, p in used), strict=True)
+        )
+        found[policy] = Share(
+            best=won / sum(rounds.count for rounds in counted), speed=optimum_s / time_s if time_s else None
+        )
+    return found
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
