@@ -63,20 +63,28 @@ _FOLDER = re.compile(r"save-[0-9a-f]{16}")
 _FILE = re.compile(r"rank-\d{1,9}\.safetensors")
 
 
-class Writer(StorageWriter):
+class _Directory:
+    """Where a checkpoint lies."""
+
+    def __init__(self, directory: PathLike) -> None:
+        self.directory = path_of(directory)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.directory = path_of(checkpoint_id)
+
+
+class Writer(_Directory, StorageWriter):
     """For the ``storage_writer`` of torch.distributed.checkpoint's `save` and `async_save`.
 
     directory   that all ranks see; it is made where it is not there. What is in it stays valid until the
                 new checkpoint is complete, and takes room until then. One job at a time writes to it
     """
 
-    def __init__(self, directory: PathLike) -> None:
-        self.directory = path_of(directory)
-        self.save_id = ""
+    save_id = ""
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.directory = path_of(checkpoint_id)
+        super().reset(checkpoint_id)
         self.save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +157,7 @@ class Writer(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
 
-class Reader(StorageReader):
+class Reader(_Directory, StorageReader):
     """For the ``storage_reader`` of torch.distributed.checkpoint's `load`.
 
     directory   that a `Writer` wrote to, by as many ranks as it was
@@ -158,15 +166,6 @@ class Reader(StorageReader):
     What torch.distributed.checkpoint pickles, which is all that is no tensor, is loaded only if it is made of
     what torch.load takes with ``weights_only=True``.
     """
-
-    def __init__(self, directory: PathLike) -> None:
-        self.directory = path_of(directory)
-        self._where: dict[MetadataIndex, tuple[str, str]] = {}
-
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.directory = path_of(checkpoint_id)
-        self._where = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self.directory / INDEX
@@ -180,7 +179,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self._where = metadata.storage_data
+        self._where: dict[MetadataIndex, tuple[str, str]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -170,9 +170,9 @@ def fill_pairs(
     except CheckpointError as error:
         names = list(overwritten)
         what = f"Overwritten until then: {shown(names)}." if names else "Nothing was overwritten."
-        told = type(error)(f"{error} {what}")
-        told.errno = error.errno
-        raise told from error
+        extended = type(error)(f"{error} {what}")
+        extended.errno = error.errno
+        raise extended from error
     for pair in rest:
         _copy(pair)
 

@@ -112,14 +112,14 @@ def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
     if dist.get_rank() == first:
         try:
             write()
-        except Exception as problem:  # the others wait to hear of it
+        except Exception as problem:  # the others wait for the outcome
             error = problem
-    said = [f"{type(error).__name__}: {error}" if error is not None else ""]
-    dist.broadcast_object_list(said, first, group)
+    failure = [f"{type(error).__name__}: {error}" if error is not None else ""]
+    dist.broadcast_object_list(failure, first, group)
     if error is not None:
         raise error
-    if said[0]:
-        raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {said[0]}")
+    if failure[0]:
+        raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {failure[0]}")
 
 
 def _save(state: Any, path: PathLike, wait: bool, metadata: Mapping[str, str] | None) -> SaveHandle | None:
@@ -134,10 +134,10 @@ def _save(state: Any, path: PathLike, wait: bool, metadata: Mapping[str, str] | 
         held.enter_context(background.room_for(contents.data_bytes))
         replacement = held.enter_context(_replacement(path, contents.size_bytes))
         try:
-            snapshot = held.enter_context(Snapshot(contents))
+            write_copy = held.enter_context(_snapshot(contents))
         except OSError as error:
             raise cannot_write(path, error, contents.size_bytes) from error
-        return background.start(replacement.path, partial(snapshot.write, replacement), held.pop_all())
+        return background.start(replacement.path, partial(write_copy, replacement), held.pop_all())
 
 
 def _replacement(path: Path, size_bytes: int) -> Replacement:
@@ -225,33 +225,28 @@ def write(contents: Contents, replacement: Replacement) -> None:
     _write(contents, checksums, gathered(), replacement, pool.give)
 
 
-class Snapshot:
-    """A copy of the tensors as they are now, as they will lie in the file. A context manager."""
+@contextlib.contextmanager
+def _snapshot(contents: Contents) -> Iterator[Callable[[Replacement], None]]:
+    """Copies the tensors as they are now, as they will lie in the file. Gives what writes the copy
+    (CheckpointError). The copy is freed at the end: others may hold that function as long as its error.
 
-    def __init__(self, contents: Contents) -> None:
-        """Raises OSError where there is not enough memory."""
-        buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
-        begin = contents.header_bytes
-        self._checksums = Checksums(contents.entries)
-        self._contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
-        self._gathered = [
-            _Gathered(piece, buffer.address + piece.offset - begin, buffer)
-            for piece in cut(contents.entries, begin)
-        ]
-        # From a device in order, so that copies come after what the caller's streams have been told to do.
-        run = in_parallel if contents.on_host else in_order
-        run(lambda each: _gather(contents, each.piece, each.address, self._checksums), self._gathered)
-
-    def write(self, replacement: Replacement) -> None:
-        """Write the copy. Raises CheckpointError."""
-        _write(self._contents, self._checksums, self._gathered, replacement)
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Free the copy: others may hold this object as long as the error of its save."""
-        self._gathered.clear()
+    Raises OSError where there is not enough memory.
+    """
+    buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+    begin, checksums = contents.header_bytes, Checksums(contents.entries)
+    gathered = [
+        _Gathered(piece, buffer.address + piece.offset - begin, buffer)
+        for piece in cut(contents.entries, begin)
+    ]
+    # From a device in order, so that copies come after what the caller's streams have been told to do.
+    run = in_parallel if contents.on_host else in_order
+    run(lambda each: _gather(contents, each.piece, each.address, checksums), gathered)
+    del buffer
+    contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
+    try:
+        yield partial(_write, contents, checksums, gathered)
+    finally:
+        gathered.clear()
 
 
 class _Gathered(NamedTuple):

@@ -1,24 +1,7 @@
 """How tensors make up a state, as JSON text, and back.
 
-What JSON has stands for itself: None, bool, str, list, int, finite float, and a dict whose keys are texts
-that do not begin with ``$``. All else is an object whose first key begins with ``$``:
-
-====================================  ==========================================================
-``{"$tensor": entry, ...}``           a tensor: the entry of this name, or a view of it (`views`)
-``{"$parameter": entry, ...}``        the same as an nn.Parameter
-``{"$tensors": [...]}``               a dict of tensors by the names of their entries; keys are
-                                      the names, less ``"prefix"`` where there is one
-``{"$array": entry, "dtype": ...}``   a numpy array
-``{"$dict": [[key, value], ...]}``    a dict with other keys
-``{"$OrderedDict": dict, ...}``       with ``"_metadata"``, the attribute of a module's state dict
-``{"$tuple": [...]}``                 also ``"$size"``: a torch.Size
-``{"$float": "7ff8000000000000"}``    infinity and not-a-number, by their bits
-``{"$int": "-1f..."}``                an integer beyond 64 bits, hexadecimal
-``{"$complex": [real, imaginary]}``
-``{"$bytes": base64}``
-``{"$numpy": type, "bits": hex}``     a numpy scalar
-``{"$dtype": "float32"}``             also ``"$device": "cuda:0"``
-====================================  ==========================================================
+What JSON has stands for itself. All else is an object whose first key begins with ``$``, such as
+``{"$tensor": entry, ...}``: docs/formats.md has the table, and `_READERS` the functions.
 
 Nothing is ever executed, and nothing is taken for granted when it is read.
 """
@@ -106,11 +89,10 @@ class _Flattening:
         if encode := _PLAIN.get(kind):
             return encode(value)
         if isinstance(value, torch.Tensor):
-            if (node := self._tensors.known(value)) is None:
-                if problem := _problem(value):
-                    raise cannot_save(place, problem)
-                node = self._tensors.add(value, place)
-            return node
+            known = self._tensors.known(value)
+            if known is None and (problem := _problem(value)):
+                raise cannot_save(place, problem)
+            return known or self._tensors.add(value, place)
         if kind is np.ndarray:
             return self._tensors.known(value) or self._array(value, place)
         if isinstance(value, np.generic) and _NUMPY_TYPE.fullmatch(value.dtype.str):
@@ -124,7 +106,7 @@ class _Flattening:
             raise cannot_save(place, problem)
         self._above.add(id(value))
         if kind is dict:
-            node = self._dict(value, place)
+            node: Any = self._dict(value, place)
         elif kind is OrderedDict:
             node = self._ordered(value, place)
         else:

@@ -139,12 +139,12 @@ class Exchange:
             known = Tables(tuple(entry for entry in entries if entry.class_bytes == 1 << number))
             self._store.set(key, files.encoded(CostTables({self._kind: known})))
             return
-        while not (is_told := self._store.check([key])) and time.monotonic() - begun_s <= 2 * PATIENCE_S:
+        while not (has_come := self._store.check([key])) and time.monotonic() - begun_s <= 2 * PATIENCE_S:
             yield True
-        told = self._told(key) if is_told else Tables()
+        found = self._received(key) if has_come else Tables()
         with self._lock:
             choice.explore(number)  # what was not told
-            choice.learn(told)
+            choice.learn(found)
 
     def _is_first(self, key: str) -> bool:
         """To claim the key."""
@@ -152,17 +152,17 @@ class Exchange:
             self._claimed[key] = self._store.add(f"{key}/claims", 1) == 1
         return self._claimed[key]
 
-    def _told(self, key: str) -> Tables:
+    def _received(self, key: str) -> Tables:
         """What another rank has told; nothing where that is not what a file may hold."""
         name = "what another rank tells of I/O paths"
         try:
             if len(data := self._store.get(key)) > MOST_TOLD_BYTES:
                 raise InvalidFile(f"{name} has {len(data)} bytes: no rank has so much to tell of one size")
-            told = files.decoded(CostTables, data, name)
+            found = files.decoded(CostTables, data, name)
         except InvalidFile as error:
             logger.warning("this rank finds out by itself what I/O paths cost: %s", error)
             return Tables()
-        return told.devices.get(self._kind, Tables())
+        return found.devices.get(self._kind, Tables())
 
 
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 
@@ -111,7 +112,7 @@ class Queue:
         self._timeout_s = timeout_s
         self._check, self._record, self._hang_error = check, record, hang_error
         self._directions: dict[Kind, _Direction] = {"write": _Direction(), "read": _Direction()}
-        self._telling: set[Transfer] = set()  # they are over, and somebody is being told
+        self._calling_back: set[Transfer] = set()  # they are over, and their callbacks run
         self._watch: threading.Timer | None = None  # while something waits for its turn
         self._idle = threading.Condition(self.lock)
         self._closed = False
@@ -139,7 +140,7 @@ class Queue:
                     transfer.path.transport.hurry(parts)
             except ValueError as error:  # the transport is closed, or broken
                 text = str(error) if isinstance(error, TransportBroken) else f"{CLOSED}: {error}"
-                self._fail([transfer], lambda text=text: SpillError(text))
+                self._fail([transfer], partial(SpillError, text))
             except BaseException:  # such as an interrupt: whether the transfer began is not known
                 with self.lock:
                     others = self._take_out(transfer, perf_counter())
@@ -199,12 +200,12 @@ class Queue:
         now_s = perf_counter()
         with self.lock:
             self._record(transfer, now_s)
-            self._telling.add(transfer)
+            self._calling_back.add(transfer)
             ready = self._take_out(transfer, now_s)
         try:
-            transfer.told(transfer)
+            transfer.callback(transfer)
         finally:
-            self._telling.discard(transfer)
+            self._calling_back.discard(transfer)
             if self._closed:
                 with self.lock:
                     self._idle.notify_all()
@@ -223,7 +224,7 @@ class Queue:
         directions = self._directions.values()
         with self.lock:
             began_s = perf_counter()
-            while self._telling or not all(each.is_idle for each in directions):
+            while self._calling_back or not all(each.is_idle for each in directions):
                 progress_s = max(began_s, *(each.progress_s for each in directions))
                 left_s = progress_s + timeout_s - perf_counter()
                 if left_s <= 0:

@@ -10,7 +10,7 @@ full, no round ends.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -115,8 +115,8 @@ class Rounds:
         self._wins = {name: 0 for name, parts in self._options.items() if parts[0].path == parts[-1].path}
         # By policy: rounds won, the time, and the optimum's over the same rounds.
         self.won: Counter[str] = Counter()
-        self.time_s: Counter[str] = Counter()
-        self.optimum_s: Counter[str] = Counter()
+        self.time_s: dict[str, float] = defaultdict(float)
+        self.optimum_s: dict[str, float] = defaultdict(float)
         self.begin()
 
     def begin(self) -> None:

@@ -307,7 +307,7 @@ class SpillSpace(Closing):
         address: int,
         size_bytes: int,
         keep: object,
-        told: OnDone,
+        callback: OnDone,
         priority: int,
     ) -> Transfer:
         queue, how = self._queue, (path.method, True, keep, priority)
@@ -315,7 +315,7 @@ class SpillSpace(Closing):
         file, offset, _, _ = runs[0]
         whole = Transfer(kind, file.file, offset, address, size_bytes, *how, queue.end)
         whole.extent, whole.path, whole.queue = place, path, queue
-        whole.told, whole.asked_s = told, perf_counter()
+        whole.callback, whole.asked_s = callback, perf_counter()
         if len(runs) > 1:
             over = functools.partial(queue.end_part, whole)
             whole.parts = [

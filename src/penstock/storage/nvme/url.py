@@ -1,17 +1,8 @@
 """The name of a namespace: ``nvme+tcp://HOST:PORT/NQN?ns=1``. Pure: nothing is looked up or opened.
 
-After the NQN (the name of the NVM subsystem, percent-encoded where it needs be) come options:
-
-ns       the namespace, from 1 on; it has to be given
-hdgst    1: ask for header digests, CRC-32C over what frames the data; 0, the default: do not
-ddgst    1: ask for data digests, CRC-32C over the data; 0, the default: do not
-queues   I/O queues, each a TCP connection; default 1
-depth    commands in flight on each; default 128
-takeover 1: spill to it although a run of another machine, which is gone, has not said that it has ended;
-         0, the default: do not
-hostnqn  the name that this machine gives itself; default: that of /etc/nvme/hostnqn, or one made of its id
-
-A fragment, ``#part-00000-of-00002``, names one of several partitions of a sample store.
+After the NQN (the name of the NVM subsystem, percent-encoded where it needs be) come options: docs/samples.md
+says what each does, and `Url` what it is where it is not given. ``ns`` has to be. A fragment,
+``#part-00000-of-00002``, names one of several partitions of a sample store.
 """
 
 from __future__ import annotations
@@ -58,7 +49,12 @@ class Url:
     """A namespace, and how to speak to its target; see the module.
 
     subsystem_nqn   of the NVM subsystem
-    namespace       its number there, from 1 on
+    namespace       its number there, from 1 on (ns)
+    header_digest   ask for CRC-32C over what frames the data (hdgst), and over the data (ddgst)
+    queues          I/O queues, each a TCP connection
+    depth           commands in flight on each
+    takeover        spill to it although a run of another machine, which is gone, has not said that it has ended
+    host_nqn        the name that this machine gives itself (hostnqn); None: see `this_host`
     fragment        what follows #, empty for all of it
     """
 
