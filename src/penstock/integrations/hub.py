@@ -138,8 +138,8 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
     found = {entry.name: list(entry.shape) for header in headers.values() for entry in header.entries}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not in the model" for name in sorted(found.keys() - wanted.keys() - tied.keys())]
-    for name in found.keys() & wanted.keys():
-        if found[name] != (expected := list(wanted[name].shape)):
+    for name, tensor in wanted.items():
+        if found.get(name, expected := list(tensor.shape)) != expected:
             problems.append(f"{name} has the shape {found[name]}, and the model {expected}")
     if problems:
         more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
