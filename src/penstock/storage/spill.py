@@ -191,12 +191,10 @@ class SpillSpace(Closing):
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
             if self._swap is not None:
                 self._leave_room_to_swap(size_bytes)
+            cache = None if on_disk else self._regions.get("page cache")
+            has_room = cache is not None and cache.has_room(size_bytes)
             # The disk says itself why it has no room.
-            regions = {} if on_disk else self._regions
-            roomy = [
-                name for name, region in regions.items() if name != "disk" and region.has_room(size_bytes)
-            ]
-            name = self.choice.path_to_write(size_bytes, ["disk", *roomy])
+            name = self.choice.path_to_write(size_bytes, ("disk", "page cache") if has_room else ("disk",))
             try:
                 extent = self._regions[self.paths[name].medium].allocate(size_bytes)
             except SpillSpaceFull:
