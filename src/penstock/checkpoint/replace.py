@@ -129,7 +129,6 @@ def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
 
 
 def _copy_owner_and_mode(descriptor: int, there: os.stat_result) -> None:
-    """Give the new file the owner and the mode of the file that it will replace."""
     mode = stat.S_IMODE(there.st_mode)
     own = os.fstat(descriptor)
     if (own.st_uid, own.st_gid) != (there.st_uid, there.st_gid):
@@ -201,7 +200,7 @@ def _fallocate(descriptor: int, size_bytes: int) -> int:
     return 0
 
 
-_freeing: set[threading.Thread] = set()  # give back the space of replaced files
+_freeing: list[threading.Thread] = []  # give back the space of replaced files
 
 
 def _keep_allocated(path: Path) -> int:
@@ -219,15 +218,10 @@ def _free_in_background(descriptor: int) -> None:
     """Close ``descriptor``, and so free its file's space, in the background."""
     if descriptor < 0:
         return
-
-    def close() -> None:
-        os.close(descriptor)
-        _freeing.discard(threading.current_thread())
-
-    thread = threading.Thread(target=close, name="penstock-free", daemon=True)
-    _freeing.add(thread)
+    thread = threading.Thread(target=os.close, args=(descriptor,), name="penstock-free", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or there are too many threads
-        close()
-        _freeing.discard(thread)
+        os.close(descriptor)
+    else:
+        _freeing[:] = [thread, *(each for each in _freeing if each.is_alive())]

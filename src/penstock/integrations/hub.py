@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -77,25 +76,14 @@ def config_of(folder: Path) -> transformers.PretrainedConfig:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidFile(f"{folder / CONFIG} cannot be used: {_first_line(error)}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidFile(f"{folder / CONFIG} cannot be used: {reason}") from error
 
 
 def without_values(
     config: transformers.PretrainedConfig, dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
     """The model of a config; what its weights hold is not defined."""
-    kind = _class_of(config)
-    with no_init_weights():
-        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
-    model.tie_weights()
-    return model
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _class_of(config: transformers.PretrainedConfig) -> Any:
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -103,7 +91,10 @@ def _class_of(config: transformers.PretrainedConfig) -> Any:
             "the config names no architecture of transformers: give one whose `architectures` has it, such "
             'as ["LlamaForCausalLM"]'
         )
-    return kind
+    with no_init_weights():
+        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    model.tie_weights()
+    return model
 
 
 def _files(folder: Path) -> list[Path]:
