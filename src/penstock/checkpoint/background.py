@@ -149,5 +149,4 @@ def _after_fork() -> None:
     _going.clear()
 
 
-if hasattr(os, "register_at_fork"):  # the threads stay with the parent
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)  # the threads stay with the parent

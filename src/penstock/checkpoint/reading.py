@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 
 from penstock.checkpoint.failures import cannot_read, error_of, shown
-from penstock.checkpoint.header import Entry
 from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, carry_out, cut
 from penstock.checkpoint.source import Source
 from penstock.checkpoint.tensors import DTYPES
@@ -32,7 +31,6 @@ from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import ThreadPool, in_order, in_parallel
 from penstock.storage.transfer import Transfer
 
-_MADV_DONTNEED = 4
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -99,7 +97,7 @@ def read_to(
     Raises as `fill` does.
     """
     tensors = [
-        torch.empty(entry.shape, dtype=_dtype_of(source, entry), device=device)
+        torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
         for entry, device in zip(source.header.entries, devices, strict=True)
     ]
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
@@ -239,9 +237,7 @@ def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list
     """Tensors out of memory that holds the file from ``begin`` on."""
     offset = source.header.data_offset - begin
     return [
-        _tensor_of(
-            memory.part(offset + entry.begin, offset + entry.end), _dtype_of(source, entry), entry.shape
-        )
+        _tensor_of(memory.part(offset + entry.begin, offset + entry.end), DTYPES[entry.dtype], entry.shape)
         for entry in source.header.entries
     ]
 
@@ -254,15 +250,6 @@ def _tensor_of(part: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     if data.data_ptr() % dtype.itemsize:  # a file of another writer: some kernels need aligned elements
         data = data.clone()
     return data.view(dtype).view(shape)
-
-
-def _dtype_of(source: Source, entry: Entry) -> torch.dtype:
-    if entry.dtype not in DTYPES:
-        raise InvalidCheckpoint(
-            f"{source.path}: tensor {entry.name} has type {entry.dtype}, which this torch, "
-            f"{torch.__version__}, does not have. Update torch."
-        )
-    return DTYPES[entry.dtype]
 
 
 def _raise_damaged(source: Source, damaged: list[str]) -> None:
@@ -293,7 +280,7 @@ class OwnMemory(AlignedBuffer):
         begin, end = begin + self._skipped, end + self._skipped
         part = memoryview(self._mapping)[begin:end]
         low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
-        if low < high and hasattr(mmap, "MADV_DONTNEED"):
+        if low < high:
             give_back = weakref.finalize(part, self._mapping.madvise, mmap.MADV_DONTNEED, low, high - low)
             give_back.atexit = False
         return part
@@ -351,7 +338,7 @@ class Mappings:
 def _release_pages(begin: int, end: int) -> None:
     low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
     if low < high:
-        _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_DONTNEED)
+        _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:

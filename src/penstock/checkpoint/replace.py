@@ -114,8 +114,6 @@ def _existing(path: Path) -> os.stat_result | None:
 
 
 def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
-    if not hasattr(os, "O_TMPFILE"):
-        return None
     try:
         descriptor = os.open(directory, flags | os.O_TMPFILE, mode)
     except OSError as error:

@@ -8,7 +8,6 @@ import errno
 import mmap
 import os
 import stat
-import sys
 from functools import cached_property
 from pathlib import Path
 
@@ -98,9 +97,8 @@ class Source(files.Closing):
 
     def read_ahead(self) -> None:
         """Have the system begin to bring all of the file into the page cache."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # it is only advice
-                os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(OSError):  # it is only advice
+            os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         self.opened.close()
@@ -138,8 +136,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 
 def cached_share(descriptor: int) -> float:
     """About the share of an open file that the page cache holds, 0 to 1. 0 where the system does not say."""
-    size_bytes = os.fstat(descriptor).st_size
-    if size_bytes == 0 or not sys.platform.startswith("linux"):
+    if not (size_bytes := os.fstat(descriptor).st_size):
         return 0.0
     step = max(_SAMPLE_BYTES, size_bytes // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE)
     cached = pages = 0

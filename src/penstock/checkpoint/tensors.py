@@ -24,32 +24,28 @@ from penstock.errors import InvalidArgument
 # What the tree says of one tensor.
 Node = dict[str, Any]
 
-# By safetensors' name, torch's type. Those that this torch does not have are left out.
+# By safetensors' name, torch's type.
 DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, of_torch)
-    for name, of_torch in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E8M0": "float8_e8m0fnu",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        "F4": "float4_e2m1fn_x2",
-        "I16": "int16",
-        "U16": "uint16",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "I32": "int32",
-        "U32": "uint32",
-        "F32": "float32",
-        "I64": "int64",
-        "U64": "uint64",
-        "F64": "float64",
-        "C64": "complex64",
-    }.items()
-    if hasattr(torch, of_torch)
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F4": torch.float4_e2m1fn_x2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
 }
 
 # All of torch's types by its own names.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -203,8 +204,6 @@ def device_kind(directories: Sequence[Path | Url], accelerator: str) -> str:
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """One process at a time. The lock is a file beside it, since the file itself is replaced."""
-    import fcntl
-
     lock = path.with_name(f".{path.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + timeout_s

@@ -183,5 +183,4 @@ def shared_transport() -> Transport:
     raise InvalidArgument(f"none of the transports can be used here: {', '.join(TRANSPORTS)}")
 
 
-if hasattr(os, "register_at_fork"):  # the threads of a transport stay with the parent
-    os.register_at_fork(after_in_child=shared_transport.cache_clear)
+os.register_at_fork(after_in_child=shared_transport.cache_clear)  # its threads stay with the parent
