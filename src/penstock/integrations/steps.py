@@ -66,7 +66,8 @@ class Steps:
             return
         with contextlib.suppress(Abandoned):
             try:
-                step.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+                trace = None if error is None else error.__traceback__
+                step.__exit__(None if error is None else type(error), error, trace)
             except BaseException as raised:
                 if raised is not error:
                     raise

@@ -62,7 +62,7 @@ class PathCost:
     path: str
     medium: str
     weight: float = 1.0
-    latest: deque[float] = field(default_factory=deque)
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     cost: float = math.inf
     least: float = 0.0
     count: int = 0
@@ -79,9 +79,10 @@ class PathCost:
         return self.count + self.in_flight
 
     def add(self, cost: float) -> None:
-        last = [*self.latest, cost][-EXPLORATIONS:]
-        is_faster = len(last) == EXPLORATIONS and max(last) * FASTER < self.cost
-        self.latest = deque(last if is_faster else (*self.latest, cost), WINDOW)
+        self.latest.append(cost)
+        last = list(self.latest)[-EXPLORATIONS:]
+        if len(last) == EXPLORATIONS and max(last) * FASTER < self.cost:
+            self.latest = deque(last, WINDOW)
         self.count += 1
         self.cost, self.least = median_low(self.latest), min(last)
 
@@ -158,7 +159,7 @@ class SizeClass:
 
     def first_exploration(self, kind: Kind, media: Sequence[str]) -> PathCost | None:
         """The path to try next, of those whose first explorations are not over."""
-        if not self.untried or not (untried := {(kind, medium) for medium in media} & self.untried):
+        if not (untried := {(kind, medium) for medium in media} & self.untried):
             return None
         records = self.among(kind, media)
         chosen = _least_tried(records)
@@ -168,10 +169,6 @@ class SizeClass:
 
     def exploration(self, kind: Kind, media: Sequence[str], best: PathCost) -> PathCost | None:
         """A path other than the best that may be tried now: of several, the one longest due."""
-        self.asks[kind] += 1
-        # Reads elsewhere are rare: each may be an exploration.
-        if self.asks[kind] % PACE and (kind == "write" or self.home in media):
-            return None
         others = [each for each in self.among(kind, media) if each is not best and not each.in_flight]
         due = [each for each in others if each.due_s <= self.earned_s]
         return min(due, key=lambda record: record.due_s, default=None)
@@ -346,11 +343,14 @@ class Choice:
 
     def _choose(self, kind: Kind, known: SizeClass, media: Sequence[str], explore: bool = True) -> str:
         best, explore = known.best_to(kind, media), explore and not known.waits
-        chosen = known.first_exploration(kind, media) if explore else None
+        chosen = known.first_exploration(kind, media) if explore and known.untried else None
         if chosen is None and not best.count:
             chosen = self._neighbour(kind, known, media)
         elif chosen is None and explore and self._reexplores:
-            chosen = known.exploration(kind, media, best)
+            asks = known.asks[kind] = known.asks[kind] + 1
+            # Reads elsewhere are rare: each may be an exploration.
+            if not asks % PACE or (kind == "read" and known.home not in media):
+                chosen = known.exploration(kind, media, best)
         chosen = chosen or best
         self.explores = not known.waits and (chosen is not best or best.count < SURE)
         if self.explores:
