@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 
-from penstock.checkpoint.state.tree import MAX_DEPTH, flatten, unflatten
+from penstock.checkpoint.tree import MAX_DEPTH, flatten, unflatten
 from penstock.errors import InvalidArgument
 from tests.support.drawn_states import (
     FILE,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-from penstock.checkpoint.file.header import (
+from penstock.checkpoint.header import (
     ITEM_BYTES,
     MAX_TEXT_BYTES,
     RESERVED_KEYS,

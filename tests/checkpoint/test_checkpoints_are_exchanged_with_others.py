@@ -14,8 +14,7 @@ import torch
 
 import penstock
 from penstock import checkpoint, cli
-from penstock.checkpoint import loading
-from penstock.checkpoint.file import writing
+from penstock.checkpoint import loading, saving
 from tests.support.families import FAMILIES
 from tests.support.states import STATES, numbers, same, trained_gpt
 
@@ -79,7 +78,7 @@ def test_transformers_and_accelerate_load_a_model_that_penstock_saved(tmp_path: 
 def test_files_without_the_format_of_torch_are_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "FOR_TORCH", {})
+    monkeypatch.setattr(saving, "FOR_TORCH", {})
     checkpoint.save(FLAT, tmp_path / "state")
     with safetensors.safe_open(tmp_path / "state", "pt") as file:
         assert "format" not in file.metadata()

@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint.file.pagecache import cached_share
+from penstock.checkpoint.source import cached_share
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.states import STATES, bits, numbers, same, sharing, trained_gpt
 
@@ -60,11 +60,8 @@ def test_the_file_is_mapped_unless_memory_of_its_own_is_asked_for(tmp_path: Path
         assert (cached_share(file.fileno()) == 1.0) == (mmap is not False)
 
 
-def test_a_kernel_without_cachestat_gives_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr("penstock.checkpoint.file.pagecache._ask_cachestat", lambda *_: None)
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0
     drop_cache(tmp_path / "file")
@@ -233,7 +230,7 @@ def test_nothing_else_is_left_in_the_directory(
     nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not nameless:
-        monkeypatch.setattr("penstock.checkpoint.file.replace._create_nameless", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.replace._create_nameless", lambda *_: None)
     for step in range(2):
         checkpoint.save({"step": step}, tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -296,7 +293,7 @@ def test_tensors_of_other_devices_pass_through_host_memory(
     mmap: bool, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here all are treated as if they were elsewhere; tests/gpu has real ones."""
-    for module in ("file.writing", "file.reading", "loading"):
+    for module in ("saving", "reading", "loading"):
         monkeypatch.setattr(f"penstock.checkpoint.{module}.is_on_host", lambda _: False)
     state = STATES["several pieces"]()
     if handle := checkpoint.save(state, tmp_path / "state", wait=wait):

@@ -16,8 +16,7 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint import background
-from penstock.checkpoint.file import transfers
+from penstock.checkpoint import background, pieces
 from penstock.errors import CheckpointError
 from penstock.storage.native import PosixTransport
 from penstock.storage.transfer import Transfer, Transport
@@ -51,7 +50,7 @@ class HeldTransport:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTransport]:
     transport = HeldTransport(PosixTransport())
-    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
     yield transport
     transport.goes.set()
     transport.close()
@@ -106,7 +105,7 @@ def test_saves_to_several_paths_do_not_wait_for_each_other(
 ) -> None:
     first = checkpoint.save({"step": 0}, tmp_path / "a", wait=False)
     assert held.began.wait(60)
-    monkeypatch.setattr(transfers, "shared_transport", lambda: held.inner)
+    monkeypatch.setattr(pieces, "shared_transport", lambda: held.inner)
     checkpoint.save({"step": 1}, tmp_path / "b", wait=False).wait()
     assert not first.done()
     held.goes.set()
@@ -169,7 +168,7 @@ def test_the_copy_is_freed(tmp_path: Path) -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transport = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
-    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
     yield
     transport.close()
 

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from penstock.checkpoint.file import pieces, transfers
-from penstock.checkpoint.file.memory import MappedFile
+from penstock.checkpoint import pieces
+from penstock.checkpoint.reading import MappedFile
 from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.native import PosixTransport
@@ -51,8 +52,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Small pieces, so that there are many requests, and a disk that can fail."""
     disk = Disk()
     transport = FaultyTransport(PosixTransport(), disk.fault)
-    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
     monkeypatch.setattr(pieces, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(pieces, "_spare", deque(maxlen=pieces.DEPTH))  # smaller ones, which do not stay
     yield disk
     transport.close()
 
@@ -130,7 +132,7 @@ def test_a_directory_that_cannot_be_made_durable_is_told(path: Path, monkeypatch
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("penstock.checkpoint.file.replace.sync_folder", fail)
+    monkeypatch.setattr("penstock.checkpoint.replace.sync_folder", fail)
     with pytest.raises(CheckpointError, match="a power failure could bring the old one back"):
         checkpoint.save(STATE, path)
     assert same(checkpoint.load(path), STATE)
@@ -148,7 +150,7 @@ def test_an_interrupted_save_leaves_nothing(
             raise KeyboardInterrupt
         return copy_crc32c(*arguments)
 
-    monkeypatch.setattr("penstock.checkpoint.file.writing.copy_crc32c", interrupted)
+    monkeypatch.setattr("penstock.checkpoint.saving.copy_crc32c", interrupted)
     disk.fail(-1)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(STATE, path)
@@ -199,12 +201,12 @@ class HangingTransport:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Until this is called the disk answers nothing."""
     transport = HangingTransport()
-    monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
-    monkeypatch.setattr(transfers, "TIMEOUT_S", 0.2, raising=False)
+    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "TIMEOUT_S", 0.2, raising=False)
 
     def answer() -> None:
         monkeypatch.undo()  # a disk that answers may be slow
-        monkeypatch.setattr(transfers, "shared_transport", lambda: transport)
+        monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
         transport.answers.set()
 
     yield answer
@@ -290,7 +292,7 @@ def test_a_limit_on_file_sizes_is_an_error(
     allocates: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not allocates:  # as on a file system that cannot reserve space
-        monkeypatch.setattr("penstock.checkpoint.file.replace._allocate", lambda *_: None)
+        monkeypatch.setattr("penstock.checkpoint.replace._allocate", lambda *_: None)
     with largest_file(128 << 10), pytest.raises(CheckpointError, match="ulimit -f"):
         checkpoint.save(STATE, path)
     assert os.listdir(path.parent) == ["state"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.state.tree import unflatten
+from penstock.checkpoint.tree import unflatten
 from penstock.errors import InvalidFile
 from tests.support.drawn_states import FILE, reach_of, tensors_of
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import codecs
+from penstock.codecs import bit_patterns
 from penstock.codecs.bitmask import decode_by_operators, encode_by_operators
-from penstock.codecs.elements import bit_patterns
 from penstock.core.plan import CODECS as PLANNED
 from penstock.core.trace import csr_bytes
 from penstock.errors import InvalidArgument, InvalidFile

@@ -109,10 +109,6 @@ def test_a_kernel_that_does_not_tell_alignments_is_tried(path: Path, monkeypatch
         assert opened.file.alignment_bytes >= 4096
 
 
-def no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_DIRECT", 0)
-
-
 def the_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_demanded_alignment", lambda _: 0)
 
@@ -136,7 +132,7 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", refuse)
 
 
-@pytest.mark.parametrize("obstacle", [no_flag, the_system_says_so, opening_fails, reading_fails])
+@pytest.mark.parametrize("obstacle", [the_system_says_so, opening_fails, reading_fails])
 def test_where_it_cannot_be_there_is_none_and_that_is_said_once(
     path: Path,
     obstacle: Callable[[pytest.MonkeyPatch], None],

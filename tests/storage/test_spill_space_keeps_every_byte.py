@@ -142,7 +142,7 @@ def test_a_file_system_without_unnamed_files_is_served(
 def test_a_file_system_without_direct_io_is_served_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "_DIRECT", 0)
+    monkeypatch.setattr(files, "_demanded_alignment", lambda _: 0)
     monkeypatch.setattr(files, "_logged", set())
     with SpillSpace(tmp_path) as space:
         assert space.direct is False

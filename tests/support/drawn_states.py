@@ -13,8 +13,9 @@ import torch
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from penstock.checkpoint.file.header import Entry, decode, encode, header_bytes
-from penstock.checkpoint.state.tree import DTYPES, Stored, flatten, unflatten
+from penstock.checkpoint.header import Entry, decode, encode, header_bytes
+from penstock.checkpoint.tensors import DTYPES, Stored
+from penstock.checkpoint.tree import flatten, unflatten
 
 FILE = "runs/last.safetensors"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from penstock.checkpoint.file.header import ITEM_BYTES, Entry
+from penstock.checkpoint.header import ITEM_BYTES, Entry
 from penstock.storage.checksum import crc32c
 
 FILE = "runs/last.safetensors"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from penstock import checkpoint
-from penstock.checkpoint.file import replace
+from penstock.checkpoint import replace
 
 torch.set_num_threads(1)
 

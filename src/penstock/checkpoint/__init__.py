@@ -11,15 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.background import SaveHandle
-from penstock.checkpoint.inspection import CheckpointInfo, TensorInfo, info, verify
+from penstock.checkpoint.inspection import CheckpointInfo, TensorInfo, convert, info, verify
 
 # What needs torch is imported at its first use: looking at a checkpoint does without.
 if TYPE_CHECKING:
-    from penstock.checkpoint.conversion import convert
     from penstock.checkpoint.loading import load
     from penstock.checkpoint.saving import save
 else:
-    _MODULES = {"convert": "conversion", "load": "loading", "save": "saving"}
+    _MODULES = {"load": "loading", "save": "saving"}
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -29,7 +29,7 @@ class SaveHandle:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asked: list[bool] = []  # not empty once somebody has asked how it ended
-        weakref.finalize(self, _log_unheard, path, self._future, self._asked)
+        weakref.finalize(self, _log_unasked, path, self._future, self._asked)
 
     def __repr__(self) -> str:
         state = "going on"
@@ -137,7 +137,7 @@ def _run(
         del _going[future]
 
 
-def _log_unheard(path: Path, future: _Future, asked: list[bool]) -> None:
+def _log_unasked(path: Path, future: _Future, asked: list[bool]) -> None:
     if not asked and future.done() and (error := future.exception()) is not None:
         logger.error("nobody waited for the save of %s, which failed: %s", path, error)
 
@@ -149,5 +149,4 @@ def _after_fork() -> None:
     _going.clear()
 
 
-if hasattr(os, "register_at_fork"):  # the threads stay with the parent
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)  # the threads stay with the parent

@@ -47,11 +47,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.file import reading
-from penstock.checkpoint.file.memory import is_on_host
-from penstock.checkpoint.file.source import PathLike, Source, path_of
-from penstock.checkpoint.loading import bytes_as_saved, count_change, load
+from penstock.checkpoint import reading
+from penstock.checkpoint.loading import fill_pairs, load
+from penstock.checkpoint.matching import Pair
 from penstock.checkpoint.saving import save
+from penstock.checkpoint.source import PathLike, Source, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 
@@ -63,20 +63,28 @@ _FOLDER = re.compile(r"save-[0-9a-f]{16}")
 _FILE = re.compile(r"rank-\d{1,9}\.safetensors")
 
 
-class Writer(StorageWriter):
+class _Directory:
+    """Where a checkpoint lies."""
+
+    def __init__(self, directory: PathLike) -> None:
+        self.directory = path_of(directory)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.directory = path_of(checkpoint_id)
+
+
+class Writer(_Directory, StorageWriter):
     """For the ``storage_writer`` of torch.distributed.checkpoint's `save` and `async_save`.
 
     directory   that all ranks see; it is made where it is not there. What is in it stays valid until the
                 new checkpoint is complete, and takes room until then. One job at a time writes to it
     """
 
-    def __init__(self, directory: PathLike) -> None:
-        self.directory = path_of(directory)
-        self.save_id = ""
+    save_id = ""
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.directory = path_of(checkpoint_id)
+        super().reset(checkpoint_id)
         self.save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +157,7 @@ class Writer(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
 
-class Reader(StorageReader):
+class Reader(_Directory, StorageReader):
     """For the ``storage_reader`` of torch.distributed.checkpoint's `load`.
 
     directory   that a `Writer` wrote to, by as many ranks as it was
@@ -158,15 +166,6 @@ class Reader(StorageReader):
     What torch.distributed.checkpoint pickles, which is all that is no tensor, is loaded only if it is made of
     what torch.load takes with ``weights_only=True``.
     """
-
-    def __init__(self, directory: PathLike) -> None:
-        self.directory = path_of(directory)
-        self._where: dict[MetadataIndex, tuple[str, str]] = {}
-
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.directory = path_of(checkpoint_id)
-        self._where = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self.directory / INDEX
@@ -180,7 +179,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self._where = metadata.storage_data
+        self._where: dict[MetadataIndex, tuple[str, str]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -206,23 +205,21 @@ class Reader(StorageReader):
 
 
 def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
-    """Give the planner what it wants of one file. What lies there as it is wanted is read straight to where
-    it goes, and the rest through memory."""
-    mapped = reading.read_mapped(source, verify=False)
-    saved = reading.state_of(source, mapped, restride=False)
-    entries = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(mapped)}
-    straight: dict[int, torch.Tensor] = {}
-    rest: list[tuple[torch.Tensor, ReadItem, torch.Tensor | None]] = []
+    """Give the planner what it wants of one file."""
+    entries = reading.read_mapped(source, verify=False)
+    saved = reading.state_of(source, entries, restride=False)
+    numbers = {entry.untyped_storage().data_ptr(): number for number, entry in enumerate(entries)}
     wanted: set[int] = set()
+    pickled: list[tuple[ReadItem, torch.Tensor]] = []
+    pairs: list[tuple[ReadItem, Pair]] = []
     for name, item in items:
         tensor = saved.get(name) if isinstance(saved, dict) else None
         if not isinstance(tensor, torch.Tensor):
             raise InvalidCheckpoint(f"{source.path} does not hold {name}, which the index says is there")
-        entry = entries.get(tensor.untyped_storage().data_ptr(), -1)
-        if entry >= 0:
-            wanted.add(entry)
+        if (number := numbers.get(tensor.untyped_storage().data_ptr())) is not None:
+            wanted.add(number)
         if item.type == LoadItemType.BYTE_IO:
-            rest.append((tensor, item, None))
+            pickled.append((item, tensor))
             continue
         for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, length)
@@ -232,25 +229,15 @@ def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPl
                 f"{item.dest_index.fqn} has the shape {tuple(target.shape)}, and {tuple(tensor.shape)} in "
                 f"{source.path}"
             )
-        is_whole = entry >= 0 and tensor.nbytes == mapped[entry].nbytes and target.dtype == tensor.dtype
-        data = bytes_as_saved(target, tensor) if is_whole else None
-        if data is not None and entry not in straight:
-            straight[entry] = data
-            count_change(target)
-            planner.commit_tensor(item, target)
-        else:
-            rest.append((tensor, item, target))
-    on_host = all(map(is_on_host, straight.values()))
-    reading.fill(source, straight.get, source.is_cached, on_host=on_host, wanted=wanted)
-    for tensor, item, target in rest:
-        if target is None:
-            planner.load_bytes(item, _pickled(source, item, tensor))
-        else:
-            target.copy_(tensor)
-            planner.commit_tensor(item, target)
+        pairs.append((item, Pair(item.dest_index.fqn, target, tensor)))
+    fill_pairs(source, [pair for _, pair in pairs], entries, source.is_cached, wanted=wanted)
+    for item, pair in pairs:
+        planner.commit_tensor(item, pair.target)
+    for item, tensor in pickled:
+        planner.load_bytes(item, _checked_pickle(source, item, tensor))
 
 
-def _pickled(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
+def _checked_pickle(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
     """What torch.distributed.checkpoint has pickled, if loading it executes nothing."""
     data = tensor.numpy().tobytes()
     try:

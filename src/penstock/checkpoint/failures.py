@@ -7,13 +7,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.checkpoint.file.transfers import TIMEOUT_S
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidCheckpoint
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
+TIMEOUT_S = 120.0  # the longest wait for a transfer to end: then the disk hangs
+AGAIN = "Load another copy, or write the file again."
 _NAMES_SHOWN = 5
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK = "Look at the disk's health (dmesg)"
+
+
+def damaged(path: str | Path, problem: str) -> InvalidCheckpoint:
+    return InvalidCheckpoint(f"{path} is damaged: {problem}. {AGAIN}")
 
 
 def error_of(error_number: int) -> OSError:
@@ -36,17 +40,24 @@ def cannot_write(
     offset     of the byte at which that happened, where it is known
     replaced   it happened after the new file had taken the old one's place
     """
-    where = "" if offset is None else f" at byte {offset}"
-    if error.errno in _FULL:
-        remedy = f"{format_bytes_up(size_bytes)} are needed{_free(path)}. {_room(error)}"
-    else:
-        remedy = _remedy(path, error.errno)
+    permission = f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
+    needed = f"{format_bytes_up(size_bytes)} are needed{_free(path)}."
+    remedy = {
+        errno.ENOENT: f"Create the directory {path.parent} first.",
+        errno.EISDIR: "It is a directory: give the path of a file.",
+        errno.ENOTDIR: f"{path.parent} is not a directory: give a path in one.",
+        errno.EINVAL: "Give the path of a regular file, or one where nothing is yet.",
+        **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), permission),
+        errno.ENOMEM: "Free memory, or save with wait=True, which copies nothing as a whole.",
+        errno.ENOSPC: f"{needed} Free space there, or save to another disk.",
+        errno.EDQUOT: f"{needed} Raise your quota, or save to another disk.",
+        errno.EFBIG: f"{needed} Raise the limit on the size of a file (ulimit -f), or save to another disk.",
+    }.get(error.errno or 0, f"{_DISK}, or save to another one.")
     if replaced:
         kept = "The new file is in place, but a power failure could bring the old one back."
     else:
         kept = "The file that was there is unchanged." if os.path.isfile(path) else "Nothing was left there."
-    text = f"checkpoint {path} cannot be written{where}: {error.strerror}. {remedy} {kept}"
-    return _numbered(text, error)
+    return _failed(f"checkpoint {path} cannot be written", offset, "", error, f"{remedy} {kept}")
 
 
 def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: str = "") -> CheckpointError:
@@ -55,36 +66,22 @@ def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: 
     offset    of the byte at which that happened, where it is known
     tensors   names of those that were to be read
     """
-    where = "" if offset is None else f" at byte {offset}"
-    whose = f" ({tensors})" if tensors else ""
     remedy = {
-        errno.ENOENT: "Give the path of a checkpoint that exists.",
-        errno.ENOTDIR: "Give the path of a checkpoint that exists.",
+        **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Give the path of a checkpoint that exists."),
         errno.EISDIR: "Give the path of a file.",
         errno.EINVAL: "Give the path of a regular file.",
         errno.EACCES: "Give yourself the permission to read it.",
         errno.ENOMEM: "Free memory, or load with mmap=True.",
     }.get(error.errno or 0, f"{_DISK}, and load another copy if there is one.")
-    return _numbered(f"checkpoint {path} cannot be read{where}{whose}: {error.strerror}. {remedy}", error)
+    return _failed(f"checkpoint {path} cannot be read", offset, tensors, error, remedy)
 
 
-def _remedy(path: Path, error_number: int | None) -> str:
-    permission = f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
-    return {
-        errno.ENOENT: f"Create the directory {path.parent} first.",
-        errno.EISDIR: "It is a directory: give the path of a file.",
-        errno.ENOTDIR: f"{path.parent} is not a directory: give a path in one.",
-        errno.EINVAL: "Give the path of a regular file, or one where nothing is yet.",
-        **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), permission),
-        errno.ENOMEM: "Free memory, or save with wait=True, which copies nothing as a whole.",
-    }.get(error_number or 0, f"{_DISK}, or save to another one.")
-
-
-def _room(error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
-        return "Free space there, or save to another disk."
-    limit = "your quota" if error.errno == errno.EDQUOT else "the limit on the size of a file (ulimit -f)"
-    return f"Raise {limit}, or save to another disk."
+def _failed(what: str, offset: int | None, tensors: str, error: OSError, remedy: str) -> CheckpointError:
+    where = "" if offset is None else f" at byte {offset}"
+    whose = f" ({tensors})" if tensors else ""
+    failed = CheckpointError(f"{what}{where}{whose}: {error.strerror}. {remedy}")
+    failed.errno = error.errno
+    return failed
 
 
 def _free(path: Path) -> str:
@@ -93,9 +90,3 @@ def _free(path: Path) -> str:
     except OSError:
         return ""
     return f", and {format_bytes(status.f_bavail * status.f_frsize)} are free"
-
-
-def _numbered(text: str, error: OSError) -> CheckpointError:
-    numbered = CheckpointError(text)
-    numbered.errno = error.errno
-    return numbered

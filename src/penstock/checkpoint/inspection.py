@@ -1,14 +1,24 @@
-"""What a checkpoint holds, and whether it is sound."""
+"""What a checkpoint holds, whether it is sound, and from torch.save's format to penstock's and back.
+
+Looking at a file of penstock does without torch, which is imported where it is needed.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from penstock.checkpoint.file.header import DEVICES, FOR_TORCH
-from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.failures import cannot_write
+from penstock.checkpoint.header import DEVICES, FOR_TORCH
+from penstock.checkpoint.replace import Replacement
+from penstock.checkpoint.source import PathLike, Source, path_of
+from penstock.errors import InvalidArgument
+
+_OWN_SUFFIXES = (".safetensors",)
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -53,7 +63,7 @@ class CheckpointInfo:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def info(path: str | os.PathLike[str]) -> CheckpointInfo:
+def info(path: PathLike) -> CheckpointInfo:
     """What the checkpoint at ``path`` holds. Its tensors are not read.
 
     Raises CheckpointError where it cannot be read, InvalidCheckpoint where it is not a checkpoint or its
@@ -63,7 +73,7 @@ def info(path: str | os.PathLike[str]) -> CheckpointInfo:
         return _info(source)
 
 
-def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
+def verify(path: PathLike) -> CheckpointInfo:
     """Read the checkpoint at ``path`` whole, and compare all checksums.
 
     Gives what `info` does; where `checksummed` is False, only the file's structure was compared. Raises
@@ -72,20 +82,20 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     with Source(path) as source:
         found = _info(source)
         if source.is_torch:
-            from penstock.checkpoint.file import torchfile
+            from penstock.checkpoint import torchfile
 
             torchfile.verify(source)
         else:
-            from penstock.checkpoint.file import reading
+            from penstock.checkpoint import reading
 
-            reading.fill(source, lambda _: None, mapped=source.is_cached)
+            reading.verify_all(source)
         return found
 
 
 def _info(source: Source) -> CheckpointInfo:
     if source.is_torch:
-        from penstock.checkpoint.file import torchfile
-        from penstock.checkpoint.state.matching import named_tensors
+        from penstock.checkpoint import torchfile
+        from penstock.checkpoint.matching import named_tensors
 
         tensors = tuple(
             TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
@@ -94,15 +104,66 @@ def _info(source: Source) -> CheckpointInfo:
         checksummed = torchfile.has_checksums(source)
         return CheckpointInfo(str(source.path), "torch", source.size_bytes, tensors, {}, checksummed)
     header = source.header
-    entries = tuple(
-        TensorInfo(entry.name, entry.dtype, entry.shape, entry.end - entry.begin, entry.crc32c)
-        for entry in header.entries
-    )
-    kind: Format = "penstock" if header.written_by_penstock else "safetensors"
-    own = FOR_TORCH.items() if header.written_by_penstock else ()
-    metadata = {
-        key: value for key, value in header.metadata.items() if key != DEVICES and (key, value) not in own
-    }
+    is_own = header.written_by_penstock
+    added = {(DEVICES, header.metadata.get(DEVICES)), *(FOR_TORCH.items() if is_own else ())}
     return CheckpointInfo(
-        str(source.path), kind, source.size_bytes, entries, metadata, header.written_by_penstock
+        path=str(source.path),
+        format="penstock" if is_own else "safetensors",
+        size_bytes=source.size_bytes,
+        tensors=tuple(
+            TensorInfo(entry.name, entry.dtype, entry.shape, entry.end - entry.begin, entry.crc32c)
+            for entry in header.entries
+        ),
+        metadata={key: value for key, value in header.metadata.items() if (key, value) not in added},
+        checksummed=is_own,
     )
+
+
+def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False) -> CheckpointInfo:
+    """Write what ``source`` holds to ``destination``, in the format that its suffix names.
+
+    source        a file of penstock.save, of torch.save, or of another writer of safetensors files
+    destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth`` or ``.bin`` for torch's
+    overwrite     replace a file that is there, which may be the source; else it is an error
+
+    The source is verified and mapped, and its tensors go from there to the destination. They lose the
+    devices they were saved from. Gives what the destination holds. Raises as `load` and `save` do.
+    """
+    from penstock.checkpoint.loading import load
+    from penstock.checkpoint.saving import save
+
+    destination = path_of(destination)
+    suffix = destination.suffix.lower()
+    if suffix not in _OWN_SUFFIXES + _TORCH_SUFFIXES:
+        raise InvalidArgument(
+            f"{destination} does not say which format it is to have: give it one of the suffixes "
+            f"{', '.join(_OWN_SUFFIXES)} (penstock) and {', '.join(_TORCH_SUFFIXES)} (torch)"
+        )
+    if not overwrite and os.path.lexists(destination):
+        raise InvalidArgument(
+            f"{destination} exists: give another path, or have it replaced (overwrite=True, --overwrite)"
+        )
+    found = info(source)
+    state = load(source, "cpu", mmap=True)
+    if suffix in _OWN_SUFFIXES:
+        save(state, destination, metadata=found.metadata)
+    else:
+        _save_torch(state, destination, found.tensor_bytes)
+    return info(destination)
+
+
+def _save_torch(state: Any, path: Path, tensor_bytes: int) -> None:
+    """torch.save, whole or not at all. Raises CheckpointError."""
+    import torch
+
+    committed = False
+    try:
+        with Replacement(path, 0) as replacement:
+            with os.fdopen(os.dup(replacement.file.buffered), "wb") as file:
+                torch.save(state, file)
+            try:
+                replacement.commit(os.fstat(replacement.file.buffered).st_size)
+            finally:
+                committed = replacement.committed
+    except OSError as error:
+        raise cannot_write(path, error, tensor_bytes, None, committed) from error

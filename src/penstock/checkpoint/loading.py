@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.checkpoint import reading, torchfile
 from penstock.checkpoint.failures import shown
-from penstock.checkpoint.file import reading, torchfile
-from penstock.checkpoint.file.devices import MapLocation, devices_of, place_by_function
-from penstock.checkpoint.file.memory import Mappings, is_on_host
-from penstock.checkpoint.file.source import PathLike, Source
-from penstock.checkpoint.state.matching import Match, Pair
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.checkpoint.header import DEVICES
+from penstock.checkpoint.matching import Match, Pair
+from penstock.checkpoint.reading import Mappings, is_on_host
+from penstock.checkpoint.source import PathLike, Source
+from penstock.errors import CheckpointError, DeviceUnavailable, InvalidArgument, InvalidCheckpoint
 
 logger = logging.getLogger("penstock")
+
+MapLocation: TypeAlias = (
+    str
+    | torch.device
+    | Mapping[str, str | torch.device]
+    | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+    | None
+)
 
 _logged_foreign = False
 
@@ -63,24 +72,27 @@ def _load(path: PathLike, map_location: MapLocation, mmap: bool | None, into: An
             return _load_torch(source, map_location, mmap, into, verify)
         if not source.header.written_by_penstock:
             _log_foreign(source)
-        if into is not None:
-            return _fill(source, into, source.is_cached if mmap is None else mmap, verify)
-        return reading.state_of(source, _tensors(source, map_location, mmap, verify))
+        mapped = source.is_cached if mmap is None else mmap
+        if into is None:
+            return reading.state_of(source, _tensors(source, map_location, mmap, mapped, verify))
+        entries = reading.read_mapped(source, verify=False)
+        saved = reading.state_of(source, entries, restride=False)
+        match = _matched(source, saved, into)
+        with torch.no_grad():
+            fill_pairs(source, match.pairs, entries, mapped, verify)
+            return match.take_over(saved, into)
 
 
 def _tensors(
-    source: Source, map_location: MapLocation, mmap: bool | None, verify: bool
+    source: Source, map_location: MapLocation, mmap: bool | None, mapped: bool, verify: bool
 ) -> list[torch.Tensor]:
-    devices = devices_of(source, map_location)
-    if callable(map_location) or all(device.type == "cpu" for device in devices):
-        tensors = (reading.read_own if mmap is False else reading.read_mapped)(source, verify)
-        if not callable(map_location):
-            return tensors
-        return [
-            place_by_function(tensor, device, map_location)
-            for tensor, device in zip(tensors, devices, strict=True)
-        ]
-    return reading.read_to(source, devices, source.is_cached if mmap is None else mmap, verify)
+    devices = _devices_of(source, map_location)
+    if not callable(map_location) and any(device.type != "cpu" for device in devices):
+        return reading.read_to(source, devices, mapped, verify)
+    tensors = (reading.read_own if mmap is False else reading.read_mapped)(source, verify)
+    if not callable(map_location):
+        return tensors
+    return [_placed(*each, map_location) for each in zip(tensors, devices, strict=True)]
 
 
 def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
@@ -90,33 +102,6 @@ def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, in
         return torchfile.load(source, map_location, mmap)
     with _disable_current_modes():  # an open run would count what is mapped, which cannot leave
         saved = torchfile.load(source, "cpu", mmap=True)
-    return _fill_from(source, saved, into)
-
-
-def _fill(source: Source, into: Any, mapped: bool, verify: bool) -> Any:
-    """Fill the tensors of ``into``, and take over the file's other values. Returns ``into``.
-
-    mapped   read through the page cache, else past it
-
-    Raises InvalidArgument, with nothing changed, where the two do not fit. CheckpointError and
-    InvalidCheckpoint say what was overwritten.
-    """
-    entries = reading.read_mapped(source, verify=False)
-    saved = reading.state_of(source, entries, restride=False)
-    match = _matched(source, saved, into)
-    filling = _Filling(match.pairs, entries)
-    with torch.no_grad():
-        try:
-            on_host = all(is_on_host(pair.target) for pair in match.pairs)
-            reading.fill(source, filling.destination, mapped, verify, on_host=on_host)
-        except CheckpointError as error:
-            raise filling.with_overwritten(error) from error
-        filling.copy_rest()
-        return match.take_over(saved, into)
-
-
-def _fill_from(source: Source, saved: Any, into: Any) -> Any:
-    """The same, from a state whose tensors are mapped already."""
     match = _matched(source, saved, into)
     mapped = Mappings(source.file.buffered)
     addresses = [pair.saved.untyped_storage().data_ptr() for pair in match.pairs]
@@ -129,13 +114,6 @@ def _fill_from(source: Source, saved: Any, into: Any) -> Any:
         return match.take_over(saved, into)
 
 
-def _copy(pair: Pair) -> None:
-    """Out of a mapped file. Where memory stays in place (on the CPU) no operator sees it: an open run would
-    count what is mapped, which cannot leave."""
-    with _disable_current_modes() if is_on_host(pair.target) else contextlib.nullcontext():
-        pair.target.copy_(pair.saved)
-
-
 def _matched(source: Source, saved: Any, into: Any) -> Match:
     match = Match(saved, into)
     if match.problems:
@@ -146,63 +124,76 @@ def _matched(source: Source, saved: Any, into: Any) -> Match:
     return match
 
 
-class _Filling:
-    """Where the bytes of each entry go.
+def fill_pairs(
+    source: Source,
+    pairs: Sequence[Pair],
+    entries: Sequence[torch.Tensor],
+    mapped: bool,
+    verify: bool = True,
+    wanted: Collection[int] | None = None,
+) -> None:
+    """Fill the targets. One that lies in memory as it does in the file is filled as the file is read; the
+    others are copied out of the mapped file afterwards.
 
-    A tensor that lies in memory as it does in the file is filled as the file is read. The others are
-    copied out of the mapped file afterwards.
+    entries   of the file, mapped, which what is saved is views of
+    mapped    read through the page cache, else past it
+    wanted    entries that are read, and verified; None for all
+
+    Raises CheckpointError and InvalidCheckpoint, which say what was overwritten.
     """
+    by_address = {entry.untyped_storage().data_ptr(): i for i, entry in enumerate(entries)}
+    straight: dict[int, tuple[Pair, torch.Tensor]] = {}
+    rest: list[Pair] = []
+    overwritten: dict[str, None] = {}
+    for pair in pairs:
+        index = by_address.get(pair.saved.untyped_storage().data_ptr(), -1)
+        data = _bytes_as_saved(pair)
+        if data is None or index < 0 or index in straight or data.nbytes != entries[index].nbytes:
+            rest.append(pair)
+        else:
+            straight[index] = pair, data
 
-    def __init__(self, pairs: Sequence[Pair], entries: Sequence[torch.Tensor]) -> None:
-        by_address = {entry.untyped_storage().data_ptr(): i for i, entry in enumerate(entries)}
-        self._straight: dict[int, tuple[Pair, torch.Tensor]] = {}
-        self._rest: list[Pair] = []
-        self._overwritten: dict[str, None] = {}
-        for pair in pairs:
-            index = by_address.get(pair.saved.untyped_storage().data_ptr(), -1)
-            data = bytes_as_saved(pair.target.detach(), pair.saved)
-            if data is None or index < 0 or index in self._straight or data.nbytes != entries[index].nbytes:
-                self._rest.append(pair)
-            else:
-                self._straight[index] = (pair, data)
-
-    def destination(self, entry: int) -> torch.Tensor | None:
-        if entry not in self._straight:
+    def destination(entry: int) -> torch.Tensor | None:
+        if entry not in straight:
             return None
-        pair, data = self._straight[entry]
-        if pair.path not in self._overwritten:
-            self._overwritten[pair.path] = None
-            count_change(pair.target)
+        pair, data = straight[entry]
+        if pair.path not in overwritten:
+            overwritten[pair.path] = None
+            if not pair.target.is_inference():  # autograd knows then that it was changed in place
+                torch.autograd.graph.increment_version(pair.target)
         return data
 
-    def copy_rest(self) -> None:
-        for pair in self._rest:
-            _copy(pair)
-
-    def with_overwritten(self, error: CheckpointError) -> CheckpointError:
-        """``error``, with the names of the tensors that were overwritten before it."""
-        names = list(self._overwritten)
+    on_host = all(is_on_host(pair.target) for pair, _ in straight.values())
+    try:
+        file = reading.map_file(source) if mapped else None
+        reading.fill(source, destination, file, verify, on_host=on_host, wanted=wanted)
+    except CheckpointError as error:
+        names = list(overwritten)
         what = f"Overwritten until then: {shown(names)}." if names else "Nothing was overwritten."
-        said = type(error)(f"{error} {what}")
-        said.errno = error.errno
-        return said
+        extended = type(error)(f"{error} {what}")
+        extended.errno = error.errno
+        raise extended from error
+    for pair in rest:
+        _copy(pair)
 
 
-def bytes_as_saved(target: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
+def _copy(pair: Pair) -> None:
+    """Out of a mapped file. Where memory stays in place (on the CPU) no operator sees it: an open run would
+    count what is mapped, which cannot leave."""
+    with _disable_current_modes() if is_on_host(pair.target) else contextlib.nullcontext():
+        pair.target.copy_(pair.saved)
+
+
+def _bytes_as_saved(pair: Pair) -> torch.Tensor | None:
     """The target's bytes, if they lie in memory in the order of those that are saved, without gaps."""
-    if target.is_conj() or target.is_neg() or not target.numel():
+    target, saved = pair.target.detach(), pair.saved
+    if target.is_conj() or target.is_neg() or not target.numel() or target.dtype != saved.dtype:
         return None
     order = sorted(range(target.dim()), key=lambda dimension: -saved.stride(dimension))
     in_order = target.permute(order)
     if not in_order.is_contiguous() or not saved.permute(order).is_contiguous():
         return None
     return in_order.view(-1).view(torch.uint8)
-
-
-def count_change(tensor: torch.Tensor) -> None:
-    """Let autograd know that the tensor was changed in place."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
 
 
 def _log_foreign(source: Source) -> None:
@@ -215,3 +206,74 @@ def _log_foreign(source: Source) -> None:
             "penstock.checkpoint.convert writes a copy that has them.",
             source.path,
         )
+
+
+# -- on which device each tensor comes back: what map_location means, as in torch.load --------------
+
+
+def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]:
+    """The device of each tensor, in the order of the entries; where ``map_location`` is a function, that
+    on which it was saved.
+
+    Raises DeviceUnavailable, InvalidArgument, or InvalidCheckpoint.
+    """
+    saved = _saved_devices(source)
+    locations = [saved.get(entry.name, "cpu") for entry in source.header.entries]
+    if callable(map_location):
+        return [torch.device(location) for location in locations]
+    chosen = {location: _chosen(location, map_location) for location in set(locations)}
+    for location, device in chosen.items():
+        _require(source, device, location)
+    return [chosen[location] for location in locations]
+
+
+def _saved_devices(source: Source) -> dict[str, str]:
+    """By name, the devices of tensors that were not in the memory of the CPU. Raises InvalidCheckpoint."""
+    text = source.header.metadata.get(DEVICES)
+    if text is None:
+        return {}
+    try:
+        devices = json.loads(text)
+        for device in set(devices.values()):
+            torch.device(device)
+    except (ValueError, RuntimeError, AttributeError, TypeError, RecursionError) as error:
+        raise InvalidCheckpoint(
+            f"{source.path} is damaged: the metadata {DEVICES!r} does not name devices ({error}). "
+            "Load another copy."
+        ) from error
+    return dict(devices)
+
+
+def _placed(
+    tensor: torch.Tensor, saved: torch.device, function: Callable[..., torch.UntypedStorage | None]
+) -> torch.Tensor:
+    """What torch.load makes of a function: it gets the storage in CPU memory, and gives one, or None."""
+    storage = function(tensor.untyped_storage(), str(saved))
+    if storage is None:
+        return tensor.to(saved)
+    moved = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return moved.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def _chosen(location: str, map_location: Any) -> torch.device:
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get(location)
+    try:
+        return torch.device(location if map_location is None else map_location)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"map_location {map_location!r} is not a device ({error}): give 'cpu', 'cuda:0', a torch.device, "
+            "a dict from saved to wanted devices, or a function as for torch.load"
+        ) from error
+
+
+def _require(source: Source, device: torch.device, saved: str) -> None:
+    if device.type == "cpu":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceUnavailable(
+            f"{source.path} has tensors of {saved}, to be loaded to {device}, which this machine does not "
+            f"have ({str(error).splitlines()[0]}). Load with map_location='cpu'."
+        ) from error

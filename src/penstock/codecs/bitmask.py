@@ -4,6 +4,7 @@ Rows of 128 elements. In the machine's byte order: how many elements are kept be
 bytes each; a bit for each element; the kept ones. "Zero" is of all bits, so that -0.0 and every NaN are kept.
 
 On a CPU it is C++: csrc/codecs/bitmask.hpp. Elsewhere it is operators of torch, with the same bytes.
+Elements are integers, in one dimension.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from __future__ import annotations
 import torch
 
 from penstock import _native
-from penstock.codecs.elements import bit_patterns
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument
 
 ROW_ELEMENTS = 128
 PIECE_ELEMENTS = 1 << 18  # a multiple of the rows'; operators take about 16 bytes for each
 SAMPLES, SAMPLE_ELEMENTS = 16, 4096  # little beside what a kernel that wrote a tensor has in the cache
 
 
-def encode(tensor: torch.Tensor) -> torch.Tensor:
-    elements = bit_patterns(tensor)
+def encode(elements: torch.Tensor) -> torch.Tensor:
     count = elements.numel()
     if count >= 1 << 32:
         raise InvalidArgument(
@@ -37,17 +36,6 @@ def encode(tensor: torch.Tensor) -> torch.Tensor:
     if written != packed.numel():
         raise InvalidArgument("the tensor was written to while it was encoded: encode what nobody writes to")
     return packed
-
-
-def decode(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty_like(like, device=packed.device)
-    elements = bit_patterns(tensor)
-    if not decode_into(packed, elements):
-        raise InvalidFile(
-            f"these {packed.numel()} bytes are no bitmask-CSR of {elements.numel()} elements of "
-            f"{elements.element_size()} bytes: they are damaged, or of another tensor"
-        )
-    return tensor
 
 
 def sampled_density(address: int, size_bytes: int, itemsize: int) -> float:

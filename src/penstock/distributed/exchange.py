@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,44 +57,27 @@ _WHY = {
 }
 
 
-class Copies(Protocol):
-    """How tensors get to the shared memory and back."""
+class HostCopies:
+    """How tensors get to the shared memory and back: of those in host memory, complete at once."""
 
     def lock(self, address: int, size_bytes: int) -> None:
         """Page-lock the shared memory, where that makes copies faster."""
 
-    def unlock(self, address: int) -> None: ...
+    def unlock(self, address: int) -> None:
+        pass
 
     def begin(self) -> Any:
         """What the tensors were made by: the copies come after it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
         """Begin a copy."""
+        target.copy_(source)
 
     def finish(self, copy: Any) -> None:
         """Wait until it is complete."""
 
 
-class HostCopies:
-    """Of tensors in host memory: complete at once."""
-
-    def lock(self, address: int, size_bytes: int) -> None:
-        pass
-
-    def unlock(self, address: int) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: None) -> None:
-        target.copy_(source)
-
-    def finish(self, copy: None) -> None:
-        pass
-
-
-class DeviceCopies:
+class DeviceCopies(HostCopies):
     """Of tensors on an accelerator, on a stream of their own."""
 
     def __init__(self, driver: Driver) -> None:
@@ -172,7 +155,7 @@ class Exchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        copies: Copies,
+        copies: HostCopies,
         timeout_s: float,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
@@ -341,7 +324,7 @@ def _stop(
     tensors: queue.SimpleQueue[Average | None],
     thread: threading.Thread,
     segment: Segment,
-    copies: Copies,
+    copies: HostCopies,
     memory: torch.Tensor,
 ) -> None:
     if os.getpid() != process:

@@ -10,19 +10,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from penstock.distributed.exchange import Copies, DeviceCopies, Exchange, HostCopies
+from penstock.distributed.exchange import DeviceCopies, Exchange, HostCopies
 from penstock.distributed.segment import NotOneMachine
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.drivers import DRIVERS
+from penstock.storage.files import Closing
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -64,8 +64,15 @@ class Measured:
     def faster(self) -> str:
         return "host" if self.host_s < self.all_reduce_s else "all_reduce"
 
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.size_bytes)} take {format_seconds(self.host_s)} in host memory (predicted "
+            f"{format_seconds(self.predicted_host_s)}) and {format_seconds(self.all_reduce_s)} by all-reduce "
+            f"(predicted {format_seconds(self.predicted_all_reduce_s)})"
+        )
 
-class HostAccumulation:
+
+class HostAccumulation(Closing):
     """State of `host_accumulation_hook`. All ranks of the process group make it, with the same arguments.
 
     process_group   the model's; None: the default group. Its ranks have to be on one machine
@@ -109,7 +116,9 @@ class HostAccumulation:
         if timeout is None:
             timeout = self.process_group._get_backend(self._device).options._timeout
         try:
-            self._exchange = Exchange(self.process_group, _copies(self._device), timeout.total_seconds())
+            on_host, kind = self._device.type == "cpu", DRIVERS.get(self._device.type, TorchDriver)
+            copies = HostCopies() if on_host else DeviceCopies(kind(self._device))
+            self._exchange = Exchange(self.process_group, copies, timeout.total_seconds())
         except NotOneMachine as error:
             if method != "auto":
                 raise
@@ -126,7 +135,8 @@ class HostAccumulation:
         """How a bucket of this size is averaged: "host" or "all_reduce"."""
         if self.method != "auto":
             return self.method
-        return _nearest(self.measured, size_bytes).faster
+        nearest = min(self.measured, key=lambda row: abs(math.log(row.size_bytes / max(size_bytes, 1))))
+        return nearest.faster
 
     def average(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
         """Begin to replace a tensor by its mean over the ranks, through host memory. Its elements must be
@@ -148,22 +158,7 @@ class HostAccumulation:
         if self._exchange is not None:
             self._exchange.close()
 
-    def __enter__(self) -> "HostAccumulation":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _choose(self, sizes: Sequence[int]) -> None:
-        self.measured = tuple(self._measure(sizes))
-        fastest = {measured.faster for measured in self.measured}
-        if len(fastest) == 1:
-            self.method = fastest.pop()
-        self.reason = "; ".join(map(_shown, self.measured))
-
-    def _measure(self, sizes: Sequence[int]) -> list[Measured]:
         assert self._exchange is not None
         ranks = dist.get_world_size(self.process_group)
         dist.barrier(self.process_group)
@@ -182,7 +177,11 @@ class HostAccumulation:
             host_s, all_reduce_s = self._over_ranks(medians_s, dist.ReduceOp.MAX)
             predicted = predict_exchange(size_bytes, ranks, bus_bytes_per_s, sum_bytes_per_s)
             found.append(Measured(size_bytes, host_s, all_reduce_s, predicted.host_s, predicted.all_reduce_s))
-        return found
+        self.measured = tuple(found)
+        fastest = {measured.faster for measured in found}
+        if len(fastest) == 1:
+            self.method = fastest.pop()
+        self.reason = "; ".join(map(str, found))
 
     def _timed(self, average: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
         dist.barrier(self.process_group)
@@ -226,27 +225,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _copies(device: torch.device) -> Copies:
-    if device.type == "cpu":
-        return HostCopies()
-    return DeviceCopies(DRIVERS.get(device.type, TorchDriver)(device))
-
-
-def _nearest(measured: Sequence[Measured], size_bytes: int) -> Measured:
-    """That whose size has the smallest ratio to this one."""
-    return min(measured, key=lambda row: abs(math.log(row.size_bytes / max(size_bytes, 1))))
-
-
-def _shown(row: Measured) -> str:
-    return (
-        f"{format_bytes(row.size_bytes)} take {format_seconds(row.host_s)} in host memory (predicted "
-        f"{format_seconds(row.predicted_host_s)}) and {format_seconds(row.all_reduce_s)} by all-reduce "
-        f"(predicted {format_seconds(row.predicted_all_reduce_s)})"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeTime:
+class ExchangeTime(NamedTuple):
     """Seconds, for one bucket by itself.
 
     host_s         gradients to the host, their sum there, and the mean back (moDNN 6.2)

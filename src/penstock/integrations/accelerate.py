@@ -83,7 +83,7 @@ def _bracket(accelerator: Accelerator, steps: Steps) -> None:
             with accumulate(*models):
                 yield
         except BaseException as error:
-            steps.abandon(error)
+            steps.end(error)
             raise
         if accelerator.sync_gradients:
             steps.end()

@@ -26,7 +26,6 @@ from penstock.checkpoint import load as load_checkpoint
 from penstock.checkpoint import save as save_checkpoint
 from penstock.core import files
 from penstock.core.hardware import Hardware
-from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
 from penstock.integrations.hub import config_of, load, without_values
 from penstock.integrations.versions import missing
@@ -49,13 +48,8 @@ TEXT_PIECE_BYTES = 1 << 20  # is handed to a tokenizer at once, up to the end of
 # largest, whose gradient needs as much, are updated so many rows at a time.
 ROWS_BYTES = 8 << 20
 
-SETTINGS, TOKENS, CHECKPOINT, LOSSES, MODEL = (
-    "finetune.json",
-    "tokens.bin",
-    "checkpoint.safetensors",
-    "losses.json",
-    "model",
-)
+SETTINGS, TOKENS, LOSSES, MODEL = "finetune.json", "tokens.bin", "losses.json", "model"
+CHECKPOINT = "checkpoint.safetensors"
 BLOCK_SIZE = 512
 
 
@@ -88,17 +82,17 @@ class Training:
         self._rows = {each: _rows(each) for each in self.parameters if each.nbytes > large}
         for parameter, rows in self._rows.items():
             parameter.register_post_accumulate_grad_hook(_divide_gradient(rows))
-        decayed: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
-        for parameter in self.parameters:
-            (decayed if parameter.dim() > 1 else kept).extend(self._updated(parameter))
-        rate = settings.learning_rate or (2e-4 if settings.lora else 5e-5)
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=True)
-        for parameter in (*decayed, *kept):  # now: all steps are alike then
+        # What the optimizer has: rows in the place of large parameters.
+        self._updated = [part for each in self.parameters for part in self._rows.get(each, [each])]
+        decayed = [each for each in self._updated if each.dim() > 1]
+        kept = [each for each in self._updated if each.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed}, {"params": kept, "weight_decay": 0.0}],
+            lr=settings.learning_rate or (2e-4 if settings.lora else 5e-5),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        for parameter in self._updated:  # now: all steps are alike then
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(parameter),
@@ -147,17 +141,12 @@ class Training:
         torch.set_rng_state(state["random"])
         self.scheduler.last_epoch = state["last_epoch"]
         self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-        losses: list[float] = state["losses"]
-        return losses
+        return list(state["losses"])
 
     @property
     def state_bytes(self) -> int:
         """Of what a checkpoint holds."""
         return 3 * sum(each.nbytes for each in self.parameters)
-
-    def _updated(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-        """What the optimizer has in the place of a parameter."""
-        return self._rows.get(parameter, [parameter])
 
     def _clip(self) -> None:
         """As `torch.nn.utils.clip_grad_norm_`, whose bits it has, with one large gradient at a time."""
@@ -165,8 +154,7 @@ class Training:
             return
         norms = [torch.linalg.vector_norm(self._gradient(each)) for each in self.parameters]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        updated = [part for each in self.parameters for part in self._updated(each)]
-        torch.nn.utils.clip_grads_with_norm_(updated, self.settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._updated, self.settings.max_grad_norm, norm)
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter not in self._rows:
@@ -321,7 +309,12 @@ class FineTuning:
         if not settings.text.is_file():
             raise InvalidFile(f"there is no text {settings.text}: give the path of a text file")
         self.config = config_of(settings.model)
-        _require_causal(self.config, settings.model)
+        names = self.config.architectures or []
+        if not set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+            raise InvalidArgument(
+                f"{settings.model} holds {' and '.join(names) or 'no architecture'}, which is no causal "
+                "language model of transformers"
+            )
         longest = getattr(self.config, "max_position_embeddings", None) or sys.maxsize
         if settings.block_size is None:
             settings = replace(settings, block_size=min(BLOCK_SIZE, longest))
@@ -330,6 +323,7 @@ class FineTuning:
                 f"--block-size {settings.block_size} is more than this model's {longest} positions: lower it"
             )
         self.settings, self.folder = settings, folder
+        self.checkpoint, self.model_folder = folder / CHECKPOINT, folder / MODEL
         self._claim(resume)
         with self._nothing_left():
             tokens, self._tokenizer = _tokens(settings, self.config.vocab_size, folder / TOKENS)
@@ -337,21 +331,12 @@ class FineTuning:
         self.total_steps = settings.max_steps or settings.num_train_epochs * self._text.steps_per_epoch
 
     @property
-    def model_folder(self) -> Path:
-        return self.folder / MODEL
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / CHECKPOINT
-
-    @property
     def is_finished(self) -> bool:
         return self.model_folder.is_dir()
 
     def losses(self) -> list[float]:
         """Of a training that is finished."""
-        found: list[float] = json.loads((self.folder / LOSSES).read_text())
-        return found
+        return list(json.loads((self.folder / LOSSES).read_text()))
 
     def predict(
         self,
@@ -371,39 +356,28 @@ class FineTuning:
             training = Training(self.settings, model, self.total_steps)
         batch = self._text.of_step(0)
         trace = penstock.trace(lambda: training.step(batch), mode=mode)
-        with self._nothing_left():
-            self._require_room(training.state_bytes, model)
-            return self._planned(trace, device_budget_bytes, hardware, planning, endurance_bytes)
-
-    def _planned(
-        self,
-        trace: Trace,
-        device_budget_bytes: int,
-        hardware: Hardware,
-        planning: PlanOptions,
-        endurance_bytes: int | None,
-    ) -> Summary:
         large = trace.tensor_bytes >= parse_bytes(PlanOptions().smallest_bytes)  # smaller ones stay
         trace = replace(trace, tensor_movable=trace.movable & large)
-        try:
-            plan = penstock.plan(
-                trace,
-                hardware,
-                planning.policy,
-                recompute=planning.recompute,
-                compress=planning.compress,
-                time_limit_s=planning_s(trace),  # as the run will
-                device_budget_bytes=device_budget_bytes,
-            )
-        except BudgetTooSmall as error:
-            raise BudgetTooSmall(
-                f"{str(error).partition('. No plan')[0]}. No plan can help: raise --device-budget to "
-                f"{format_bytes_up(error.minimum_bytes)}, or lower --block-size or "
-                "--per-device-train-batch-size",
-                error.minimum_bytes,
-            ) from None
-        timeline = penstock.simulate(trace, plan, hardware)
-        return summarise(trace, plan, timeline, endurance_bytes)
+        with self._nothing_left():
+            self._require_room(training.state_bytes, model)
+            try:
+                plan = penstock.plan(
+                    trace,
+                    hardware,
+                    planning.policy,
+                    recompute=planning.recompute,
+                    compress=planning.compress,
+                    time_limit_s=planning_s(trace),  # as the run will
+                    device_budget_bytes=device_budget_bytes,
+                )
+            except BudgetTooSmall as error:
+                raise BudgetTooSmall(
+                    f"{str(error).partition('. No plan')[0]}. No plan can help: raise --device-budget to "
+                    f"{format_bytes_up(error.minimum_bytes)}, or lower --block-size or "
+                    "--per-device-train-batch-size",
+                    error.minimum_bytes,
+                ) from None
+        return summarise(trace, plan, penstock.simulate(trace, plan, hardware), endurance_bytes)
 
     def train(
         self,
@@ -503,8 +477,7 @@ class FineTuning:
                 digest.update(piece)
         described["text"] = digest.hexdigest()
         described["model"] = str(self.settings.model.resolve())
-        found: dict[str, Any] = json.loads(json.dumps(described))  # as it will be read
-        return found
+        return dict(json.loads(json.dumps(described)))  # as it will be read
 
     def _require_room(self, checkpoint_bytes: int, model: torch.nn.Module) -> None:
         """For two checkpoints, of which the second replaces the first, or one and the model."""
@@ -519,12 +492,3 @@ class FineTuning:
                 f"checkpoints and the model take {format_bytes_up(needed)} more in {self.folder}, where "
                 f"{format_bytes_up(free)} are free: give a folder on another disk with -o"
             )
-
-
-def _require_causal(config: transformers.PretrainedConfig, folder: Path) -> None:
-    names = config.architectures or []
-    if not set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        raise InvalidArgument(
-            f"{folder} holds {' and '.join(names) or 'no architecture'}, which is no causal language model "
-            "of transformers"
-        )

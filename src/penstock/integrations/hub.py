@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.checkpoint import load as load_checkpoint
-from penstock.checkpoint.file.header import Header
-from penstock.checkpoint.file.source import Source
-from penstock.checkpoint.state.tree import DTYPES
+from penstock.checkpoint.header import Header
+from penstock.checkpoint.source import Source
+from penstock.checkpoint.tensors import DTYPES
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
 
 try:
     import transformers
-    from safetensors import SafetensorError, safe_open
     from transformers.initialization import no_init_weights
 except ImportError as error:
     raise missing("transformers") from error
@@ -78,25 +76,14 @@ def config_of(folder: Path) -> transformers.PretrainedConfig:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidFile(f"{folder / CONFIG} cannot be used: {_first_line(error)}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidFile(f"{folder / CONFIG} cannot be used: {reason}") from error
 
 
 def without_values(
     config: transformers.PretrainedConfig, dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
     """The model of a config; what its weights hold is not defined."""
-    kind = _class_of(config)
-    with no_init_weights():
-        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
-    model.tie_weights()
-    return model
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _class_of(config: transformers.PretrainedConfig) -> Any:
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -104,7 +91,10 @@ def _class_of(config: transformers.PretrainedConfig) -> Any:
             "the config names no architecture of transformers: give one whose `architectures` has it, such "
             'as ["LlamaForCausalLM"]'
         )
-    return kind
+    with no_init_weights():
+        model = kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    model.tie_weights()
+    return model
 
 
 def _files(folder: Path) -> list[Path]:
@@ -135,15 +125,13 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
 
     tied   further names of wanted tensors, which files may have and need not
     """
-    shapes = {file: _shapes(file) for file in files}
-    found = {name for of_file in shapes.values() for name in of_file}
+    headers = {file: _header(file) for file in files}
+    found = {entry.name: list(entry.shape) for header in headers.values() for entry in header.entries}
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not in the model" for name in sorted(found - wanted.keys() - tied.keys())]
-    for of_file in shapes.values():
-        for name in of_file & wanted.keys():
-            shape, expected = of_file[name], list(wanted[name].shape)
-            if shape != expected:
-                problems.append(f"{name} has the shape {shape}, and the model {expected}")
+    problems += [f"{name} is not in the model" for name in sorted(found.keys() - wanted.keys() - tied.keys())]
+    for name, tensor in wanted.items():
+        if found.get(name, expected := list(tensor.shape)) != expected:
+            problems.append(f"{name} has the shape {found[name]}, and the model {expected}")
     if problems:
         more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidArgument(
@@ -151,23 +139,22 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
             f"{more}. Where transformers converts them as it reads, save them once by from_pretrained and "
             "save_pretrained"
         )
-    for file, of_file in shapes.items():
-        with Source(file) as source:
-            dtypes = {entry.name: DTYPES[entry.dtype] for entry in source.header.entries}
-            if any(_converted(dtypes[name], wanted[name]) for name in of_file & wanted.keys()):
-                _read_converted(file, source.header, wanted)
-                continue
-        into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in of_file}
-        load_checkpoint(file, into=into)
+    for file, header in headers.items():
+        names = [entry.name for entry in header.entries]
+        targets = ((wanted.get(entry.name), DTYPES[entry.dtype]) for entry in header.entries)
+        if any(target is not None and _converted(dtype, target) for target, dtype in targets):
+            _read_converted(file, header, wanted)
+        else:
+            into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in names}
+            load_checkpoint(file, into=into)
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """By name."""
-    try:
-        with safe_open(file, framework="np") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise InvalidFile(f"{file} is no safetensors file: {error}") from error
+def _header(file: Path) -> Header:
+    with Source(file) as source:
+        try:
+            return source.header
+        except InvalidFile as error:
+            raise InvalidFile(f"{file} is no safetensors file: {error}") from error
 
 
 def _converted(dtype: torch.dtype, tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
@@ -17,21 +17,14 @@ from penstock.integrations.steps import EVALUATION, Steps, require_options
 from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
 
-if TYPE_CHECKING:
+try:
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-else:
-    try:
-        from fsspec.core import url_to_fs
-        from fsspec.implementations.local import LocalFileSystem
-        from lightning.pytorch import Callback
-        from lightning.pytorch.plugins import TorchCheckpointIO
-        from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-    except ImportError as error:
-        raise missing("lightning") from error
+except ImportError as error:
+    raise missing("lightning") from error
 
 
 PIECE_BYTES = 8 << 20
@@ -112,16 +105,12 @@ class Penstock(Callback):
 
     # -- training ------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if not self._steps.is_open:
             self._optimizer_steps = trainer.global_step
             self._steps.begin()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step > self._optimizer_steps:
             self._steps.end()
             if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
@@ -129,7 +118,7 @@ class Penstock(Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics(numbers, step=trainer.global_step)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
         self._steps.end()
 
     # -- evaluation ----------------------------------------------------------------------------
@@ -150,7 +139,7 @@ class Penstock(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._steps.close(exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._steps.end()
         self._steps.log_report()
         self._steps.close()

@@ -36,7 +36,7 @@ class Steps:
 
     def open(self, *known: Any, **options: Any) -> Offload:
         """The run that is open, or a new one. What a loop that failed has left open ends."""
-        self.abandon(Abandoned())
+        self.end(Abandoned())
         if self.run is None or self.run.closed:
             self.run = offload(*known, **options)
         return self.run
@@ -56,21 +56,19 @@ class Steps:
     def is_open(self) -> bool:
         return self._step is not None
 
-    def end(self) -> None:
-        """End the step that `begin` has begun, if there is one."""
-        step, self._step, self.kind = self._step, None, None
-        if step is not None:
-            step.close()
+    def end(self, error: BaseException | None = None) -> None:
+        """End the step that `begin` has begun, if there is one.
 
-    def abandon(self, error: BaseException) -> None:
-        """End the step that an error has interrupted. Raises what the run makes of the error."""
+        error   that has interrupted it. Raises what the run makes of it
+        """
         step, self._step, self.kind = self._step, None, None
         if step is None:
             return
         with contextlib.suppress(Abandoned):
             try:
-                step.__exit__(type(error), error, error.__traceback__)
-            except type(error) as raised:
+                trace = None if error is None else error.__traceback__
+                step.__exit__(None if error is None else type(error), error, trace)
+            except BaseException as raised:
                 if raised is not error:
                     raise
 
@@ -86,10 +84,7 @@ class Steps:
     def close(self, error: BaseException | None = None) -> None:
         """Close the run, and the step that is open. Idempotent."""
         try:
-            if error is None:
-                self.end()
-            else:
-                self.abandon(error)
+            self.end(error)
         finally:
             if self.run is not None:
                 self.run.close()
@@ -111,10 +106,7 @@ class Steps:
             nonlocal ours
             if ours:
                 ours = False
-                if output is None:  # it has raised
-                    self.abandon(Abandoned())
-                else:
-                    self.end()
+                self.end(Abandoned() if output is None else None)  # there is none where it has raised
 
         hooks = [
             model.register_forward_pre_hook(begins),

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
-
-import torch
 
 from penstock.errors import InvalidArgument
 from penstock.integrations.hub import load
@@ -20,7 +17,7 @@ from penstock.integrations.versions import missing, warn_if_unknown
 from penstock.runtime.run import Offload
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
@@ -68,13 +65,7 @@ class Penstock(TrainerCallback):
     # -- the Trainer's events, in their order --------------------------------------------------
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, *_: Any, model: Any = None, optimizer: Any = None, **__: Any
     ) -> None:
         _require_own_tensors(args)
         self._leave()
@@ -83,24 +74,15 @@ class Penstock(TrainerCallback):
         if model is not None:
             self._undo.append(self._steps.evaluate(model))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._steps.begin()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self._steps.end()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._steps.end()  # an epoch that is stopped amid the batches that are accumulated
+    on_epoch_end = on_step_end  # one that is stopped amid the batches that are accumulated
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._steps.end()
         self._steps.log_report()
         if not self._is_context:
@@ -122,9 +104,7 @@ class Penstock(TrainerCallback):
         self._is_context = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_context = False
         self._leave()
         self._steps.close(error)
@@ -141,14 +121,7 @@ def _log_metrics_of(callback: Penstock) -> Callable[[], None]:
     loggers = tuple(INTEGRATION_TO_CALLBACK.values())
 
     @functools.wraps(before)
-    def on_log(
-        handler: Any,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *given: Any,
-        **named: Any,
-    ) -> Any:
+    def on_log(handler: Any, args: Any, state: Any, control: Any, *given: Any, **named: Any) -> Any:
         control = before(handler, args, state, control, *given, **named)
         if callback in handler.callbacks and (numbers := metrics(callback.run)):
             for logger in handler.callbacks:
@@ -166,11 +139,8 @@ def _log_metrics_of(callback: Penstock) -> Callable[[], None]:
 
 
 def _require_own_tensors(args: TrainingArguments) -> None:
-    for name, used in (
-        ("DeepSpeed", getattr(args, "deepspeed", None)),
-        ("FSDP", getattr(args, "fsdp", None)),
-    ):
-        if used:
+    for name in ("DeepSpeed", "FSDP"):
+        if getattr(args, name.lower(), None):
             raise InvalidArgument(
                 f"the TrainingArguments use {name}, which moves tensors by itself: leave it out, or penstock"
             )

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.capture.recorder import make_trace
 from penstock.capture.regions import compiled_regions_shown
-from penstock.checkpoint.file.transfers import use_few_buffers
+from penstock.checkpoint.pieces import use_few_buffers
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline

@@ -59,7 +59,7 @@ class AlignedBuffer:
             with contextlib.suppress(OSError):  # a kernel before 4.14
                 self._mapping.madvise(MADV_WIPEONFORK)
         whole_bytes = align_down(size_bytes, HUGE_PAGE_BYTES)  # a huge page at the end would waste memory
-        if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        if whole_bytes:
             with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
                 self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
 

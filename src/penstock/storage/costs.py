@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -93,10 +94,41 @@ class Tables:
 
     def rows(self) -> tuple[Row, ...]:
         """By size class and medium, with the fastest paths marked."""
-        classes: dict[int, list[Entry]] = {}
+        classes: dict[int, dict[tuple[str, str, Kind], Entry]] = {}
         for entry in self.entries:
-            classes.setdefault(entry.class_bytes, []).append(entry)
-        return tuple(row for size in sorted(classes) for row in _rows_of_class(classes[size]))
+            classes.setdefault(entry.class_bytes, {})[entry.medium, entry.path, entry.kind] = entry
+        return tuple(row for _, known in sorted(classes.items()) for row in _rows_of_class(known))
+
+
+def _rows_of_class(known: Mapping[tuple[str, str, Kind], Entry]) -> list[Row]:
+    best: dict[tuple[str, Kind], Entry] = {}
+    for (medium, _, kind), entry in known.items():
+        held = best.setdefault((medium, kind), entry)
+        best[medium, kind] = min(held, entry, key=lambda entry: entry.s_per_byte)
+
+    def costs(medium: str) -> tuple[float, float]:
+        """By its writes alone where no medium is measured in full."""
+        found = [best[medium, kind].s_per_byte if (medium, kind) in best else math.inf for kind in KINDS]
+        return sum(found), found[0]
+
+    home = min((medium for medium, _ in best), key=costs)
+    rows = []
+    for medium, path in sorted({(medium, path) for medium, path, _ in known}):
+        write, read = (known.get((medium, path, kind)) for kind in KINDS)
+        rows.append(
+            Row(
+                class_bytes=next(iter(known.values())).class_bytes,
+                path=path,
+                medium=medium,
+                write_bytes_per_s=1 / write.s_per_byte if write else None,
+                read_bytes_per_s=1 / read.s_per_byte if read else None,
+                write_samples=write.samples if write else 0,
+                read_samples=read.samples if read else 0,
+                writes=medium == home and write is not None and best[medium, "write"] is write,
+                reads=medium == home and read is not None and best[medium, "read"] is read,
+            )
+        )
+    return rows
 
 
 def merge(a: Tables, b: Tables) -> Tables:
@@ -107,52 +139,12 @@ def merge(a: Tables, b: Tables) -> Tables:
     merged: dict[tuple[int, Kind, str, str], Entry] = {}
     for entry in (*a.entries, *b.entries):
         key = (entry.class_bytes, entry.kind, entry.path, entry.medium)
-        other = merged.get(key)
-        merged[key] = entry if other is None else _combine(entry, other)
+        if (other := merged.get(key)) is not None:
+            samples = entry.samples + other.samples
+            total_s = entry.samples * entry.s_per_byte + other.samples * other.s_per_byte
+            entry = replace(entry, samples=samples, s_per_byte=total_s / samples)
+        merged[key] = entry
     return Tables(tuple(merged[key] for key in sorted(merged)))
-
-
-def _combine(a: Entry, b: Entry) -> Entry:
-    samples = a.samples + b.samples
-    median = (a.samples * a.s_per_byte + b.samples * b.s_per_byte) / samples
-    return replace(a, samples=samples, s_per_byte=median)
-
-
-def _rows_of_class(entries: Sequence[Entry]) -> list[Row]:
-    known = {(entry.kind, entry.medium, entry.path): entry for entry in entries}
-    best: dict[str, dict[Kind, Entry]] = {}  # by medium
-    for entry in entries:
-        held = best.setdefault(entry.medium, {}).get(entry.kind)
-        if held is None or entry.s_per_byte < held.s_per_byte:
-            best[entry.medium][entry.kind] = entry
-    home = _fastest_medium(best)
-    rows = []
-    for medium, path in sorted({(entry.medium, entry.path) for entry in entries}):
-        write, read = (known.get((kind, medium, path)) for kind in KINDS)
-        rows.append(
-            Row(
-                class_bytes=entries[0].class_bytes,
-                path=path,
-                medium=medium,
-                write_bytes_per_s=1 / write.s_per_byte if write else None,
-                read_bytes_per_s=1 / read.s_per_byte if read else None,
-                write_samples=write.samples if write else 0,
-                read_samples=read.samples if read else 0,
-                writes=medium == home and write is not None and best[medium].get("write") is write,
-                reads=medium == home and read is not None and best[medium].get("read") is read,
-            )
-        )
-    return rows
-
-
-def _fastest_medium(best: Mapping[str, Mapping[Kind, Entry]]) -> str:
-    """The medium of the least cost; by its writes alone where no medium is measured in full."""
-
-    def costs(medium: str) -> tuple[float, float]:
-        write, read = (best[medium][kind].s_per_byte if kind in best[medium] else math.inf for kind in KINDS)
-        return write + read, write
-
-    return min(best, key=costs)
 
 
 # What the file says weighs no more than a run: it follows a machine that changes.
@@ -195,8 +187,9 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
             devices: Mapping[str, Tables] = {}
             with contextlib.suppress(FileNotFoundError):
                 devices = files.load(CostTables, path).devices
-            known = _limited(devices.get(device, Tables()))
-            files.save(CostTables({**devices, device: merge(known, learned)}), path)
+            known = devices.get(device, Tables()).entries
+            limited = Tables(tuple(replace(e, samples=min(e.samples, MOST_SAMPLES)) for e in known))
+            files.save(CostTables({**devices, device: merge(limited, learned)}), path)
     except InvalidFile:
         raise
     except OSError as error:
@@ -208,15 +201,9 @@ def device_kind(directories: Sequence[Path | Url], accelerator: str) -> str:
     return f"{', '.join(sorted({disk_kind(directory) for directory in directories}))}, {accelerator}"
 
 
-def _limited(tables: Tables) -> Tables:
-    return Tables(tuple(replace(entry, samples=min(entry.samples, MOST_SAMPLES)) for entry in tables.entries))
-
-
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """One process at a time. The lock is a file beside it, since the file itself is replaced."""
-    import fcntl
-
     lock = path.with_name(f".{path.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + timeout_s
@@ -241,15 +228,12 @@ def disk_kind(directory: Path | Url) -> str:
         return f"a namespace of {directory.portal}"
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    return f"{_file_system(number)} on {_model(number)}"
-
-
-def _file_system(number: str) -> str:
+    file_system = "unknown file system"
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             if line.split()[2] == number:
-                return line.partition(" - ")[2].split()[0]
-    return "unknown file system"
+                file_system = line.partition(" - ")[2].split()[0]
+    return f"{file_system} on {_model(number)}"
 
 
 def _model(number: str) -> str:

@@ -17,8 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from penstock.core import files
@@ -44,20 +43,6 @@ class Store(Protocol):
     def set(self, key: str, value: bytes, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
-
-
-@dataclass(slots=True)
-class _Class:
-    """A size class of a choice, as long as it is not over.
-
-    seen_s   when it was first seen, by time.monotonic()
-    mine     whether this rank explores it; None before that is known
-    """
-
-    key: str
-    seen_s: float
-    mine: bool | None = None
-    over: bool = False
 
 
 class Exchange:
@@ -87,12 +72,9 @@ class Exchange:
         self._store, self._lock, self._kind = store, lock, kind
         self._choices = dict(choices)
         self._one, self._rank, self._ranks = explorers == "one", rank, ranks
-        self._classes: dict[tuple[str, int], _Class] = {}
-        self._leads: dict[str, bool] = {}  # where one rank explores all: whether it is this one
-        self._keys = {}
-        for name, choice in self._choices.items():
-            same = repr((kind, name, sorted(choice.paths.items()))).encode()
-            self._keys[name] = f"penstock/io-costs/{hashlib.sha256(same).hexdigest()[:32]}"
+        self._claimed: dict[str, bool] = {}  # by key, whether this rank was the first
+        self._seen: set[tuple[str, int]] = set()  # choices and size classes
+        self._waiting: list[Iterator[bool]] = []  # `_share` of each that is not over
         with lock:
             for choice in self._choices.values():
                 choice.shares = True
@@ -123,71 +105,64 @@ class Exchange:
                         choice.explore(number)
 
     def _look(self) -> bool:
-        """Go on with every class that is not over. Gives whether anything has changed."""
-        changed = False
+        """Go on with every class that is not over. Gives whether one has begun or ended."""
+        begun = []
         for name, choice in self._choices.items():
-            with self._lock:
-                classes = choice.classes()
-            for number, explored in classes.items():
-                known = self._classes.get((name, number))
-                if known is None:
-                    known = _Class(f"{self._keys[name]}/{number}", time.monotonic())
-                    self._classes[name, number] = known
-                    changed = True
-                if not known.over:
-                    changed |= self._advance(name, choice, number, known, explored)
-        return changed
+            for number in self._known(choice):
+                if (name, number) not in self._seen:
+                    self._seen.add((name, number))
+                    begun.append(self._share(name, choice, number))
+        before = len(self._waiting)
+        self._waiting = [each for each in (*self._waiting, *begun) if next(each, False)]
+        return bool(begun) or before != len(self._waiting)
 
-    def _advance(self, name: str, choice: Choice, number: int, known: _Class, explored: bool) -> bool:
-        waited_s = time.monotonic() - known.seen_s
-        if known.mine is None:
-            if waited_s < _YIELD_S and (0 if self._one else number % self._ranks) != self._rank:
-                return True
-            known.mine = self._claims(name, known.key)
-            if known.mine:
-                with self._lock:
-                    choice.explore(number)
-            return True
-        if known.mine:
-            if explored or waited_s > PATIENCE_S:
-                self._tell(choice, number, known.key)
-                known.over = True
-        elif self._store.check([known.key]):
-            told = self._tables_of(known.key)
-            with self._lock:
-                choice.explore(number)  # what was not told
-                choice.learn(told)
-            known.over = True
-        elif waited_s > 2 * PATIENCE_S:
+    def _known(self, choice: Choice) -> dict[int, bool]:
+        with self._lock:
+            return choice.classes()
+
+    def _share(self, name: str, choice: Choice, number: int) -> Iterator[bool]:
+        """What is done for a size class: True as often as there is something to wait for."""
+        begun_s = time.monotonic()
+        same = repr((self._kind, name, sorted(choice.paths.items()))).encode()
+        every = f"penstock/io-costs/{hashlib.sha256(same).hexdigest()[:32]}"
+        key = f"{every}/{number}"
+        preferred = 0 if self._one else number % self._ranks
+        while preferred != self._rank and time.monotonic() - begun_s < _YIELD_S:
+            yield True
+        if self._is_first(every if self._one else key):
             with self._lock:
                 choice.explore(number)
-            known.over = True
-        return known.over
-
-    def _claims(self, name: str, key: str) -> bool:
-        if not self._one:
-            return self._store.add(f"{key}/claims", 1) == 1
-        if name not in self._leads:
-            self._leads[name] = self._store.add(f"{self._keys[name]}/claims", 1) == 1
-        return self._leads[name]
-
-    def _tell(self, choice: Choice, number: int, key: str) -> None:
+            while not self._known(choice)[number] and time.monotonic() - begun_s <= PATIENCE_S:
+                yield True
+            with self._lock:
+                entries = choice.tables().entries
+            known = Tables(tuple(entry for entry in entries if entry.class_bytes == 1 << number))
+            self._store.set(key, files.encoded(CostTables({self._kind: known})))
+            return
+        while not (has_come := self._store.check([key])) and time.monotonic() - begun_s <= 2 * PATIENCE_S:
+            yield True
+        found = self._received(key) if has_come else Tables()
         with self._lock:
-            tables = choice.tables()
-        known = Tables(tuple(entry for entry in tables.entries if entry.class_bytes == 1 << number))
-        self._store.set(key, files.encoded(CostTables({self._kind: known})))
+            choice.explore(number)  # what was not told
+            choice.learn(found)
 
-    def _tables_of(self, key: str) -> Tables:
+    def _is_first(self, key: str) -> bool:
+        """To claim the key."""
+        if key not in self._claimed:
+            self._claimed[key] = self._store.add(f"{key}/claims", 1) == 1
+        return self._claimed[key]
+
+    def _received(self, key: str) -> Tables:
         """What another rank has told; nothing where that is not what a file may hold."""
         name = "what another rank tells of I/O paths"
         try:
             if len(data := self._store.get(key)) > MOST_TOLD_BYTES:
                 raise InvalidFile(f"{name} has {len(data)} bytes: no rank has so much to tell of one size")
-            told = files.decoded(CostTables, data, name)
+            found = files.decoded(CostTables, data, name)
         except InvalidFile as error:
             logger.warning("this rank finds out by itself what I/O paths cost: %s", error)
             return Tables()
-        return told.devices.get(self._kind, Tables())
+        return found.devices.get(self._kind, Tables())
 
 
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()

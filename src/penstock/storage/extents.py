@@ -10,7 +10,7 @@ disks. Where a file cannot grow, the others go on without it: from there on a ne
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -51,9 +51,7 @@ class Extents:
         self.space = space
         self.used_bytes = 0
         self.end = 0  # of the highest byte ever given out
-        # Free ranges below `end`, ascending: range i is [_starts[i], _ends[i]).
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._free: list[tuple[int, int]] = []  # as `free_ranges`
         self._next = 0  # where the last allocation ended
         self._live: dict[int, int] = {}
 
@@ -78,31 +76,28 @@ class Extents:
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """Free [start, end) below `end`, ascending, disjoint, never adjacent."""
-        return list(zip(self._starts, self._ends, strict=True))
+        return list(self._free)
 
     def _take(self, size: int) -> int:
-        first = bisect_right(self._ends, self._next)  # the range that holds _next, or the one after
-        if first < len(self._starts) and self._starts[first] < self._next:
-            if self._ends[first] - self._next >= size:
-                return self._carve(first, self._next, size)
-            first += 1
-        for index in (*range(first, len(self._starts)), *range(min(first, len(self._starts)))):
-            if self._ends[index] - self._starts[index] >= size:
-                return self._carve(index, self._starts[index], size)
+        first = bisect_left(self._free, (self._next,))  # the range before it may hold `_next`
+        if first and self._free[first - 1][1] - self._next >= size:
+            return self._carve(first - 1, self._next, size)
+        for index in (*range(first, len(self._free)), *range(first)):
+            start, end = self._free[index]
+            if end - start >= size:
+                return self._carve(index, start, size)
         return self._grow(size)
 
     def _carve(self, index: int, offset: int, size: int) -> int:
-        start, end = self._starts.pop(index), self._ends.pop(index)
-        for low, high in ((offset + size, end), (start, offset)):
-            if low < high:
-                self._starts.insert(index, low)
-                self._ends.insert(index, high)
+        start, end = self._free[index]
+        rest = ((start, offset), (offset + size, end))
+        self._free[index : index + 1] = [each for each in rest if each[0] < each[1]]
         return offset
 
     def _grow(self, size: int) -> int:
-        start = self._starts[-1] if self._ends and self._ends[-1] == self.end else self.end
+        start = self._free[-1][0] if self._free and self._free[-1][1] == self.end else self.end
         if self.capacity_bytes is not None and start + size > self.capacity_bytes:
-            largest = max(self.capacity_bytes - start, *(b - a for a, b in self.free_ranges()), 0)
+            largest = max(self.capacity_bytes - start, *(b - a for a, b in self._free), 0)
             raise SpillSpaceFull(
                 f"{format_bytes_up(size)} do not fit on disk: of the disk budget of "
                 f"{format_bytes(self.capacity_bytes)}, {format_bytes(self.used_bytes)} are in use and the "
@@ -110,22 +105,18 @@ class Extents:
                 f"{format_bytes_up(start + size - self.capacity_bytes)}, or evict less."
             )
         if start < self.end:
-            self._starts.pop()
-            self._ends.pop()
+            self._free.pop()
         self.end = start + size
         return start
 
     def _give(self, start: int, end: int) -> None:
-        index = bisect_left(self._starts, start)
-        if index < len(self._starts) and self._starts[index] == end:
-            end = self._ends[index]
-            del self._starts[index], self._ends[index]
-        if index > 0 and self._ends[index - 1] == start:
-            start = self._starts[index - 1]
-            del self._starts[index - 1], self._ends[index - 1]
+        index = bisect_left(self._free, (start,))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
             index -= 1
-        self._starts.insert(index, start)
-        self._ends.insert(index, end)
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
 
 
 class Segment(NamedTuple):

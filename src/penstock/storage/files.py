@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
 import struct
-import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.transfer import File
@@ -22,8 +23,6 @@ logger = logging.getLogger("penstock")
 # write of part of a file system's block (4096 bytes on ext4 and XFS) also waits for all others.
 SMALLEST_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
-
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -32,7 +31,23 @@ _STATFS_BYTES = 256
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
-class OpenFile:
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing:
+    """A context manager that is closed at its end."""
+
+    def close(self) -> object:
+        raise NotImplementedError
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OpenFile(Closing):
     """Owns the descriptors of ``file``. A context manager.
 
     refusal   why it has none past the page cache; empty where it has one
@@ -56,12 +71,6 @@ class OpenFile:
         """Leave the descriptors open until the process ends: a transport whose disk hangs uses them."""
         self.file = self.file._replace(buffered=-1, direct=-1)
 
-    def __enter__(self) -> OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
     """Make an open descriptor usable by transports, also where no path leads to its file any more.
@@ -82,10 +91,6 @@ def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
 def _open_direct(descriptor: int) -> tuple[int, int, str]:
     """A second descriptor of the same file past the page cache, its alignment, and "". Else -1 and why."""
     refused = -1, SMALLEST_ALIGNMENT_BYTES
-    if not _DIRECT:
-        return *refused, "this system has none"
-    import fcntl
-
     if name := _memory_file_system(descriptor):
         return *refused, f"{name} keeps its files in the page cache"
     demanded_bytes = _demanded_alignment(descriptor)
@@ -94,7 +99,7 @@ def _open_direct(descriptor: int) -> tuple[int, int, str]:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
     try:
         # Not by its path: that may lead nowhere, or to another file by now.
-        direct = os.open(f"/proc/self/fd/{descriptor}", flags | _DIRECT | os.O_CLOEXEC)
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
         return *refused, os.strerror(error.errno or errno.EIO)
     if demanded_bytes is None and (error_number := _try_to_read(direct)):
@@ -119,7 +124,7 @@ def _memory_file_system(descriptor: int) -> str | None:
     """The name of the file's file system if it has no disk. Such a one opens files for direct I/O all
     the same, and ignores it."""
     answer = _ask("fstatfs", _STATFS_BYTES, descriptor)
-    if answer is None or not sys.platform.startswith("linux"):
+    if answer is None:
         return None
     return _MEMORY_FILE_SYSTEMS.get(ctypes.c_long.from_buffer_copy(answer).value & 0xFFFFFFFF)
 

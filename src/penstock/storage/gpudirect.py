@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import importlib
 import logging
@@ -158,8 +159,6 @@ class _Files:
             self._entries.clear()
 
     def _register(self, descriptor: int) -> Any:
-        import fcntl  # of no other system than Unix
-
         written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
         try:
             # Left to itself, kvikio falls back to copies through the host without a word. The path leads

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from penstock.errors import InvalidArgument
 from penstock.storage.gpudirect import GpuDirectTransport
@@ -57,13 +57,6 @@ class IoPath(NamedTuple):
     transport: Transport
 
 
-@runtime_checkable
-class _Probing(Protocol):
-    """A transport that may refuse single files."""
-
-    def probe(self, file: File) -> str | None: ...
-
-
 class IoPaths:
     """The transports of this machine that can be used, and their I/O paths.
 
@@ -107,7 +100,8 @@ class IoPaths:
 
     def refusal(self, path: IoPath, file: File) -> str | None:
         """Why ``path`` cannot move ``file``; None where nothing speaks against it."""
-        return path.transport.probe(file) if isinstance(path.transport, _Probing) else None
+        probe = getattr(path.transport, "probe", None)
+        return None if probe is None else probe(file)
 
     def give_up(self, path: IoPath, reason: str) -> None:
         """Do without a path that proved unusable. Raises InvalidArgument where it was asked for by name."""
@@ -189,5 +183,4 @@ def shared_transport() -> Transport:
     raise InvalidArgument(f"none of the transports can be used here: {', '.join(TRANSPORTS)}")
 
 
-if hasattr(os, "register_at_fork"):  # the threads of a transport stay with the parent
-    os.register_at_fork(after_in_child=shared_transport.cache_clear)
+os.register_at_fork(after_in_child=shared_transport.cache_clear)  # its threads stay with the parent

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 
@@ -28,7 +28,6 @@ class _Direction:
     """Writes, or reads.
 
     alone       the one that is measured, and in flight
-    waiting     the most urgent first
     progress_s  when one was last over
     """
 
@@ -38,27 +37,19 @@ class _Direction:
         self.waiting: list[Transfer] = []
         self.progress_s = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_flight and not self.waiting
+
     def add(self, transfer: Transfer) -> Sequence[Transfer]:
         """Those that are to start now, ``transfer`` or others, in this order."""
         if not transfer.measured and self.alone is None and not self.waiting:
             self.in_flight.add(transfer)
             transfer.began_s = transfer.asked_s
             return (transfer,)
-        if transfer.priority == DEMAND and (self.in_flight or self.waiting):
-            transfer.measured = False
-            self.give_up_measuring()
-        insort(self.waiting, transfer, key=attrgetter("priority"))
-        return self.take_ready()
-
-    def hurry(self, transfer: Transfer) -> list[Transfer]:
-        """Make a demand of ``transfer``. Gives those that are to start now."""
-        waits = transfer in self.waiting
-        if waits:
-            self.waiting.remove(transfer)
-        for each in (transfer, *transfer.parts):
-            each.priority = DEMAND
-        if waits:
-            insort(self.waiting, transfer, key=attrgetter("priority"))
+        has_company = not self.is_idle
+        self.waiting.append(transfer)
+        if transfer.priority == DEMAND and has_company:
             self.give_up_measuring()
         return self.take_ready()
 
@@ -67,6 +58,7 @@ class _Direction:
         for transfer in (*([self.alone] if self.alone else ()), *self.waiting):
             transfer.measured = False
         self.alone = None
+        self.waiting.sort(key=attrgetter("priority"))
 
     def take_overdue(self, now_s: float, timeout_s: float) -> list[Transfer]:
         """Where nothing was over for so long, those that have waited so long: they wait no more."""
@@ -120,15 +112,14 @@ class Queue:
         self._timeout_s = timeout_s
         self._check, self._record, self._hang_error = check, record, hang_error
         self._directions: dict[Kind, _Direction] = {"write": _Direction(), "read": _Direction()}
-        self._telling: set[Transfer] = set()  # they are over, and somebody is being told
+        self._calling_back: set[Transfer] = set()  # they are over, and their callbacks run
         self._watch: threading.Timer | None = None  # while something waits for its turn
         self._idle = threading.Condition(self.lock)
         self._closed = False
 
     def is_idle(self, kind: Kind) -> bool:
         """Whether no transfer of that direction is in flight, or waits."""
-        direction = self._directions[kind]
-        return not direction.in_flight and not direction.waiting
+        return self._directions[kind].is_idle
 
     def admit(self, transfer: Transfer) -> Sequence[Transfer]:
         """Those to `start` now: this one, unless it waits for a measurement. Called with the lock."""
@@ -147,32 +138,26 @@ class Queue:
                 transfer.path.transport.submit(parts)
                 if transfer.priority != asked:  # hurried meanwhile
                     transfer.path.transport.hurry(parts)
-            except BaseException as error:
-                self._refused(transfer, error, waiting)
-
-    def _refused(self, transfer: Transfer, error: BaseException, others: Iterable[Transfer]) -> None:
-        """Its transport is closed, or broken: it is over. Raises other errors, such as an interrupt: whether
-        the transfer began is not known then. The others begin all the same."""
-        try:
-            if isinstance(error, ValueError):
-                transfer.started_s = transfer.finished_s = perf_counter()
-                broken = isinstance(error, TransportBroken)
-                self.end(transfer, SpillError(str(error) if broken else f"{CLOSED}: {error}"))
-                return
-            with self.lock:
-                others = [*others, *self._directions[transfer.kind].take_out(transfer, perf_counter())]
-                self._tell_if_idle()
-            raise error
-        finally:
-            self.start(others)
+            except ValueError as error:  # the transport is closed, or broken
+                text = str(error) if isinstance(error, TransportBroken) else f"{CLOSED}: {error}"
+                self._fail([transfer], partial(SpillError, text))
+            except BaseException:  # such as an interrupt: whether the transfer began is not known
+                with self.lock:
+                    others = self._take_out(transfer, perf_counter())
+                self.start([*waiting, *others])
+                raise
 
     def hurry(self, transfer: Transfer) -> None:
         """Make a demand of the transfer."""
         with self.lock:
             if transfer.priority == DEMAND:
                 return
+            for each in (transfer, *transfer.parts):
+                each.priority = DEMAND
             direction = self._directions[transfer.kind]
-            ready = direction.hurry(transfer)
+            if transfer in direction.waiting:
+                direction.give_up_measuring()
+            ready = direction.take_ready()
             begun = transfer in direction.in_flight
         self.start(ready)
         if begun:
@@ -215,15 +200,15 @@ class Queue:
         now_s = perf_counter()
         with self.lock:
             self._record(transfer, now_s)
-            ready = self._directions[transfer.kind].take_out(transfer, now_s)
-            self._telling.add(transfer)
+            self._calling_back.add(transfer)
+            ready = self._take_out(transfer, now_s)
         try:
-            transfer.told(transfer)
+            transfer.callback(transfer)
         finally:
-            self._telling.discard(transfer)
+            self._calling_back.discard(transfer)
             if self._closed:
                 with self.lock:
-                    self._tell_if_idle()
+                    self._idle.notify_all()
             if ready:
                 self.start(ready)
 
@@ -236,10 +221,11 @@ class Queue:
         if watch is not None:
             watch.cancel()
             watch.join(timeout_s)
+        directions = self._directions.values()
         with self.lock:
             began_s = perf_counter()
-            while not self._is_idle():
-                progress_s = max(began_s, *(each.progress_s for each in self._directions.values()))
+            while self._calling_back or not all(each.is_idle for each in directions):
+                progress_s = max(began_s, *(each.progress_s for each in directions))
                 left_s = progress_s + timeout_s - perf_counter()
                 if left_s <= 0:
                     break
@@ -255,23 +241,22 @@ class Queue:
         with self.lock:
             waiting = [e for each in self._directions.values() for e in each.take_overdue(math.inf, 0.0)]
             in_flight = [e for each in self._directions.values() for e in each.in_flight]
-        self._fail(waiting)
+        self._fail(waiting, self._hang_error)
         for transfer in in_flight:
             transfer.path.transport.cancel(transfer.parts or (transfer,))
 
-    def _tell_if_idle(self) -> None:
-        if self._closed and self._is_idle():
+    def _take_out(self, transfer: Transfer, now_s: float) -> list[Transfer]:
+        ready = self._directions[transfer.kind].take_out(transfer, now_s)
+        if self._closed:
             self._idle.notify_all()
+        return ready
 
-    def _is_idle(self) -> bool:
-        return not self._telling and self.is_idle("write") and self.is_idle("read")
-
-    def _fail(self, transfers: Sequence[Transfer]) -> None:
+    def _fail(self, transfers: Sequence[Transfer], error: Callable[[], SpillError]) -> None:
         """They never began."""
         for transfer in transfers:
             transfer.started_s = transfer.finished_s = perf_counter()
             try:
-                self.end(transfer, self._hang_error())
+                self.end(transfer, error())
             except Exception:  # the requester's fault: the others are told all the same
                 logger.exception("what follows a transfer failed")
 
@@ -291,5 +276,5 @@ class Queue:
                 ready += direction.take_ready()
             if not self._closed and any(each.waiting for each in self._directions.values()):
                 self._begin_watch()
-        self._fail(overdue)
+        self._fail(overdue, self._hang_error)
         self.start(ready)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-from penstock.errors import SpillError, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.options import Directories
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
 from penstock.storage.files import from_descriptor
-from penstock.storage.nvme import Url
+from penstock.storage.nvme import Url, is_url, parse_url
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transfer import Transfer
 from penstock.units import format_bytes, format_bytes_up
@@ -26,13 +27,13 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, er
 class SpillFile:
     """An open file that no path leads to: its space is free again when the process ends, however it ends.
 
+    place        its directory
     file         for transports; open for reading and writing, mode 0600
-    direct       it can bypass the page cache
     handle       its descriptor through the page cache
+    direct       it can bypass the page cache
     refusal      why it cannot; empty where it can
     size_bytes   space allocated on the disk so far
     begin        the first byte of the space in it
-    place        its directory
     """
 
     begin = 0
@@ -40,8 +41,7 @@ class SpillFile:
 
     def __init__(self, directory: Path) -> None:
         """Raises SpillError where ``directory`` cannot hold a file."""
-        self.place = self.directory = directory
-        self.size_bytes = 0
+        self.place, self.size_bytes = directory, 0
         try:
             self._open = from_descriptor(_open_unlinked(directory), f"the spill_dir {directory}")
         except OSError as error:
@@ -68,12 +68,12 @@ class SpillFile:
             except OSError as error:
                 os.ftruncate(self.file.buffered, self.size_bytes)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise _unusable(self.directory, error) from error
+                    raise _unusable(self.place, error) from error
                 full = error
         free_bytes = self.free_bytes()
         missing_bytes = max(size_bytes - self.size_bytes - free_bytes, ALIGNMENT_BYTES)
         raise SpillSpaceFull(
-            f"the disk of {self.directory} is full ({full.strerror}): spilled tensors hold "
+            f"the disk of {self.place} is full ({full.strerror}): spilled tensors hold "
             f"{format_bytes(self.size_bytes)}, {format_bytes_up(size_bytes - self.size_bytes)} more are "
             f"needed and {format_bytes(free_bytes)} are free. Free {format_bytes_up(missing_bytes)} there, "
             "or choose a spill_dir on another disk."
@@ -91,13 +91,13 @@ class SpillFile:
         remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
         error = (SpillSpaceFull if full else SpillError)(
             f"the {failed.kind} of {format_bytes(failed.size_bytes)} at offset {failed.offset} of the "
-            f"spill file in {self.directory} failed: {os.strerror(error_number)}. {remedy}, or choose "
+            f"spill file in {self.place} failed: {os.strerror(error_number)}. {remedy}, or choose "
             "another spill_dir."
         )
         error.errno = error_number
         return error
 
-    def close(self) -> None:
+    def close(self, late_s: float = 0.0) -> None:
         """Give the space back. Idempotent."""
         self._open.close()
         self.file = self._open.file
@@ -134,13 +134,17 @@ def _unusable(directory: Path, error: OSError) -> SpillError:
 
 
 class Region:
-    """Gives out extents, and has the files reach them.
+    """Gives out extents of one medium, and has the files reach them.
+
+    An extent lies where it says, but for one that is written again while an old write may land there yet: a
+    drive that lost its connection may still carry it out. Then its place is another.
 
     extents        which space is in use
     files          one in each directory, or a namespace
     direct         every file can bypass the page cache
+    place_text     the directories, or the namespace, for messages
     written_bytes  of the space: beyond, nothing was ever written
-    held_bytes     released, or left for another extent, and given to nobody: an old write may land there yet
+    checksums      of the last write, and its size, by the offset of the place
     """
 
     def __init__(
@@ -152,8 +156,10 @@ class Region:
         self.extents = Extents(capacity_bytes, space=medium)
         self.files: list[SpillFile | SpillNamespace] = []
         self.written_bytes = 0
-        self._settled_s: dict[Extent, float] = {}  # when, of those where an old write may land before
-        self._held: list[Extent] = []
+        self.checksums: dict[int, tuple[int, int]] = {}
+        self._places: dict[Extent, Extent] = {}  # where an extent lies that was moved
+        self._late_s: dict[Extent, float] = {}  # until when an old write may land in a place
+        self._held: list[Extent] = []  # released, and given to nobody until then
         self._stripes = Stripes(len(places))
         self._backed_bytes = 0  # of the space: the files reach that far
         try:
@@ -165,25 +171,21 @@ class Region:
             self.close()
             raise
         self.direct = all(file.direct for file in self.files)
-
-    @property
-    def place_text(self) -> str:
-        """The directories, or the namespace, for messages."""
-        return ", ".join(str(file.place) for file in self.files)
+        self.place_text = ", ".join(str(file.place) for file in self.files)
 
     def allocate(self, size_bytes: int) -> Extent:
         """Raises SpillSpaceFull."""
-        for held in list(self._held):
-            if self.is_settled(held):
-                self._held.remove(held)
-                self.extents.release(held)
+        for held in [each for each in self._held if not self._may_be_written(each)]:
+            self._held.remove(held)
+            self.extents.release(held)
         try:
             extent = self.extents.allocate(size_bytes)
         except SpillSpaceFull as error:
             if not self._held:
                 raise
+            held_bytes = sum(each.size_bytes for each in self._held)
             raise SpillSpaceFull(
-                f"{error} {format_bytes(self.held_bytes)} are held back: old writes may land there yet."
+                f"{error} {format_bytes(held_bytes)} are held back: old writes may land there yet."
             ) from error
         try:
             while not self._back(extent.end):
@@ -195,36 +197,38 @@ class Region:
 
     def release(self, extent: Extent) -> None:
         """Take it back, for others once no old write may land there."""
-        if self.is_settled(extent):
-            self.extents.release(extent)
-        else:
-            self._held.append(extent)
+        self._leave_place(extent)
+        self._give_back(extent)
 
-    def unsettle(self, extent: Extent, for_ever: bool) -> None:
-        """A write of it may land once more: for ever, or as long as its drive may take."""
+    def place_of(self, extent: Extent) -> Extent:
+        return self._places.get(extent, extent)
+
+    def place_to_write(self, extent: Extent) -> Extent:
+        """Where it lies once it is written, which makes an end of what was written of it before.
+
+        Raises SpillSpaceFull.
+        """
+        self._leave_place(extent)
+        if not self._may_be_written(extent):
+            return extent
+        place = self._places[extent] = self.allocate(extent.size_bytes)
+        return place
+
+    def expect_late_write(self, place: Extent, for_ever: bool) -> None:
+        """A write there may land once more: for ever, or as long as its drive may take."""
         quiesce_s = math.inf if for_ever else max(file.quiesce_s for file in self.files)
-        self._settled_s[extent] = monotonic() + quiesce_s
-
-    def is_settled(self, extent: Extent) -> bool:
-        if self._settled_s.get(extent, 0.0) > monotonic():
-            return False
-        self._settled_s.pop(extent, None)
-        return True
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(extent.size_bytes for extent in self._held)
+        self._late_s[place] = monotonic() + quiesce_s
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether the capacity allows it, if its free space is in one piece."""
         capacity_bytes = self.extents.capacity_bytes
         return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
 
-    def runs(self, extent: Extent, size_bytes: int) -> list[tuple[SpillFile | SpillNamespace, int, int, int]]:
-        """Where it lies: the file, the offset in it and in the extent, and bytes of each run."""
+    def runs(self, place: Extent, size_bytes: int) -> list[tuple[SpillFile | SpillNamespace, int, int, int]]:
+        """The file, the offset in it and in the place, and bytes of each run."""
         return [
             (self.files[file], self.files[file].begin + offset, begin, size)
-            for file, offset, begin, size in self._stripes.segments(extent.offset, size_bytes)
+            for file, offset, begin, size in self._stripes.segments(place.offset, size_bytes)
         ]
 
     def error(self, failed: Transfer) -> SpillError:
@@ -232,12 +236,28 @@ class Region:
         return next(file for file in self.files if file.file == failed.file).failure(failed)
 
     def close(self) -> None:
-        settled_s = max(self._settled_s.values(), default=0.0) - monotonic()
+        late_s = max(self._late_s.values(), default=0.0) - monotonic()
         for file in self.files:
-            if isinstance(file, SpillNamespace):
-                file.close(min(max(settled_s, 0.0), file.quiesce_s))
-            else:
-                file.close()
+            file.close(min(max(late_s, 0.0), file.quiesce_s))
+
+    def _may_be_written(self, place: Extent) -> bool:
+        """By an old write."""
+        if self._late_s.get(place, 0.0) > monotonic():
+            return True
+        self._late_s.pop(place, None)
+        return False
+
+    def _leave_place(self, extent: Extent) -> None:
+        place = self._places.pop(extent, extent)
+        self.checksums.pop(place.offset, None)
+        if place is not extent:
+            self._give_back(place)
+
+    def _give_back(self, place: Extent) -> None:
+        if self._may_be_written(place):
+            self._held.append(place)
+        else:
+            self.extents.release(place)
 
     def _back(self, end: int) -> bool:
         """Have the files reach ``end``. False: another try may do, without a file that is full."""
@@ -255,3 +275,27 @@ class Region:
                 return False
         self._backed_bytes = end
         return True
+
+
+def as_paths(directories: Directories) -> list[Path | Url]:
+    """One or several directories, or one namespace, as a list.
+
+    Raises InvalidArgument where there is none, or a namespace beside others.
+    """
+    try:
+        several = [directories] if isinstance(directories, str | os.PathLike | Url) else list(directories)
+    except TypeError:
+        raise InvalidArgument(f"spill_dir is {directories!r}: give a directory, or a list of them") from None
+    paths = [
+        place if isinstance(place, Url) else parse_url(os.fspath(place)) if is_url(place) else Path(place)
+        for place in several
+    ]
+    if not paths:
+        raise InvalidArgument("no directory to spill to was given: give one or more")
+    remote = next((path for path in paths if isinstance(path, Url)), None)
+    if remote is not None and len(paths) > 1:
+        raise InvalidArgument(
+            f"{remote} is given as a spill_dir with {len(paths) - 1} more: tensors are striped over "
+            "directories, or spilled to one namespace. Give the one or the others"
+        )
+    return paths

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from time import perf_counter
 
@@ -20,10 +20,11 @@ from penstock.storage.choice import Choice
 from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
 from penstock.storage.exchange import Exchange, Store
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
-from penstock.storage.nvme import Url, is_url, parse_url
+from penstock.storage.files import Closing
+from penstock.storage.nvme import Url
 from penstock.storage.paths import REMOTE_TRANSPORTS, TRANSPORTS, IoPath, IoPaths
 from penstock.storage.queue import CLOSED, Queue
-from penstock.storage.region import Region, SpillFile
+from penstock.storage.region import Region, SpillFile, as_paths
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transfer import DEMAND, EVICT, Kind, OnDone, Transfer, TransportBroken
@@ -39,31 +40,7 @@ TIMEOUT_S = 120.0
 REMOTE_PATH = "nvme staged"
 
 
-def as_paths(directories: Directories) -> list[Path | Url]:
-    """One or several directories, or one namespace, as a list.
-
-    Raises InvalidArgument where there is none, or a namespace beside others.
-    """
-    try:
-        several = [directories] if isinstance(directories, str | os.PathLike | Url) else list(directories)
-    except TypeError:
-        raise InvalidArgument(f"spill_dir is {directories!r}: give a directory, or a list of them") from None
-    paths = [
-        place if isinstance(place, Url) else parse_url(os.fspath(place)) if is_url(place) else Path(place)
-        for place in several
-    ]
-    if not paths:
-        raise InvalidArgument("no directory to spill to was given: give one or more")
-    remote = next((path for path in paths if isinstance(path, Url)), None)
-    if remote is not None and len(paths) > 1:
-        raise InvalidArgument(
-            f"{remote} is given as a spill_dir with {len(paths) - 1} more: tensors are striped over "
-            "directories, or spilled to one namespace. Give the one or the others"
-        )
-    return paths
-
-
-class SpillSpace:
+class SpillSpace(Closing):
     """Extents of spill space, written from memory and read back in the background. A context manager.
 
     directories     where the spill files go; with several, every tensor is striped over all of them. Or the
@@ -85,6 +62,7 @@ class SpillSpace:
     device_kind         what the directories lie on, and what computes
     lock                of the choices
     direct              every file can bypass the page cache
+    place_text          the directories, for messages
     written_bytes, read_bytes, moved_bytes_by_path   moved so far
 
     Every method may be called from any thread. Raises SpillError where a directory cannot be used.
@@ -101,39 +79,39 @@ class SpillSpace:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.options, self.capacity_bytes, self.timeout_s = options, capacity_bytes, timeout_s
-        directories = as_paths(directories)
+        places = as_paths(directories)
+        self._first = places[0]
+        remote = isinstance(self._first, Url)
         page_cache_bytes = parse_bytes(options.page_cache_budget)
-        self._tables_path = None if options.costs is None else Path(options.costs)
         wanted = [options.paths] if isinstance(options.paths, str) else options.paths
-        remote = isinstance(directories[0], Url)
         if remote and page_cache_bytes:
             raise InvalidArgument(
-                f"{directories[0]} is spilled to without a page cache: leave out the page cache budget"
+                f"{self._first} is spilled to without a page cache: leave out the page cache budget"
+            )
+        if remote and set(wanted or ()) - {REMOTE_PATH}:
+            raise InvalidArgument(
+                f"{self._first} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out paths"
             )
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
-        if remote and set(wanted or ()) - {REMOTE_PATH}:
-            raise InvalidArgument(
-                f"{directories[0]} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out paths"
-            )
-        media = None if page_cache_bytes else ("disk",)
         self._io = IoPaths(
             wanted,
-            media=media,
+            media=None if page_cache_bytes else ("disk",),
             gpu=gpu and not remote,
             transports=REMOTE_TRANSPORTS if remote else TRANSPORTS,
         )
-        self.paths = self._io.paths
+        self.paths, self.unavailable = self._io.paths, self._io.unavailable
         self._regions: dict[str, Region] = {}
         self._swap: SpillFile | None = None
+        self._tables_path = None if options.costs is None else Path(options.costs)
+        self.choices: dict[str, Choice] = {}
         try:
-            self._regions["disk"] = Region("disk", directories, capacity_bytes, timeout_s / 2)
+            self._regions["disk"] = Region("disk", places, capacity_bytes, timeout_s / 2)
             if any(path.medium == "page cache" for path in self.paths.values()):
-                self._regions["page cache"] = Region("page cache", directories, page_cache_bytes)
-            self.device_kind = device_kind(directories, accelerator)
+                self._regions["page cache"] = Region("page cache", places, page_cache_bytes)
+            self.device_kind = device_kind(places, accelerator)
             self._known = read_tables(self._tables_path, self.device_kind) if self._tables_path else Tables()
-            self.choices: dict[str, Choice] = {}
             self.choice = self.new_choice(
                 "host",
                 {path.name: path.medium for path in self.paths.values()},
@@ -144,31 +122,21 @@ class SpillSpace:
             self._close_files()
             self._io.close()
             raise
-        self.unavailable = self._io.unavailable
-        self.direct = self._regions["disk"].direct
+        self.direct, self.place_text = self._regions["disk"].direct, self._regions["disk"].place_text
         self.gpu_direct_only = self.gpu_direct is not None and set(wanted or ()) == {self.gpu_direct}
         self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
-        self.written_bytes = 0
-        self.read_bytes = 0
+        self.written_bytes = self.read_bytes = 0
         self._queue = Queue(timeout_s, self._error, self._record, self.hang_error)
         self.lock = self._queue.lock
-        self._checksums: dict[tuple[str, int], tuple[int, int]] = {}  # of the last write, and its size
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
-        self._away: dict[Extent, Extent] = {}  # where those lie that an old write may land in
-        self._asked = {"write": 0, "read": 0}
-        self._first = directories[0]
+        self._asked: dict[Kind, int] = {"write": 0, "read": 0}
         self._exchange: Exchange | None = None
         self._closed = False
 
     @property
     def gpu_direct(self) -> str | None:
         return None if self._gpu_path is None else self._gpu_path.name
-
-    @property
-    def place_text(self) -> str:
-        """The directories, for messages."""
-        return self._regions["disk"].place_text
 
     @property
     def used_bytes(self) -> int:
@@ -223,8 +191,10 @@ class SpillSpace:
             size_bytes = align_up(size_bytes, ALIGNMENT_BYTES)  # the size that the choice knows it by
             if self._swap is not None:
                 self._leave_room_to_swap(size_bytes)
-            media = ("disk",) if on_disk else self._roomy(size_bytes)
-            name = self.choice.path_to_write(size_bytes, media)
+            cache = None if on_disk else self._regions.get("page cache")
+            has_room = cache is not None and cache.has_room(size_bytes)
+            # The disk says itself why it has no room.
+            name = self.choice.path_to_write(size_bytes, ("disk", "page cache") if has_room else ("disk",))
             try:
                 extent = self._regions[self.paths[name].medium].allocate(size_bytes)
             except SpillSpaceFull:
@@ -240,7 +210,6 @@ class SpillSpace:
     def release(self, extent: Extent) -> None:
         """Take the space back. No transfer of the extent may be in flight."""
         with self.lock:
-            self._leave_place(extent)
             self._regions[extent.space].release(extent)
             self._withdraw(extent)
 
@@ -270,7 +239,8 @@ class SpillSpace:
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
         with self.lock:
-            place, region = self._place_to_write(extent), self._regions[extent.space]
+            region = self._regions[extent.space]
+            place = region.place_to_write(extent)
             if on_gpu:
                 self._withdraw(extent)
                 path, explores = self._path_to_gpu(extent), False
@@ -309,7 +279,8 @@ class SpillSpace:
         if self._closed or not 0 < size_bytes <= extent.size_bytes:
             self._refuse(extent, size_bytes)
         with self.lock:
-            place = self._away.get(extent, extent)
+            region = self._regions[extent.space]
+            place = region.place_of(extent)
             if on_gpu:
                 path, explores = self._path_to_gpu(extent), False
             else:
@@ -320,7 +291,7 @@ class SpillSpace:
             transfer = self._transfer(
                 "read", place, path, explores, address, size_bytes, keep, on_done, priority
             )
-            transfer.checked = not on_gpu and (place.space, place.offset) in self._checksums
+            transfer.checked = not on_gpu and place.offset in region.checksums
             ready = self._queue.admit(transfer)
         self._queue.start(ready)
         return transfer
@@ -334,7 +305,7 @@ class SpillSpace:
         address: int,
         size_bytes: int,
         keep: object,
-        told: OnDone,
+        callback: OnDone,
         priority: int,
     ) -> Transfer:
         queue, how = self._queue, (path.method, True, keep, priority)
@@ -342,7 +313,7 @@ class SpillSpace:
         file, offset, _, _ = runs[0]
         whole = Transfer(kind, file.file, offset, address, size_bytes, *how, queue.end)
         whole.extent, whole.path, whole.queue = place, path, queue
-        whole.told, whole.asked_s = told, perf_counter()
+        whole.callback, whole.asked_s = callback, perf_counter()
         if len(runs) > 1:
             over = functools.partial(queue.end_part, whole)
             whole.parts = [
@@ -359,7 +330,8 @@ class SpillSpace:
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
         piece."""
-        runs = self._regions[extent.space].runs(self._away.get(extent, extent), size_bytes)
+        region = self._regions[extent.space]
+        runs = region.runs(region.place_of(extent), size_bytes)
         return [(file.handle, offset, begin, size) for file, offset, begin, size in runs]
 
     def give_up_gpu_direct(self, reason: str) -> None:
@@ -426,12 +398,6 @@ class SpillSpace:
         error.errno = errno.ETIMEDOUT
         return error
 
-    def __enter__(self) -> SpillSpace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- what the queue asks -------------------------------------------------------------------
 
     def _error(self, transfer: Transfer) -> SpillError | None:
@@ -447,11 +413,10 @@ class SpillSpace:
             hung = error_number == errno.ECANCELED and self._queue.hangs
             return self.hang_error() if hung else region.error(transfer.failed or transfer)
         found = crc32c_at(transfer.address, size_bytes)
-        key = extent.space, extent.offset
         if transfer.kind == "write":
-            self._checksums[key] = found, size_bytes
+            region.checksums[extent.offset] = found, size_bytes
             return None
-        written, written_bytes = self._checksums.get(key, (found, size_bytes))
+        written, written_bytes = region.checksums.get(extent.offset, (found, size_bytes))
         if written_bytes != size_bytes or written == found:
             return None
         return SpillError(
@@ -464,7 +429,8 @@ class SpillSpace:
         """What a transfer cost that is over. Called with the lock."""
         kind, name, moved = transfer.kind, transfer.path.name, transfer.error is None
         if kind == "write" and (transfer.abandoned or transfer.unsettled):
-            self._regions[transfer.extent.space].unsettle(transfer.extent, transfer.abandoned)
+            region = self._regions[transfer.extent.space]
+            region.expect_late_write(transfer.extent, transfer.abandoned)
         if moved and transfer.measured:
             self.choice.observe(kind, transfer.extent.size_bytes, name, now_s - transfer.began_s)
         elif transfer.explores:
@@ -475,22 +441,6 @@ class SpillSpace:
             else:
                 self.read_bytes += transfer.size_bytes
             self.moved_bytes_by_path[name] += transfer.size_bytes
-
-    def _place_to_write(self, extent: Extent) -> Extent:
-        """Where it is written to: elsewhere, while an old write may land in its own place."""
-        self._leave_place(extent)
-        region = self._regions[extent.space]
-        if region.is_settled(extent):
-            return extent
-        place = self._away[extent] = region.allocate(extent.size_bytes)
-        return place
-
-    def _leave_place(self, extent: Extent) -> None:
-        """What was written of it is of no use any more."""
-        place = self._away.pop(extent, extent)
-        self._checksums.pop((place.space, place.offset), None)
-        if place is not extent:
-            self._regions[place.space].release(place)
 
     def _withdraw(self, extent: Extent) -> None:
         """The extent is not going to be written by the I/O path that was chosen."""
@@ -513,12 +463,12 @@ class SpillSpace:
     def _leave_room_to_swap(self, size_bytes: int) -> None:
         if (capacity_bytes := self.capacity_bytes) is None:
             return
-        swap_bytes, used_bytes = self._swap_bytes(), self.used_bytes
-        if (missing_bytes := swap_bytes + used_bytes + size_bytes - capacity_bytes) > 0:
+        held_bytes = self._swap_bytes() + self.used_bytes
+        if (missing_bytes := held_bytes + size_bytes - capacity_bytes) > 0:
             raise SpillSpaceFull(
                 f"the disk budget of {format_bytes(capacity_bytes)} is full: spilled tensors hold "
-                f"{format_bytes(used_bytes + swap_bytes)}, and {format_bytes_up(size_bytes)} more are "
-                f"needed. Raise disk_budget by {format_bytes_up(missing_bytes)}."
+                f"{format_bytes(held_bytes)}, and {format_bytes_up(size_bytes)} more are needed. Raise "
+                f"disk_budget by {format_bytes_up(missing_bytes)}."
             )
 
     def _usable_gpu_path(self) -> IoPath | None:
@@ -536,14 +486,6 @@ class SpillSpace:
         if self._gpu_path is None or extent.space != self._gpu_path.medium:
             raise InvalidArgument(f"{extent} cannot be moved to or from the memory of a GPU directly")
         return self._gpu_path
-
-    def _roomy(self, size_bytes: int) -> Sequence[str] | None:
-        """The media that may have room, None for all. The disk says itself why it has none."""
-        if len(self._regions) == 1:
-            return None
-        return [
-            name for name, region in self._regions.items() if name == "disk" or region.has_room(size_bytes)
-        ]
 
     def _refuse(self, extent: Extent, size_bytes: int) -> None:
         self._check_open()

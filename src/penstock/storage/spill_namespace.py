@@ -20,7 +20,7 @@ logger = logging.getLogger("penstock")
 
 _SMALLEST_BYTES = HEAD_BYTES + (1 << 20)
 _OTHERS_S = 0.25  # in which another that has found it empty too has written its marker
-_LONGEST_SETTLING_S = 300.0  # clocks of machines differ
+_LONGEST_WAIT_S = 300.0  # clocks of machines differ
 _SWAP_PARTS = 4  # one of so many is the arena's
 
 
@@ -111,15 +111,15 @@ class SpillNamespace:
         """As of Namespace."""
         return self._namespace.quiesce_s
 
-    def close(self, unsettled_s: float = 0.0) -> None:
+    def close(self, late_s: float = 0.0) -> None:
         """Say that the run has ended, and let go. Idempotent.
 
-        unsettled_s   so long, what was lost may land yet: whoever comes next waits for it
+        late_s   so long, what was lost may land yet: whoever comes next waits for it
         """
         if self._namespace.is_usable:
-            settled_s = int(time.time() + unsettled_s) + 1 if unsettled_s > 0 else 0
+            until_s = int(time.time() + late_s) + 1 if late_s > 0 else 0
             try:
-                self._write(self._marker._replace(in_use=False, settled_s=settled_s).encoded())
+                self._write(self._marker._replace(in_use=False, late_until_s=until_s).encoded())
             except TargetError as error:
                 logger.warning("%s still says that this run spills to it: %s", self.place, error)
         self._namespace.close()
@@ -153,10 +153,10 @@ class SpillNamespace:
                 f"{format_bytes(HEAD_BYTES)}."
             )
         last = marker_of(head)
-        settling_s = min(last.settled_s - time.time(), _LONGEST_SETTLING_S) if last is not None else 0.0
-        if settling_s > 0:
-            logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", settling_s, self.place)
-            time.sleep(settling_s)
+        wait_s = min(last.late_until_s - time.time(), _LONGEST_WAIT_S) if last is not None else 0.0
+        if wait_s > 0:
+            logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", wait_s, self.place)
+            time.sleep(wait_s)
         self._marker = own_marker()
         self._write(self._marker.encoded())
         time.sleep(_OTHERS_S)

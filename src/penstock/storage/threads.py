@@ -24,8 +24,7 @@ class ThreadPool:
         self._waiting = deque(items)
         self._errors: list[BaseException] = []
         self._threads: list[threading.Thread] = []
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        for _ in range(min(_MOST_THREADS, processors or 1, len(self._waiting))):
+        for _ in range(min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(self._waiting))):
             thread = threading.Thread(target=self._run, name="penstock-pool", daemon=True)
             try:
                 thread.start()

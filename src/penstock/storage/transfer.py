@@ -92,7 +92,7 @@ class Transfer:
     extent     where in the space its bytes lie
     path       the I/O path
     queue      that it goes through
-    told       called when all that follows from its end is done
+    callback   called when all that follows from its end is done
     error      None, or what went wrong: then the destination holds anything
     parts      where it lies in several files: what carries it out
     left       of these, those that are not over
@@ -112,7 +112,7 @@ class Transfer:
     extent: Extent
     path: IoPath
     queue: Queue
-    told: OnDone
+    callback: OnDone
     error: SpillError | None = None
     parts: Sequence[Transfer] = ()
     left = 0

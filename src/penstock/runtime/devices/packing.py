@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock._native import DEMAND, EVICT
-from penstock.codecs import bitmask, encode, half
+from penstock.codecs import CODECS, bitmask, encode
 from penstock.errors import PenstockError, SpillError
 from penstock.runtime.devices import Device, Done, Moved
 from penstock.runtime.devices.copies import Events, as_bytes
@@ -47,10 +47,7 @@ def pack(
 
 def unpack(packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int) -> bool:
     """Fill ``content`` [N] uint8 with what was packed. False: ``packed`` is of no such elements."""
-    elements = _elements(content, codec, itemsize)
-    if codec == "csr":
-        return bitmask.decode_into(packed, elements)
-    return half.decode_into(packed, elements, codec)
+    return CODECS[codec].decode_into(packed, _elements(content, codec, itemsize))
 
 
 def _elements(content: torch.Tensor, codec: str, itemsize: int) -> torch.Tensor:

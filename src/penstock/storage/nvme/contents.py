@@ -64,7 +64,7 @@ class Marker(NamedTuple):
     process        number of the process there
     started_ticks  when that began, as of /proc
     host           name of the machine, for messages
-    settled_s      time.time() until which a write of a run that has ended may land; 0: none does
+    late_until_s   time.time() until which a write of a run that has ended may land; 0: none does
     """
 
     in_use: bool
@@ -73,14 +73,14 @@ class Marker(NamedTuple):
     process: int
     started_ticks: int
     host: str
-    settled_s: int = 0
+    late_until_s: int = 0
 
     def encoded(self) -> bytes:
         """[4096 bytes]"""
         packed = _MARKER.pack(
             SPILL_MAGIC,
             _VERSION,
-            int(self.in_use) or self.settled_s,
+            int(self.in_use) or self.late_until_s,
             self.random,
             self.place,
             self.process,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
+from penstock.storage.files import Closing
 from penstock.storage.native import NvmeTransport
 from penstock.storage.nvme.url import LARGEST_NQN_BYTES, Portal, Url
 from penstock.storage.transfer import File, Kind, Transfer
@@ -47,7 +48,7 @@ class TargetError(OSError):
     """A drive of another machine cannot be reached or used. Who spoke to it says what that means."""
 
 
-class Namespace:
+class Namespace(Closing):
     """An open namespace. A context manager. Any number of threads may read and write.
 
     url          of it
@@ -123,12 +124,6 @@ class Namespace:
         if was_usable:
             self._controller.close(_CLOSE_TIMEOUT_S)
 
-    def __enter__(self) -> Namespace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def failure(self, kind: str, offset: int, size_bytes: int, error_number: int) -> TargetError:
         """What to raise for a request that has failed."""
         why = self.error_text() or f"{self.url}: {os.strerror(error_number)}"
@@ -185,7 +180,6 @@ class Subsystem(NamedTuple):
 def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Subsystem]:
     """What a target tells this host that it has. Raises TargetError."""
     host = this_host()
-    _needs_linux()
     with _target_errors(portal):
         found = _native.nvme_discover(
             portal.host, portal.port, host_nqn=host.nqn, host_id=host.identifier, timeout_s=timeout_s
@@ -217,7 +211,6 @@ def namespaces_of(subsystem: Subsystem, timeout_s: float = DEFAULT_TIMEOUT_S) ->
 
 
 def _connected(url: Url, timeout_s: float) -> _native.NvmeController:
-    _needs_linux()
     host = this_host(url.host_nqn)
     command_s = min(_LONGEST_COMMAND_S, timeout_s * _COMMAND_SHARE)
     return _native.NvmeController(
@@ -235,11 +228,6 @@ def _connected(url: Url, timeout_s: float) -> _native.NvmeController:
         keep_alive_s=min(_LONGEST_KEEP_ALIVE_S, command_s),
         reconnect_timeout_s=timeout_s * _RECONNECT_SHARE,
     )
-
-
-def _needs_linux() -> None:
-    if not hasattr(_native, "NvmeController"):
-        raise TargetError("drives of other machines are read with means that only Linux has: use them there")
 
 
 _transports: dict[int, NvmeTransport] = {}  # by process: a parent's is not to be touched, nor ended
@@ -260,9 +248,7 @@ def _target_errors(where: Url | Portal) -> Iterator[None]:
     """What the initiator says, as an error of penstock's."""
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, getattr(_native, "NvmeError", ())):
-            raise
+    except _native.NvmeError as error:
         kind, text = error.args
         host_nqn = this_host(where.host_nqn if isinstance(where, Url) else None).nqn
         portal = where.portal if isinstance(where, Url) else where

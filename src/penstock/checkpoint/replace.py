@@ -24,7 +24,7 @@ _TOKEN_BYTES = 8
 _NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left of the file's own name
 
 
-class Replacement:
+class Replacement(files.Closing):
     """A new file at ``path``, invisible until it is committed. A context manager.
 
     A symbolic link stays, and the file that it leads to is replaced. Mode, and where allowed the owner,
@@ -83,12 +83,6 @@ class Replacement:
             self._hidden = None
         self.opened.close()
 
-    def __enter__(self) -> Replacement:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _create(self, there: os.stat_result | None) -> int:
         flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600
         descriptor = _create_nameless(self.path.parent, flags, mode)
@@ -120,8 +114,6 @@ def _existing(path: Path) -> os.stat_result | None:
 
 
 def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
-    if not hasattr(os, "O_TMPFILE"):
-        return None
     try:
         descriptor = os.open(directory, flags | os.O_TMPFILE, mode)
     except OSError as error:
@@ -135,7 +127,6 @@ def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
 
 
 def _copy_owner_and_mode(descriptor: int, there: os.stat_result) -> None:
-    """Give the new file the owner and the mode of the file that it will replace."""
     mode = stat.S_IMODE(there.st_mode)
     own = os.fstat(descriptor)
     if (own.st_uid, own.st_gid) != (there.st_uid, there.st_gid):
@@ -207,7 +198,7 @@ def _fallocate(descriptor: int, size_bytes: int) -> int:
     return 0
 
 
-_freeing: set[threading.Thread] = set()  # give back the space of replaced files
+_freeing: list[threading.Thread] = []  # give back the space of replaced files
 
 
 def _keep_allocated(path: Path) -> int:
@@ -225,15 +216,10 @@ def _free_in_background(descriptor: int) -> None:
     """Close ``descriptor``, and so free its file's space, in the background."""
     if descriptor < 0:
         return
-
-    def close() -> None:
-        os.close(descriptor)
-        _freeing.discard(threading.current_thread())
-
-    thread = threading.Thread(target=close, name="penstock-free", daemon=True)
-    _freeing.add(thread)
+    thread = threading.Thread(target=os.close, args=(descriptor,), name="penstock-free", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or there are too many threads
-        close()
-        _freeing.discard(thread)
+        os.close(descriptor)
+    else:
+        _freeing[:] = [thread, *(each for each in _freeing if each.is_alive())]

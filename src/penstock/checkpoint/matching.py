@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,8 +89,8 @@ class Match:
             for key in {**saved, **into}:
                 self._compare(_below(path, key), saved.get(key, _NOTHING), into.get(key, _NOTHING))
         elif isinstance(into, list | tuple) and isinstance(saved, list | tuple):
-            for index in range(max(len(saved), len(into))):
-                self._compare(_below(path, index), _item(saved, index), _item(into, index))
+            for index, both in enumerate(zip_longest(saved, into, fillvalue=_NOTHING)):
+                self._compare(_below(path, index), *both)
         else:
             self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
             self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
@@ -108,7 +109,8 @@ class Match:
         state: dict[str, Any] = optimizer.state_dict()
         expected = [len(group["params"]) for group in state["param_groups"]]
         groups = _member(saved, "param_groups")
-        found = [_length(_member(group, "params")) for group in groups] if isinstance(groups, list) else None
+        params = [_member(group, "params") for group in groups] if isinstance(groups, list) else None
+        found = params and [len(each) if isinstance(each, list) else None for each in params]
         if found != expected:
             self._different.append(f"{_below(path, 'param_groups')} (of {found} parameters, not {expected})")
         elif not state["state"]:
@@ -186,13 +188,5 @@ def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _item(values: list[Any] | tuple[Any, ...], index: int) -> Any:
-    return values[index] if index < len(values) else _NOTHING
-
-
 def _member(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, list) else None

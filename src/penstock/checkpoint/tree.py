@@ -1,24 +1,7 @@
 """How tensors make up a state, as JSON text, and back.
 
-What JSON has stands for itself: None, bool, str, list, int, finite float, and a dict whose keys are texts
-that do not begin with ``$``. All else is an object whose first key begins with ``$``:
-
-====================================  ==========================================================
-``{"$tensor": entry, ...}``           a tensor: the entry of this name, or a view of it (`views`)
-``{"$parameter": entry, ...}``        the same as an nn.Parameter
-``{"$tensors": [...]}``               a dict of tensors by the names of their entries; keys are
-                                      the names, less ``"prefix"`` where there is one
-``{"$array": entry, "dtype": ...}``   a numpy array
-``{"$dict": [[key, value], ...]}``    a dict with other keys
-``{"$OrderedDict": dict, ...}``       with ``"_metadata"``, the attribute of a module's state dict
-``{"$tuple": [...]}``                 also ``"$size"``: a torch.Size
-``{"$float": "7ff8000000000000"}``    infinity and not-a-number, by their bits
-``{"$int": "-1f..."}``                an integer beyond 64 bits, hexadecimal
-``{"$complex": [real, imaginary]}``
-``{"$bytes": base64}``
-``{"$numpy": type, "bits": hex}``     a numpy scalar
-``{"$dtype": "float32"}``             also ``"$device": "cuda:0"``
-====================================  ==========================================================
+What JSON has stands for itself. All else is an object whose first key begins with ``$``, such as
+``{"$tensor": entry, ...}``: docs/formats.md has the table, and `_READERS` the functions.
 
 Nothing is ever executed, and nothing is taken for granted when it is read.
 """
@@ -38,12 +21,18 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.checkpoint.state.stored import Collected, Stored, shown
-from penstock.checkpoint.state.strides import row_major
-from penstock.checkpoint.state.views import DTYPES, TORCH_DTYPES, Node, Rebuilt
+from penstock.checkpoint.failures import damaged
+from penstock.checkpoint.tensors import (
+    MAX_DIMENSIONS,
+    TORCH_DTYPES,
+    Collected,
+    Node,
+    Rebuilt,
+    Stored,
+    cannot_save,
+    row_major,
+)
 from penstock.errors import InvalidArgument, InvalidCheckpoint
-
-__all__ = ["DTYPES", "Stored", "flatten", "unflatten"]
 
 # Containers in containers: far more than a state has, and far less than Python's stack.
 MAX_DEPTH = 64
@@ -100,35 +89,32 @@ class _Flattening:
         if encode := _PLAIN.get(kind):
             return encode(value)
         if isinstance(value, torch.Tensor):
-            return self._tensors.known(value) or self._tensors.add(value, place)
+            known = self._tensors.known(value)
+            if known is None and (problem := _problem(value)):
+                raise cannot_save(place, problem)
+            return known or self._tensors.add(value, place)
         if kind is np.ndarray:
             return self._tensors.known(value) or self._array(value, place)
         if isinstance(value, np.generic) and _NUMPY_TYPE.fullmatch(value.dtype.str):
             return {"$numpy": value.dtype.str, "bits": value.tobytes().hex()}
         if kind not in (dict, OrderedDict, list, tuple, torch.Size):
-            raise InvalidArgument(f"{shown(place)} cannot be saved: it is {_typed(kind)}. {_advice(value)}")
+            raise cannot_save(place, f"it is {_typed(kind)}. {_advice(value)}")
         if id(value) in self._above:
-            raise InvalidArgument(f"{shown(place)} cannot be saved: it contains itself. Take it out.")
+            raise cannot_save(place, "it contains itself. Take it out.")
         if len(self._above) == MAX_DEPTH:
-            raise InvalidArgument(
-                f"{shown(place)} cannot be saved: it is inside {MAX_DEPTH} others, and there can be no "
-                "more. Save a flatter state."
-            )
+            problem = f"it is inside {MAX_DEPTH} others, and there can be no more. Save a flatter state."
+            raise cannot_save(place, problem)
         self._above.add(id(value))
-        node = self._container(value, place)
+        if kind is dict:
+            node: Any = self._dict(value, place)
+        elif kind is OrderedDict:
+            node = self._ordered(value, place)
+        else:
+            node = [self._value(item, _below(place, index)) for index, item in enumerate(value)]
+            if kind is not list:
+                node = {"$size" if kind is torch.Size else "$tuple": node}
         self._above.remove(id(value))
         return node
-
-    def _container(self, value: Any, place: str) -> Any:
-        kind = type(value)
-        if kind is dict:
-            return self._dict(value, place)
-        if kind is OrderedDict:
-            return self._ordered(value, place)
-        items = [self._value(item, _below(place, index)) for index, item in enumerate(value)]
-        if kind is list:
-            return items
-        return {"$size" if kind is torch.Size else "$tuple": items}
 
     def _dict(self, value: dict[Any, Any], place: str) -> Node:
         if all(type(key) is str and not key.startswith("$") for key in value):
@@ -147,9 +133,9 @@ class _Flattening:
         if "_metadata" in attributes:
             node["_metadata"] = self._value(attributes.pop("_metadata"), _below(place, "_metadata"))
         if attributes:
-            raise InvalidArgument(
-                f"{shown(place)} cannot be saved: it is an OrderedDict with the attributes "
-                f"{', '.join(attributes)}. Save OrderedDict(it), and the attributes beside it."
+            remedy = "Save OrderedDict(it), and the attributes beside it."
+            raise cannot_save(
+                place, f"it is an OrderedDict with the attributes {', '.join(attributes)}. {remedy}"
             )
         return node
 
@@ -161,16 +147,12 @@ class _Flattening:
             return _PLAIN[kind](key)
         if kind is tuple and depth < MAX_DEPTH:
             return {"$tuple": [self._key(item, place, depth + 1) for item in key]}
-        raise InvalidArgument(
-            f"{shown(place)} cannot be saved: one of its keys is {_typed(kind)}. Use str, int, float, "
-            "bool, None, or tuples of them, not too deep."
-        )
+        remedy = "Use str, int, float, bool, None, or tuples of them, not too deep."
+        raise cannot_save(place, f"one of its keys is {_typed(kind)}. {remedy}")
 
     def _array(self, array: np.ndarray[Any, Any], place: str) -> Node:
         if not _NUMPY_TYPE.fullmatch(array.dtype.str):
-            raise InvalidArgument(
-                f"{shown(place)} cannot be saved: it is an array of {array.dtype}. Save numbers, or a list."
-            )
+            raise cannot_save(place, f"it is an array of {array.dtype}. Save numbers, or a list.")
         node: Node = {"$array": "", "dtype": array.dtype.str}
         data = np.asarray(array, order="C")
         if not data.flags.writeable:
@@ -230,9 +212,8 @@ class _Unflattening:
         return self._tensors.array(name, self._numpy_type(dtype))
 
     def _dict(self, node: Node) -> dict[Any, Any]:
-        (items,) = self._fields(node, "$dict")
         value: dict[Any, Any] = {}
-        for item in self._list(items):
+        for item in self._items(node, "$dict"):
             if not isinstance(item, list) or len(item) != 2:
                 self._fail(f"{item!r:.100} is not a key with a value")
             key = self._key(item[0])
@@ -245,8 +226,7 @@ class _Unflattening:
         if isinstance(node, dict) and "$tuple" in node:
             if depth == MAX_DEPTH:
                 self._fail("one of its keys is nested too deeply")
-            (items,) = self._fields(node, "$tuple")
-            return tuple(self._key(item, depth + 1) for item in self._list(items))
+            return tuple(self._key(item, depth + 1) for item in self._items(node, "$tuple"))
         key = self._value(node)
         if key is not None and type(key) not in (bool, str, int, float):
             self._fail(f"{node!r:.100} is not a key")
@@ -263,30 +243,23 @@ class _Unflattening:
         return value
 
     def _tuple(self, node: Node) -> tuple[Any, ...]:
-        (items,) = self._fields(node, "$tuple")
-        return tuple(self._value(item) for item in self._list(items))
+        return tuple(self._value(item) for item in self._items(node, "$tuple"))
 
     def _size(self, node: Node) -> torch.Size:
-        (items,) = self._fields(node, "$size")
-        if not all(type(item) is int and abs(item) < _INT_LIMIT for item in self._list(items)):
+        items = self._items(node, "$size")
+        if not all(type(item) is int and abs(item) < _INT_LIMIT for item in items):
             self._fail(f"{node!r:.100} is not a size")
         return torch.Size(items)
 
     def _float(self, node: Node) -> float:
-        (bits,) = self._fields(node, "$float")
-        if not isinstance(bits, str) or not re.fullmatch("[0-9a-f]{16}", bits):
-            self._fail(f"{node!r:.100} is not a float")
+        bits = self._text(node, "$float", "[0-9a-f]{16}", "a float")
         return float(struct.unpack(">d", bytes.fromhex(bits))[0])
 
     def _int(self, node: Node) -> int:
-        (digits,) = self._fields(node, "$int")
-        if not isinstance(digits, str) or not re.fullmatch("-?[0-9a-f]+", digits):
-            self._fail(f"{node!r:.100} is not an int")
-        return int(digits, 16)
+        return int(self._text(node, "$int", "-?[0-9a-f]+", "an int"), 16)
 
     def _complex(self, node: Node) -> complex:
-        (parts,) = self._fields(node, "$complex")
-        parts = [self._value(part) for part in self._list(parts)]
+        parts = [self._value(part) for part in self._items(node, "$complex")]
         if len(parts) != 2 or not all(type(part) is float for part in parts):
             self._fail(f"{node!r:.100} is not a complex number")
         return complex(*parts)
@@ -306,15 +279,12 @@ class _Unflattening:
         return np.frombuffer(bytes.fromhex(bits), dtype)[0]
 
     def _dtype(self, node: Node) -> torch.dtype:
-        (name,) = self._fields(node, "$dtype")
-        if not isinstance(name, str) or name not in TORCH_DTYPES:
-            self._fail(f"{node!r:.100} is not a type of this torch")
-        return TORCH_DTYPES[name]
+        return TORCH_DTYPES[self._text(node, "$dtype", "|".join(TORCH_DTYPES), "a type of this torch")]
 
     def _device(self, node: Node) -> torch.device:
-        (name,) = self._fields(node, "$device")
+        name = self._text(node, "$device", ".*", "a device of this torch")
         try:
-            return torch.device(name if isinstance(name, str) else "")
+            return torch.device(name)
         except (RuntimeError, ValueError):
             self._fail(f"{node!r:.100} is not a device of this torch")
 
@@ -323,10 +293,19 @@ class _Unflattening:
             self._fail(f"{name!r:.100} is not a type of numpy")
         return np.dtype(name)
 
-    def _list(self, items: Any) -> list[Any]:
+    def _items(self, node: Node, tag: str) -> list[Any]:
+        """The list that is all there is."""
+        (items,) = self._fields(node, tag)
         if not isinstance(items, list):
             self._fail(f"{items!r:.100} is not a list")
         return items
+
+    def _text(self, node: Node, tag: str, pattern: str, what: str) -> str:
+        """The text that is all there is."""
+        (text,) = self._fields(node, tag)
+        if not isinstance(text, str) or not re.fullmatch(pattern, text):
+            self._fail(f"{node!r:.100} is not {what}")
+        return text
 
     def _fields(self, node: Node, *required: str, **optional: Any) -> list[Any]:
         """The values of fields, if they are all that there is."""
@@ -344,10 +323,7 @@ class _Unflattening:
         self._fail(f"{text} is not JSON")
 
     def _fail(self, problem: str) -> NoReturn:
-        raise InvalidCheckpoint(
-            f"{self._path} is damaged: the tree of its state cannot be read, {problem}. Load another "
-            "copy, or write the file again."
-        )
+        raise damaged(self._path, f"the tree of its state cannot be read, {problem}")
 
 
 _ABSENT: Any = object()
@@ -397,6 +373,36 @@ def _abbreviate(node: Node, prefix: str) -> None:
 
 def _below(place: str, key: object) -> str:
     return f"{place}.{key}" if place else str(key)
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
+    """Why ``tensor`` cannot be saved, and what can be."""
+    kind = type(tensor).__name__
+    if kind == "FakeTensor" or tensor.is_meta:
+        return "it has no data. Give it some first (Module.to_empty, or build it outside of a fake mode)."
+    if tensor.is_nested:
+        return "it is a nested tensor. Save list(tensor.unbind()), or to_padded_tensor()."
+    if kind == "DTensor":
+        return (
+            "it is a DTensor, whose parts lie in several processes. Save the state with "
+            "torch.distributed.checkpoint and penstock.checkpoint.dcp.Writer, each process its part; or save "
+            "full_tensor()."
+        )
+    if kind.startswith("Uninitialized"):
+        return "it is not initialized yet. Run the model once first."
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"it is a tensor of class {kind}. Save the plain tensors that it is made of."
+    if tensor.is_quantized:
+        return "it is quantized. Save dequantize(), or int_repr() with q_scale() and q_zero_point()."
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}. Save to_dense()."
+    if tensor.dim() > MAX_DIMENSIONS:
+        return f"it has {tensor.dim()} dimensions, and {MAX_DIMENSIONS} are possible. Save a reshaped tensor."
+    try:
+        tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"it has no storage ({error}). Save it outside of torch.func transforms."
+    return None
 
 
 def _typed(kind: type) -> str:

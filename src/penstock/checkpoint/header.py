@@ -2,7 +2,7 @@
 
 A checkpoint is a safetensors file: 8 bytes with the length of a JSON text, the text, and the data, which
 the tensors cover without holes or overlap. What safetensors cannot express stands in the text's
-``__metadata__``: how the tensors make up a state (`penstock.checkpoint.state.tree`), and checksums. The text
+``__metadata__``: how the tensors make up a state (`penstock.checkpoint.tree`), and checksums. The text
 begins with the checksum of the whole header, so that a damaged header is refused before anything in it
 is believed. Headers of other writers have no checksums and are believed as far as they make sense.
 
@@ -13,12 +13,14 @@ about as large as the header. Whatever the safetensors library refuses is refuse
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from penstock.checkpoint.failures import AGAIN, damaged
 from penstock.errors import InvalidArgument, InvalidCheckpoint
 from penstock.storage.checksum import crc32c
 
@@ -53,8 +55,6 @@ RESERVED_KEYS = (_HEADER_KEY, _FORMAT_KEY, _TREE_KEY, _CHECKSUMS_KEY)
 _BEGINNING = f'{{"{_METADATA}":{{"{_HEADER_KEY}":"'.encode()
 _CHECKSUM_AT = LENGTH_BYTES + len(_BEGINNING)
 _DIGITS = 8
-
-_AGAIN = "Load another copy, or write the file again."
 
 _SPACE = r"[ \t\n\r]*"
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
@@ -112,10 +112,6 @@ class Header:
     data_offset: int
     written_by_penstock: bool
 
-    @property
-    def data_bytes(self) -> int:
-        return self.entries[-1].end if self.entries else 0
-
 
 def encode(
     entries: Sequence[Entry],
@@ -160,7 +156,7 @@ def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
     if file_bytes < LENGTH_BYTES or len(first8) < LENGTH_BYTES:
         raise InvalidCheckpoint(
             f"{path} has {min(file_bytes, len(first8))} bytes and is not a checkpoint: a header alone takes "
-            f"more. The file is empty or was cut short. {_AGAIN}"
+            f"more. The file is empty or was cut short. {AGAIN}"
         )
     length = int.from_bytes(first8[:LENGTH_BYTES], "little")
     if length > MAX_TEXT_BYTES:
@@ -171,7 +167,7 @@ def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
     if LENGTH_BYTES + length > file_bytes:
         raise InvalidCheckpoint(
             f"{path} was cut short, or is not a checkpoint: its header would end at byte "
-            f"{LENGTH_BYTES + length}, and the file has {file_bytes}. {_AGAIN}"
+            f"{LENGTH_BYTES + length}, and the file has {file_bytes}. {AGAIN}"
         )
     return LENGTH_BYTES + length
 
@@ -188,7 +184,7 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     length = header_bytes(data[:LENGTH_BYTES], file_bytes, path)
     if len(data) != length:
         raise InvalidCheckpoint(
-            f"{path} was cut short: its header has {length} bytes, and {len(data)} are there. {_AGAIN}"
+            f"{path} was cut short: its header has {length} bytes, and {len(data)} are there. {AGAIN}"
         )
     checked = data.startswith(_BEGINNING, LENGTH_BYTES)
     if checked:
@@ -198,16 +194,16 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     except UnicodeDecodeError as error:
         raise InvalidCheckpoint(
             f"{path} is not a checkpoint, or its header is damaged: byte "
-            f"{LENGTH_BYTES + error.start} is not UTF-8. {_AGAIN}"
+            f"{LENGTH_BYTES + error.start} is not UTF-8. {AGAIN}"
         ) from None
     entries, metadata = _Text(text, path).read()
     _check_cover(entries, file_bytes - length, path)
     if not checked:
         for key in RESERVED_KEYS:
             if key in metadata:
-                raise InvalidCheckpoint(
-                    f"{path} is damaged: penstock wrote it, as {key!r} says, and the beginning of its "
-                    f"header is not as it was written. {_AGAIN}"
+                raise damaged(
+                    path,
+                    f"penstock wrote it, as {key!r} says, and its header does not begin as it was written",
                 )
         return Header(tuple(entries), metadata, None, length, False)
     del metadata[_HEADER_KEY]
@@ -300,41 +296,35 @@ class _Text:
 
     def _fail(self, problem: str) -> NoReturn:
         raise InvalidCheckpoint(
-            f"{self._path} is not a checkpoint, or its header is damaged: {problem}. {_AGAIN}"
+            f"{self._path} is not a checkpoint, or its header is damaged: {problem}. {AGAIN}"
         )
 
 
 def _checked(entry: Entry, path: str | Path) -> Entry:
     """``entry`` as torch holds it, if it can and the size is right."""
-    problem = ""
-    shape = entry.shape
-    item_bytes = ITEM_BYTES.get(entry.dtype)
+    shape, item_bytes = entry.shape, ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
         raise InvalidCheckpoint(
             f"{path}: tensor {_short(entry.name)} has dtype {entry.dtype}, which torch cannot hold; it holds "
             f"{', '.join(ITEM_BYTES)}. Open the file with the safetensors library."
         )
+    problem, given_bytes = "", entry.end - entry.begin
     if entry.dtype == "F4":
         if not shape or shape[-1] % 2:
             problem = f"has shape {_short(shape)}, and F4 comes in pairs along the last dimension"
         shape = (*shape[:-1], shape[-1] // 2) if shape else shape
-    elements = 1
-    reach = item_bytes  # torch counts strides as if no dimension were empty
-    for size in shape:
-        elements *= size
-        reach *= max(size, 1)
-        if reach >= 1 << 63:
-            problem = problem or f"has shape {_short(shape)}, more elements than a tensor can have"
-            break
-    size_bytes = entry.end - entry.begin
-    if not problem and elements * item_bytes != size_bytes:
+    taken_bytes = item_bytes * math.prod(shape)
+    # torch counts strides as if no dimension were empty.
+    if item_bytes * math.prod(max(size, 1) for size in shape) >= 1 << 63:
+        problem = problem or f"has shape {_short(shape)}, more elements than a tensor can have"
+    elif not problem and taken_bytes != given_bytes:
         problem = (
-            f"has {size_bytes} bytes of data, from {entry.begin} to {entry.end}, and {entry.dtype} of shape "
-            f"{_short(entry.shape)} takes {elements * item_bytes}"
+            f"has {given_bytes} bytes of data, from {entry.begin} to {entry.end}, and {entry.dtype} of shape "
+            f"{_short(entry.shape)} takes {taken_bytes}"
         )
     if problem:
-        raise InvalidCheckpoint(f"{path} is damaged: tensor {_short(entry.name)} {problem}. {_AGAIN}")
-    return entry if shape is entry.shape else entry._replace(shape=shape)
+        raise damaged(path, f"tensor {_short(entry.name)} {problem}")
+    return entry._replace(shape=shape)
 
 
 def _check_cover(entries: Sequence[Entry], data_bytes: int, path: str | Path) -> None:
@@ -343,21 +333,17 @@ def _check_cover(entries: Sequence[Entry], data_bytes: int, path: str | Path) ->
     for entry in entries:
         if entry.begin != end:
             what = "leaves a hole after" if entry.begin > end else "overlaps"
-            raise InvalidCheckpoint(
-                f"{path} is damaged: tensor {_short(entry.name)} begins at byte {entry.begin} of the data "
-                f"and {what} what ends at {end}. {_AGAIN}"
-            )
+            where = f"begins at byte {entry.begin} of the data and {what} what ends at {end}"
+            raise damaged(path, f"tensor {_short(entry.name)} {where}")
         end = entry.end
     if end > data_bytes:
         cut = next(entry.name for entry in entries if entry.end > data_bytes)
         raise InvalidCheckpoint(
             f"{path} was cut short: {data_bytes} of {end} bytes of data are there. Tensor {_short(cut)} is "
-            f"the first that is not whole. {_AGAIN}"
+            f"the first that is not whole. {AGAIN}"
         )
     if end < data_bytes:
-        raise InvalidCheckpoint(
-            f"{path} is damaged: {data_bytes - end} bytes that belong to no tensor follow the data. {_AGAIN}"
-        )
+        raise damaged(path, f"{data_bytes - end} bytes that belong to no tensor follow the data")
 
 
 def _check_own_checksum(data: bytes, path: str | Path) -> None:
@@ -365,28 +351,20 @@ def _check_own_checksum(data: bytes, path: str | Path) -> None:
     written = data[_CHECKSUM_AT:end]
     actual = crc32c(data[end:], crc32c(data[:_CHECKSUM_AT] + b"0" * _DIGITS))
     if written != b"%08x" % actual:
-        raise InvalidCheckpoint(
-            f"{path} is damaged: the checksum of its header is {actual:08x}, and {_short(written)} was "
-            f"written. {_AGAIN}"
-        )
+        raise damaged(path, f"the checksum of its header is {actual:08x}, and {_short(written)} was written")
 
 
 def _checksums(text: str, count: int, path: str | Path) -> list[int]:
     found = text.split(" ") if text else []
     if len(found) != count or not all(map(_CHECKSUM.fullmatch, found)):
-        raise InvalidCheckpoint(
-            f"{path} is damaged: {_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits. "
-            f"{_AGAIN}"
-        )
+        raise damaged(path, f"{_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits")
     return [int(digits, 16) for digits in found]
 
 
 def _check_layout(entries: Sequence[Entry]) -> None:
     end = 0
     for entry in entries:
-        items = ITEM_BYTES[entry.dtype]
-        for size in entry.shape:
-            items *= size
+        items = ITEM_BYTES[entry.dtype] * math.prod(entry.shape)
         if entry.begin != end or entry.end - entry.begin != items:
             raise ValueError(f"{entry} does not go on at {end}, or does not have {items} bytes")
         if entry.dtype == "F4" and not entry.shape:
@@ -397,9 +375,7 @@ def _check_layout(entries: Sequence[Entry]) -> None:
 
 
 def _described(entry: Entry) -> str:
-    shape = entry.shape
-    if entry.dtype == "F4":
-        shape = (*shape[:-1], 2 * shape[-1])
+    shape = (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.dtype == "F4" else entry.shape
     sizes = ",".join(map(str, shape))
     return (
         f'{_quoted(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{sizes}],'

@@ -1,4 +1,4 @@
-"""The I/O queue of a checkpoint, with a bounded number of transfers in flight, and its buffer pool."""
+"""The pieces in which a file is read and written, their transfers and buffers, and checksums of tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import errno
 import functools
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from penstock.storage.aligned import AlignedBuffer
+from penstock.checkpoint.failures import TIMEOUT_S
+from penstock.checkpoint.header import Entry
+from penstock.storage.aligned import AlignedBuffer, align_down
+from penstock.storage.checksum import crc32c_combine
 from penstock.storage.files import OpenFile
 from penstock.storage.paths import shared_transport
 from penstock.storage.transfer import Transfer
@@ -17,8 +21,87 @@ from penstock.storage.transfer import Transfer
 PIECE_BYTES = 4 << 20
 DEPTH = 8
 FEW = 4  # transfers in flight, and buffers, while memory is short
-TIMEOUT_S = 120.0  # the longest wait for the next to end: then the disk hangs
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
+
+
+class Part(NamedTuple):
+    """The bytes [offset, end) of the file, all of one tensor.
+
+    entry   index of the tensor
+    """
+
+    entry: int
+    offset: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.offset
+
+
+class Piece(NamedTuple):
+    """The bytes [offset, end) of the file, moved by one request.
+
+    parts   the parts of tensors that lie in it, in order
+    """
+
+    offset: int
+    end: int
+    parts: tuple[Part, ...]
+
+
+def cut(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096) -> Iterator[Piece]:
+    """Pieces that cover all tensors, in order. Each begins at a multiple of ``alignment_bytes``.
+
+    entries       in order of `begin`, without holes
+    data_offset   where in the file the first begins
+    """
+    end_of_file = data_offset + (entries[-1].end if entries else 0)
+    index, position = 0, data_offset
+    offset = align_down(data_offset, alignment_bytes)
+    while position < end_of_file:
+        end = min(offset + PIECE_BYTES, end_of_file)
+        parts = []
+        while index < len(entries) and position < end:
+            stop = min(data_offset + entries[index].end, end)
+            if stop > position:
+                parts.append(Part(index, position, stop))
+                position = stop
+            if position == data_offset + entries[index].end:
+                index += 1
+        yield Piece(offset, end, tuple(parts))
+        offset = end
+
+
+class Checksums:
+    """Combines the checksums of parts, added in any order, into those of whole tensors.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in entries]
+
+    def add(self, part: Part, crc: int) -> None:
+        """Take ``crc``, the checksum of the bytes of ``part``."""
+        self._parts[part.entry].append((part.offset, part.size_bytes, crc))
+
+    def of(self, index: int) -> int:
+        """The checksum of a tensor of which all parts were added."""
+        total = 0
+        for _, size_bytes, crc in sorted(self._parts[index]):
+            total = crc32c_combine(total, crc, size_bytes)
+        return total
+
+    def damaged(self, added: Collection[int] | None = None) -> list[str]:
+        """Names of the tensors whose checksum differs from that of their entry; of all, or those that were
+        added."""
+        return [
+            self._entries[index].name
+            for index in (range(len(self._entries)) if added is None else sorted(added))
+            if self._entries[index].crc32c not in (None, self.of(index))
+        ]
 
 
 def carry_out(

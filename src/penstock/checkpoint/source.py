@@ -1,17 +1,20 @@
-"""A checkpoint file that is open for reading."""
+"""A checkpoint file that is open for reading, and how much of it the page cache holds."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import stat
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from penstock.checkpoint.failures import cannot_read, error_of
-from penstock.checkpoint.file.header import Header, decode, header_bytes
-from penstock.checkpoint.file.pagecache import cached_share
+from penstock.checkpoint.header import Header, decode, header_bytes
 from penstock.errors import InvalidArgument, InvalidCheckpoint
 from penstock.storage import files
 
@@ -46,7 +49,7 @@ def _open_regular(path: Path) -> int:
     raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
 
 
-class Source:
+class Source(files.Closing):
     """A checkpoint, open for reading. A context manager.
 
     The file is opened once: one that replaces it meanwhile is not seen.
@@ -94,18 +97,11 @@ class Source:
 
     def read_ahead(self) -> None:
         """Have the system begin to bring all of the file into the page cache."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # it is only advice
-                os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(OSError):  # it is only advice
+            os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         self.opened.close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         data = b""
@@ -129,3 +125,29 @@ class Source:
                 "code, and are not loaded. If you trust the file, convert it once: "
                 "penstock.save(torch.load(path, weights_only=False), new_path)."
             )
+
+
+# -- the page cache --------------------------------------------------------------------------
+
+# A file is asked about in this many places, of so many bytes each: to walk over all pages of a large
+# one takes milliseconds.
+_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+
+
+def cached_share(descriptor: int) -> float:
+    """About the share of an open file that the page cache holds, 0 to 1. 0 where the system does not say."""
+    if not (size_bytes := os.fstat(descriptor).st_size):
+        return 0.0
+    step = max(_SAMPLE_BYTES, size_bytes // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE)
+    cached = pages = 0
+    with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
+        address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+        for begin in range(0, size_bytes, step):
+            size = min(_SAMPLE_BYTES, size_bytes - begin)
+            answer = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
+            arguments = ctypes.c_void_p(address + begin), ctypes.c_size_t(size)
+            if ctypes.CDLL(None).mincore(*arguments, ctypes.c_void_p(answer.ctypes.data)):
+                return 0.0
+            cached += int(np.count_nonzero(answer & 1))
+            pages += answer.size
+    return cached / pages

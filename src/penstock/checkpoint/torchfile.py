@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.file.source import Source
+from penstock.checkpoint.source import Source
 from penstock.errors import DeviceUnavailable, InvalidCheckpoint
 from penstock.storage.threads import in_parallel
 

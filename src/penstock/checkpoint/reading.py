@@ -1,0 +1,358 @@
+"""From a file to tensors: mapped, or read past the page cache.
+
+Tensors read past the page cache lie side by side in memory of their own, as they lie in the file, so
+that what is read goes straight there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from penstock.checkpoint.failures import cannot_read, error_of, shown
+from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, carry_out, cut
+from penstock.checkpoint.source import Source
+from penstock.checkpoint.tensors import DTYPES
+from penstock.checkpoint.tree import unflatten
+from penstock.errors import InvalidCheckpoint
+from penstock.machine import lines
+from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at
+from penstock.storage.checksum import copy_crc32c, crc32c_at
+from penstock.storage.threads import ThreadPool, in_order, in_parallel
+from penstock.storage.transfer import Transfer
+
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+_library = ctypes.CDLL(None, use_errno=True)
+
+# Where the bytes of a tensor, given by the index of its entry, are wanted: one-dimensional bytes without
+# gaps, on any device, or None where they are only to be verified. Called from several threads, not at once.
+Destination = Callable[[int], torch.Tensor | None]
+
+
+def map_file(source: Source) -> MappedFile:
+    """Raises CheckpointError."""
+    try:
+        return MappedFile(source.file.buffered, source.size_bytes)
+    except OSError as error:
+        raise cannot_read(source.path, error) from error
+
+
+def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
+    """The tensors, in the order of the entries, as copy-on-write views of the page cache.
+
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
+    """
+    mapped = map_file(source)
+    if verify and source.header.written_by_penstock:
+        source.read_ahead()
+        fill(source, _nowhere, mapped, keep_pages=True)
+    return _tensors(source, mapped, 0)
+
+
+def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
+    """The tensors, in the order of the entries, in memory of their own.
+
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
+    """
+    begin = align_down(source.header.data_offset, source.file.alignment_bytes)
+    try:
+        memory = OwnMemory(source.size_bytes - begin)
+    except OSError as error:
+        raise cannot_read(source.path, error) from error
+    checksums = Checksums(source.header.entries)
+    verify = verify and source.header.written_by_penstock
+    pieces = tuple(cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
+
+    def take(piece: Piece) -> tuple[int, OwnMemory]:
+        return memory.address + piece.offset - begin, memory
+
+    def use(piece: Piece, address: int) -> None:
+        for part in piece.parts if verify else ():
+            checksums.add(part, crc32c_at(address + part.offset - piece.offset, part.size_bytes))
+
+    # Fresh memory costs the kernel about as much time as the disk needs: threads bring it in beforehand.
+    pool = ThreadPool(lambda piece: memory.touch(piece.offset - begin, piece.end - begin), pieces[DEPTH:])
+    with contextlib.closing(pool):
+        _read(source, iter(pieces), take, use, lambda _: None, depth=2 * DEPTH)
+    if verify:
+        _raise_damaged(source, checksums.damaged())
+    return _tensors(source, memory, begin)
+
+
+def read_to(
+    source: Source, devices: Sequence[torch.device], mapped: bool, verify: bool = True
+) -> list[torch.Tensor]:
+    """The tensors, in the order of the entries, each on a device of its own.
+
+    Raises as `fill` does.
+    """
+    tensors = [
+        torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+        for entry, device in zip(source.header.entries, devices, strict=True)
+    ]
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    fill(source, lambda entry: flat[entry], map_file(source) if mapped else None, verify, on_host=False)
+    return tensors
+
+
+def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = True) -> Any:
+    """The state that the tensors, in the order of the entries, make up.
+
+    restride   False copies nothing: what had its dimensions in another order is a view
+
+    Raises InvalidCheckpoint.
+    """
+    header = source.header
+    by_name = {entry.name: tensor for entry, tensor in zip(header.entries, tensors, strict=True)}
+    if header.tree is None:
+        return by_name
+    return unflatten(header.tree, by_name, source.path, restride=restride)
+
+
+def verify_all(source: Source) -> None:
+    """Read the file whole, and compare all checksums. Raises CheckpointError, InvalidCheckpoint."""
+    fill(source, _nowhere, map_file(source) if source.is_cached else None)
+
+
+def fill(
+    source: Source,
+    destination: Destination,
+    mapped: MappedFile | None,
+    verify: bool = True,
+    *,
+    on_host: bool = True,
+    wanted: Collection[int] | None = None,
+    keep_pages: bool = False,
+) -> None:
+    """Copy the tensors' bytes to where they are wanted.
+
+    mapped      the file, to read it through the page cache; None: past it
+    on_host     all are wanted in the memory of the CPU: several threads copy. Else one does, so that
+                copies are in order with what the caller's device has been told to do
+    wanted      entries; only they are read, and verified. None for all
+    keep_pages  of ``mapped``, which is used further
+
+    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
+    """
+    header, lock = source.header, threading.Lock()
+    checksums = Checksums(header.entries)
+
+    def use(piece: Piece, address: int) -> None:
+        for part in piece.parts:
+            with lock:
+                to = destination(part.entry)
+            begin = part.offset - header.data_offset - header.entries[part.entry].begin
+            checksums.add(part, _copy(part, address + part.offset - piece.offset, begin, to))
+
+    def bring_in(piece: Piece) -> None:
+        assert mapped is not None
+        try:
+            mapped.populate(piece.offset, piece.end)
+        except OSError as error:
+            raise cannot_read(source.path, error, piece.offset, _names(source, piece)) from error
+        use(piece, mapped.address + piece.offset)
+        if not keep_pages:
+            mapped.release_pages(piece.offset, piece.end)
+
+    def pieces() -> Iterator[Piece]:
+        for piece in cut(header.entries, header.data_offset, source.file.alignment_bytes):
+            if wanted is not None:
+                piece = piece._replace(parts=tuple(part for part in piece.parts if part.entry in wanted))
+            if piece.parts:
+                yield piece
+
+    if mapped is not None:
+        (in_parallel if on_host else in_order)(bring_in, pieces())
+    else:
+        pool = BufferPool(pinned=not on_host)
+
+        def take(_: Piece) -> tuple[int, object]:
+            buffer = pool.take()
+            return buffer.address, buffer
+
+        _read(source, pieces(), take, use, pool.give)
+    if verify:
+        _raise_damaged(source, checksums.damaged(wanted))
+
+
+def _nowhere(_: int) -> None:
+    """A `Destination`."""
+
+
+def _copy(part: Part, address: int, begin: int, to: torch.Tensor | None) -> int:
+    """Copy ``part``, which lies at ``address``, to byte ``begin`` of ``to``; give its checksum."""
+    if to is None:
+        return crc32c_at(address, part.size_bytes)
+    if is_on_host(to):
+        return copy_crc32c(to.data_ptr() + begin, address, part.size_bytes)
+    with torch.no_grad():
+        to[begin : begin + part.size_bytes].copy_(host_bytes(address, part.size_bytes))
+    return crc32c_at(address, part.size_bytes)
+
+
+def _read(
+    source: Source,
+    pieces: Iterator[Piece],
+    take: Callable[[Piece], tuple[int, Any]],
+    use: Callable[[Piece, int], None],
+    give: Callable[[Any], None],
+    depth: int | None = None,
+) -> None:
+    """Read every piece past the page cache, and use it while others are read.
+
+    take    gives the address for a piece, and the memory that is there
+    use     called with a piece, and the address at which its bytes are
+    give    called with its memory afterwards
+
+    Raises CheckpointError.
+    """
+
+    def to_read(piece: Piece) -> Transfer:
+        address, memory = take(piece)
+        size_bytes = piece.end - piece.offset
+        return Transfer("read", source.file, piece.offset, address, size_bytes, keep=(piece, memory))
+
+    def done(transfer: Transfer) -> None:
+        piece, memory = cast("tuple[Piece, Any]", transfer.keep)
+        if transfer.error_number:
+            error = error_of(transfer.error_number)
+            raise cannot_read(source.path, error, piece.offset, _names(source, piece))
+        use(piece, transfer.address)
+        give(memory)
+
+    carry_out(source.opened, map(to_read, pieces), done, depth)
+
+
+def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list[torch.Tensor]:
+    """Tensors out of memory that holds the file from ``begin`` on."""
+    offset = source.header.data_offset - begin
+    return [
+        _tensor_of(memory.part(offset + entry.begin, offset + entry.end), DTYPES[entry.dtype], entry.shape)
+        for entry in source.header.entries
+    ]
+
+
+def _tensor_of(part: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bytes of ``part`` as a tensor whose storage is exactly these bytes."""
+    if not part.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    data = torch.frombuffer(part, dtype=torch.uint8)
+    if data.data_ptr() % dtype.itemsize:  # a file of another writer: some kernels need aligned elements
+        data = data.clone()
+    return data.view(dtype).view(shape)
+
+
+def _raise_damaged(source: Source, damaged: list[str]) -> None:
+    if damaged:
+        raise InvalidCheckpoint(
+            f"{source.path} is damaged: the checksum of {shown(damaged)} is not the one that was saved. "
+            "Load another copy; verify=False loads the bytes as they are."
+        )
+
+
+def _names(source: Source, piece: Piece) -> str:
+    return shown([source.header.entries[part.entry].name for part in piece.parts])
+
+
+# -- memory: of its own, or the page cache's ------------------------------------------------------
+
+
+class OwnMemory(AlignedBuffer):
+    """Zeroed memory that is given out in parts. Raises OSError."""
+
+    def touch(self, begin: int, end: int) -> None:
+        """Have the kernel bring in the pages of [begin, end) now, by one call without the GIL."""
+        _populate(self.address, begin, end, _MADV_POPULATE_WRITE)  # where it fails, the first use does it
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """The bytes [begin, end). When nothing uses them any more, their pages are given back, and
+        with the last part the rest."""
+        begin, end = begin + self._skipped, end + self._skipped
+        part = memoryview(self._mapping)[begin:end]
+        low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
+        if low < high:
+            give_back = weakref.finalize(part, self._mapping.madvise, mmap.MADV_DONTNEED, low, high - low)
+            give_back.atexit = False
+        return part
+
+
+class MappedFile:
+    """The first ``size_bytes`` of an open file as copy-on-write memory. Raises OSError.
+
+    address   of the first byte
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            self._mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=access)
+        except ValueError as error:  # the file became shorter
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+        self.address = address_of(self._mapping)
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """The bytes [begin, end). The mapping lives as long as they do."""
+        return memoryview(self._mapping)[begin:end]
+
+    def populate(self, begin: int, end: int) -> None:
+        """Bring the bytes in by one call, which fails where touching them would end the process.
+
+        Raises OSError.
+        """
+        # EINVAL is of a kernel that does not know the advice.
+        if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def release_pages(self, begin: int, end: int) -> None:
+        """Give the pages that lie in [begin, end) back to the page cache: they can be read again."""
+        _release_pages(self.address + begin, self.address + end)
+
+
+class Mappings:
+    """Where an open file lies in memory that somebody else has mapped, and nobody writes to."""
+
+    def __init__(self, descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        fields = (line.split(maxsplit=5) for line in lines(Path("/proc/self/maps")))
+        self._ranges = [
+            [int(address, 16) for address in found[0].split("-")] for found in fields if found[5:] == [name]
+        ]
+
+    def release_pages(self, address: int, size_bytes: int) -> None:
+        """Give these bytes back to the page cache, if they are the file's: they can be read again."""
+        end = address + size_bytes
+        if any(first <= address and end <= last for first, last in self._ranges):
+            _release_pages(address, end)
+
+
+def _release_pages(begin: int, end: int) -> None:
+    low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
+    if low < high:
+        _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+
+
+def _populate(address: int, begin: int, end: int, advice: int) -> int:
+    """Bring in the pages of [begin, end) from the address on, without the GIL. Gives 0, or an errno."""
+    low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
+    failed = _library.madvise(ctypes.c_void_p(address + low), ctypes.c_size_t(high - low), advice)
+    return ctypes.get_errno() if failed else 0
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Its bytes are in the memory of the CPU."""
+    return tensor.device.type == "cpu"
+
+
+def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
+    """The bytes at ``address`` as a tensor. The caller keeps the memory alive."""
+    return torch.frombuffer(view_at(address, size_bytes, writable=True), dtype=torch.uint8)
