@@ -11,23 +11,27 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import shutil
 import struct
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitedTooLong
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
-from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
+from penstock.samples.builder import Pieces, lookup_of
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
-from penstock.samples.progress import METADATA, Packing
+from penstock.samples.places import Folder
+from penstock.samples.progress import Packing
+from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, format_bytes_up
 
@@ -45,61 +49,50 @@ class Background:
     """
 
     def __init__(self, what: str, waiting: int, stuck_s: float = STUCK_S) -> None:
-        self._what, self._stuck_s = what, stuck_s
-        self._queue: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(waiting)
+        self._what, self._most_waiting, self._stuck_s = what, waiting, stuck_s
+        self._thread = DaemonThreads("penstock-pack")
+        self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="penstock-pack", daemon=True)
-        self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
         """Have it done. Raises what earlier work raised, SampleError where that is stuck."""
+        self._wait(self._most_waiting)
         self._check()
-        self._put(work)
+        self._waiting.append(self._thread.submit(self._do, work))
 
     def drain(self) -> None:
         """Wait until all is done. Raises as `put` does."""
-        reached = threading.Event()
-        self._put(reached)
-        if not reached.wait(self._stuck_s):
-            raise self._stuck()
+        self._wait(0)
         self._check()
 
     def close(self) -> None:
         """Let what waits be done, and end the thread. Raises nothing. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self._put(None)
-            except SampleError as error:
-                logger.warning("%s", error)
-                return
-        self._thread.join(self._stuck_s)
-
-    def _put(self, item: Callable[[], None] | threading.Event | None) -> None:
         try:
-            self._queue.put(item, timeout=self._stuck_s)
-        except queue.Full:
-            raise self._stuck() from None
+            self._wait(0)
+        except SampleError as error:
+            logger.warning("%s", error)
+        self._thread.close()
+
+    def _wait(self, most: int) -> None:
+        while len(self._waiting) > most:
+            try:
+                self._waiting[0].result(self._stuck_s)
+            except WaitedTooLong:
+                raise SampleError(
+                    f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
+                ) from None
+            self._waiting.popleft()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _stuck(self) -> SampleError:
-        return SampleError(
-            f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
-        )
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            elif self._failure is None:
-                try:
-                    item()
-                except BaseException as error:  # it is raised where the work came from
-                    self._failure = error
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                work()
+            except BaseException as error:  # it is raised where the work came from
+                self._failure = error
 
 
 _NAMES_AT_ONCE = 4096
@@ -194,14 +187,6 @@ _WAITING = 2  # pieces that wait to be written while others are built
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Mark(NamedTuple):
-    """How far packing had come when pieces were taken, and what a builder needs to go on from there."""
-
-    samples: int
-    size_bytes: int
-    state: bytes
-
-
 class StoreWriter:
     """Appends to the files of one store. A context manager.
 
@@ -214,15 +199,18 @@ class StoreWriter:
     def __init__(self, folder: Path, done: Packing) -> None:
         self.folder = folder
         self.done = done
-        self._kept = [name for name in METADATA if name != layout.LABELS or done.recipe.classes]
+        self._kept = [name for name in layout.PACKED_FILES if name != layout.LABELS or done.recipe.classes]
         self._files = _Files(folder, done)
         self._thread = Background(f"writing to {folder}", _WAITING)
 
-    def put(self, pieces: _native.SamplePieces, mark: Mark | None = None) -> None:
-        """Append the pieces; with a mark, then make everything durable. Waits where much is unwritten."""
+    def put(self, pieces: Pieces, mark: Packing | None = None) -> None:
+        """Append the pieces. Waits where much is unwritten.
+
+        mark   how far packing had come when they were taken: then everything is made durable
+        """
         self._thread.put(lambda: self._write(pieces, mark))
 
-    def kept(self, pieces: _native.SamplePieces) -> Iterator[tuple[str, bytes]]:
+    def kept(self, pieces: Pieces) -> Iterator[tuple[str, bytes]]:
         """What of the pieces belongs into which file, data files excepted."""
         for name in self._kept:
             yield name, pieces[1][name]
@@ -250,7 +238,7 @@ class StoreWriter:
 
     # From here on: in the thread.
 
-    def _write(self, pieces: _native.SamplePieces, mark: Mark | None) -> None:
+    def _write(self, pieces: Pieces, mark: Packing | None) -> None:
         with _explained(self.folder, self.done):
             for data_file, data in pieces[0]:
                 self._files.append_data(data_file, data)
@@ -259,33 +247,46 @@ class StoreWriter:
             if mark is None:
                 return
             self._files.sync()
-            done = Packing(recipe=self.done.recipe, **mark._asdict(), files=self._files.sums())
+            done = replace(mark, files=self._files.sums())
             progress.write(done, self.folder)
             self.done = done
 
     def _finish(self, data_files: tuple[DataFile, ...], described: dict[str, Any]) -> StoreManifest:
         with _explained(self.folder, self.done):
-            self._files.append(layout.LOOKUP, _lookup(self.folder).data)
+            self._files.append(layout.LOOKUP, self._lookup().data)
             self._files.sync()
             sums, recipe = self._files.sums(), self.done.recipe
-            described |= {name: getattr(recipe, name) for name in _DESCRIBED}
             made = StoreManifest(
                 samples=sum(data_file.samples for data_file in data_files),
+                chunk_bytes=recipe.chunk_bytes,
                 data_files=data_files,
-                files={name: sums[name] for name in _SUMMED if name in sums},
+                files={name: sums[name] for name in layout.FILES if name in sums},
+                encoding=recipe.encoding,
+                fields=recipe.fields,
+                classes=recipe.classes,
+                partition=recipe.partition,
+                partitions=recipe.partitions,
                 **described,
             ).sealed()
-            progress.sync(self.folder)
             write_manifest(made, self.folder)
-            progress.sync(self.folder / layout.MANIFEST)
-            progress.sync(self.folder)
             (self.folder / progress.PROGRESS).unlink()
             progress.sync(self.folder)
             return made
 
-
-_SUMMED = (*METADATA[:-2], layout.LOOKUP, layout.LARGE, layout.LABELS)  # in the manifest's order
-_DESCRIBED = ("chunk_bytes", "encoding", "fields", "classes", "partition", "partitions")
+    def _lookup(self) -> npt.NDArray[np.uint8]:
+        """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
+        place, sums = Folder(self.folder), self._files.sums()
+        directory, names, anchors = (
+            place.load(name, sums[name].size_bytes)
+            for name in (layout.DIRECTORY, layout.NAMES, layout.ANCHORS)
+        )
+        lookup, twins = lookup_of(directory.view(np.uint64).reshape(-1, 2), names, anchors.view(np.uint64))
+        if twins is not None:
+            raise SampleError(
+                f"samples {twins[0]} and {twins[1]} have one name, {twins[2]!r}: give each sample a name of "
+                f"its own, remove {self.folder} and pack again"
+            )
+        return lookup
 
 
 class _Files:
@@ -339,27 +340,6 @@ class _Files:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _lookup(folder: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
-    directory = mapped(folder / layout.DIRECTORY, np.uint64).reshape(-1, 2)
-    names, anchors = mapped(folder / layout.NAMES, np.uint8), mapped(folder / layout.ANCHORS, np.uint64)
-    lookup, twice = _native.sample_lookup(directory, names, anchors)
-    if twice is None:
-        return lookup
-    name = _native.SampleNames(directory, names, anchors, lookup).name(twice[0])
-    raise SampleError(
-        f"samples {twice[0]} and {twice[1]} have one name, {name.decode('utf-8', 'backslashreplace')!r}: "
-        f"give each sample a name of its own, remove {folder} and pack again"
-    )
-
-
-def mapped(path: Path, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The file as an array that cannot be written."""
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
 @contextlib.contextmanager
