@@ -7,7 +7,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -53,6 +53,18 @@ class Block(NamedTuple):
     data: npt.NDArray[np.uint8]
     data_ends: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int32] | None = None
+
+    def part(self, begin: int, end: int) -> Block:
+        """Those from ``begin`` up to ``end``."""
+        ends = self.name_ends, self.data_ends
+        names, data = (slice(int(each[begin - 1]) if begin else 0, int(each[end - 1])) for each in ends)
+        return Block(
+            self.names[names],
+            self.name_ends[begin:end] - names.start,
+            self.data[data],
+            self.data_ends[begin:end] - data.start,
+            None if self.labels is None else self.labels[begin:end],
+        )
 
 
 class Source(Protocol):
@@ -144,8 +156,29 @@ class Numbered(Partitioned):
     def samples(self) -> int:
         return len(self.mine)
 
+    def share_of(self, size_bytes: int) -> int:
+        """About how many of the source's bytes this partition has."""
+        return size_bytes * self.samples // max(self.count(), 1)
+
     def __iter__(self) -> Iterator[Any]:
         return self.after(0)
+
+
+def parts_with(
+    wanted: range, parts: Iterable[Item], count: Callable[[Item], int]
+) -> Iterator[tuple[Item, int, int, int]]:
+    """Those of ``parts``, which lie one after the other, that hold wanted samples.
+
+    count   how many samples a part has
+
+    Each with the number of its first sample, and from which of its samples up to which are wanted.
+    """
+    first = 0
+    for part in parts:
+        begin, end = max(wanted.start - first, 0), min(wanted.stop - first, count(part))
+        if begin < end:
+            yield part, first, begin, end
+        first += count(part)
 
 
 @dataclass(frozen=True)
@@ -228,13 +261,13 @@ def unpacked(path: str) -> Iterator[tuple[Readable, int | None]]:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def read_up_to(file: Readable, size_bytes: int) -> bytes:
+def read_up_to(read: Callable[[int], bytes], size_bytes: int) -> bytes:
     """So many bytes, or fewer at the end. Memory grows with what is there, not with what is asked for."""
-    data = file.read(min(size_bytes, _READ_BYTES))
+    data = read(min(size_bytes, _READ_BYTES))
     if len(data) == size_bytes:
         return data
     pieces, left = [data], size_bytes - len(data)
-    while left and (piece := file.read(min(left, _READ_BYTES))):
+    while left and (piece := read(min(left, _READ_BYTES))):
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
@@ -258,7 +291,7 @@ class Labels:
     @classmethod
     def of_values(cls, values: Iterable[Any]) -> Labels:
         """Numbers up to the largest value where all are numbers; otherwise the values, sorted."""
-        texts = {_label_text(value) for value in values if value is not None}
+        texts = {label_text(value) for value in values if value is not None}
         if all(_NUMBER.fullmatch(text) for text in texts):
             largest = max(map(int, texts), default=-1)
             if largest >= MOST_CLASSES:
@@ -270,16 +303,17 @@ class Labels:
 
     def label(self, value: Any, name: str) -> int:
         """The label of a sample; InvalidArgument where it is of none of the classes."""
-        if value is None:
-            return -1
-        text = _label_text(value)
+        if value is None or isinstance(value, int):
+            return check_label(-1 if value is None else value, self.classes, name)
+        text = label_text(value)
         label = self._labels.get(text, int(text) if _NUMBER.fullmatch(text) else None)
         if label is None:
             raise InvalidArgument(f"sample {name!r} is of the class {text!r}, which is none of the source's")
         return check_label(label, self.classes, name)
 
 
-def _label_text(value: Any) -> str:
+def label_text(value: Any) -> str:
+    """A value as the name of a class."""
     text = text_of(value) if isinstance(value, bytes) else str(value)
     return printable(text).strip()
 

@@ -180,7 +180,7 @@ class _Archive:
         return found
 
     def _read(self, size_bytes: int) -> bytes:
-        data = read_up_to(self._file, size_bytes)
+        data = read_up_to(self._file.read, size_bytes)
         self._at += len(data)
         return data
 
