@@ -15,12 +15,12 @@ import numpy as np
 from penstock.errors import InvalidArgument
 from penstock.options import CACHES
 from penstock.samples import layout
-from penstock.samples.catalog import Catalog, Directory
-from penstock.samples.checks import ENTRIES_AT_ONCE, Numbers
+from penstock.samples.catalog import Catalog, Directory, load_all
 from penstock.samples.manifest import Field
 from penstock.samples.order import ORDERS, Mixing, cache_shape, expected_mixing
-from penstock.samples.places import StoreFile, places_of
+from penstock.samples.places import StoreFile
 from penstock.samples.store import Store, mount
+from penstock.samples.verification import ENTRIES_AT_ONCE, Numbers
 from penstock.units import parse_bytes
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -127,7 +127,7 @@ def info(
     if batch < 1:
         raise InvalidArgument(f"batch={batch} is not a number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
-    catalog = Catalog([Directory.load(place) for place in places_of(path)])
+    catalog = Catalog(load_all(path))
     manifests = catalog.manifests
     size_bytes = sum(m.size_bytes for m in manifests)
     sizes, edges, long_edges = _sizes(catalog)
