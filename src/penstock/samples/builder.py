@@ -69,7 +69,7 @@ class Builder:
         if type(data) is not bytes:
             data = bytes(memoryview(data).cast("B"))  # the caller may use its memory again
         if len(self._closed) + 1 >= layout.MOST_DATA_FILES:  # whether it still fits is known at once
-            self.add_many(*_joined((name,)), *_joined((data,)), np.array([label], np.int32))
+            self.add_many(*joined((name,)), *joined((data,)), np.array([label], np.int32))
             return
         self._check(self.samples, len(name), len(data))
         self._singles.append((name, data, label))
@@ -154,7 +154,7 @@ class Builder:
             names, contents, labels = zip(*self._singles, strict=True)
             self.pending_bytes -= self._single_bytes + sum(map(len, names))
             self._singles, self._single_bytes = [], 0
-            self._add(*_joined(names), *_joined(contents), np.array(labels, np.int32))
+            self._add(*joined(names), *joined(contents), np.array(labels, np.int32))
 
     def _add(
         self,
@@ -200,7 +200,7 @@ class Builder:
         self._names_bytes += len(names[: int(name_ends[-1]) if count else 0]) + 2 * count
         self._put(layout.SUMS, sums)
         self._put(layout.LARGE, np.stack([numbers[large], sizes[large]], axis=1))
-        self._put(layout.NAMES, _with_lengths(names, name_ends, name_sizes))
+        self._put(layout.NAMES, with_lengths(names, name_ends))
         self._put(layout.ANCHORS, places[numbers % layout.ANCHOR_NAMES == 0])
         self._put(layout.LABELS, np.full(count, -1, np.int32) if labels is None else labels)
 
@@ -287,7 +287,7 @@ def lookup_of(
     return lookup, None
 
 
-def _joined(parts: tuple[bytes, ...]) -> tuple[Bytes, Numbers]:
+def joined(parts: tuple[bytes, ...]) -> tuple[Bytes, Numbers]:
     """The parts side by side, and where each ends."""
     ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
     return np.frombuffer(b"".join(parts), np.uint8), ends
@@ -300,13 +300,14 @@ def _sizes(ends: Numbers, most: int, what: str) -> Numbers:
     return sizes
 
 
-def _with_lengths(names: Bytes, ends: Numbers, sizes: Numbers) -> Bytes:
+def with_lengths(names: Bytes, ends: Numbers) -> Bytes:
     """Each name behind its length, a uint16."""
-    count = len(ends)
-    made = np.empty(int(ends[-1]) + 2 * count if count else 0, np.uint8)
+    sizes, count = np.diff(ends, prepend=0), len(ends)
+    names = names[: int(ends[-1]) if count else 0]
+    made = np.empty(len(names) + 2 * count, np.uint8)
     places = ends - sizes + 2 * np.arange(count)
     is_name = np.ones(len(made), np.bool_)
     is_name[places] = is_name[places + 1] = False
-    made[is_name] = names[: int(ends[-1]) if count else 0]
+    made[is_name] = names
     made[places], made[places + 1] = sizes & 0xFF, sizes >> 8
     return made

@@ -11,7 +11,6 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias, cast, overload
@@ -24,25 +23,25 @@ from penstock.errors import InvalidArgument, InvalidFile
 from penstock.samples import layout
 from penstock.samples.encoding import Decoder
 from penstock.samples.manifest import AGAIN, Field, StoreManifest
-from penstock.samples.places import LoadedFiles, PathLike, Place, place_of, places_of
+from penstock.samples.places import Bytes, PathLike, Place, check_sums, place_of, places_of
 
 _NAME_FILES = (layout.NAMES, layout.ANCHORS, layout.LOOKUP)  # mapped together, when names are asked for
 
 
-@dataclass(frozen=True, eq=False)
 class Directory:
     """What a store says of its samples.
 
     place     where its data files are
     manifest  as read
-    files     the bytes of each file that the manifest names; loaded at first use
+
+    Files are mapped, or read, when they are first asked for.
     """
 
-    place: Place
-    manifest: StoreManifest
-    files: LoadedFiles
-
-    def __post_init__(self) -> None:
+    def __init__(self, place: Place | PathLike, verify: bool = True) -> None:
+        """Of the store at ``place``, or at that path or URL; see `load`. A file may be missing."""
+        self.place = place if isinstance(place, Place) else place_of(place)
+        self.manifest, self._verify = self.place.manifest(), verify
+        self._loaded: dict[str, Bytes] = {}
         _check_manifest(self.manifest, self.place.path_of(layout.MANIFEST))
 
     @classmethod
@@ -55,36 +54,44 @@ class Directory:
         Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
         damaged.
         """
-        directory = cls.open(place, verify)
-        directory.files.load([name for name in directory.files if name not in _NAME_FILES])
+        directory = cls(place, verify)
+        directory._load([name for name in directory.manifest.files if name not in _NAME_FILES])
         return directory
 
-    @classmethod
-    def open(cls, place: Place | PathLike, verify: bool) -> Directory:
-        """The same, of which nothing is loaded yet: a file may be missing."""
-        place = place if isinstance(place, Place) else place_of(place)
-        manifest = place.manifest()
-        return cls(place, manifest, LoadedFiles(place, manifest, verify, together=_NAME_FILES))
+    def file(self, name: str) -> Bytes:
+        """The bytes of a file; KeyError where the manifest does not name it."""
+        if name not in self._loaded:
+            self._load(_NAME_FILES if name in _NAME_FILES else [name])
+        return self._loaded[name]
+
+    def _load(self, names: Sequence[str]) -> None:
+        """Load files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
+        place, listed, missing = self.place, self.manifest.files, f", which {layout.MANIFEST} names"
+        fresh = {name: place.load(name, listed[name].size_bytes, missing, self._verify) for name in names}
+        if self._verify:
+            check_sums(place, self.manifest, fresh)
+        self._loaded |= fresh
 
     @cached_property
     def entries(self) -> npt.NDArray[np.uint64]:
         """[samples, 2]: the directory entries, in stored order."""
-        return self.files[layout.DIRECTORY].view("<u8").reshape(-1, 2)
+        return self.file(layout.DIRECTORY).view("<u8").reshape(-1, 2)
 
     @cached_property
     def sums(self) -> npt.NDArray[np.uint32]:
         """[samples]: CRC-32C of each sample."""
-        return self.files[layout.SUMS].view("<u4")
+        return self.file(layout.SUMS).view("<u4")
 
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
         """[chunks] of layout.CHUNK_RECORD."""
-        return self.files[layout.CHUNKS].view(layout.CHUNK_RECORD)
+        return self.file(layout.CHUNKS).view(layout.CHUNK_RECORD)
 
     @cached_property
     def large(self) -> npt.NDArray[np.uint64]:
         """[large samples, 2]: index and length."""
-        return self.files.get(layout.LARGE, np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
+        is_listed = layout.LARGE in self.manifest.files
+        return (self.file(layout.LARGE) if is_listed else np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
 
     def located(self, where: slice | npt.NDArray[np.int64]) -> tuple[layout.Entries, npt.NDArray[np.int64]]:
         """The entries of samples, and their true lengths [n] int64.
@@ -107,7 +114,7 @@ class Directory:
     @cached_property
     def labels(self) -> npt.NDArray[np.int32] | None:
         """[samples]: each one's class, -1 for none. None where no sample has one."""
-        return self.files[layout.LABELS].view("<i4") if layout.LABELS in self.files else None
+        return self.file(layout.LABELS).view("<i4") if layout.LABELS in self.manifest.files else None
 
     @cached_property
     def firsts(self) -> npt.NDArray[np.uint64]:
@@ -128,9 +135,9 @@ class Directory:
         # No cached_property: until Python 3.12 it holds a lock meanwhile, which a forked child never gets.
         names: _native.SampleNames | None = self.__dict__.get("_names")
         if names is None:
-            anchors = self.files[layout.ANCHORS].view("<u8")
+            anchors = self.file(layout.ANCHORS).view("<u8")
             names = _native.SampleNames(
-                self.entries, self.files[layout.NAMES], anchors, self.files[layout.LOOKUP]
+                self.entries, self.file(layout.NAMES), anchors, self.file(layout.LOOKUP)
             )
             self.__dict__["_names"] = names
         return names

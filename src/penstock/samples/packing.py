@@ -9,7 +9,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,17 +239,15 @@ class _Packer:
     def _resumed(self) -> Iterator[RawSample | Block]:
         """What of the source is not packed yet. The builder is brought to where it was."""
         done = self._writer.done
+        packed = Packed(self._writer.folder, done)
+        self._builder = self._restored(done.state)
+        self._size_bytes = self._durable_bytes = done.size_bytes
         names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
-        with Packed(self._writer.folder, done) as packed:
-            if callable(names) and callable(after):
-                packed.compare_names(names())
-                self._builder = self._restored(done.state)
-                self._size_bytes = done.size_bytes
-                items: Iterator[RawSample | Block] = after(done.samples)
-            else:
-                items = self._compared(packed, done.samples)
-        self._durable_bytes = self._size_bytes
-        return items
+        if callable(names) and callable(after):
+            packed.compare_names(names())
+            rest: Iterator[RawSample | Block] = after(done.samples)
+            return rest
+        return packed.rest_of(iter(self._source))
 
     def _restored(self, state: bytes) -> Builder:
         try:
@@ -261,21 +258,6 @@ class _Packer:
                 f"packing into {folder} was begun by another version of penstock: {error}. "
                 f"Remove {folder}, or pass resume=False to pack it anew"
             ) from error
-
-    def _compared(self, packed: Packed, samples: int) -> Iterator[RawSample | Block]:
-        """Build the first samples anew, compare what comes out, and give the others."""
-        items = iter(self._source)
-        while (left := samples - self._builder.samples) > 0 and (item := next(items, None)) is not None:
-            if isinstance(item, Block) and left < len(item.data_ends):
-                items = chain([item.part(left, len(item.data_ends))], items)
-                item = item.part(0, left)
-            self._add(item)
-            if self._builder.pending_bytes >= self._rhythm.flush_bytes:
-                packed.compare(self._writer.kept(self._builder.take()))
-                self._report_progress()
-        packed.check_count(self._builder.samples)
-        packed.compare(self._writer.kept(self._builder.take()))
-        return items
 
 
 def _look_for_room(writer: StoreWriter) -> None:

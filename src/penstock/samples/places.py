@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -36,41 +36,6 @@ _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-
-class LoadedFiles(Mapping[str, Bytes]):
-    """Bytes of files, mapped or read when they are first asked for."""
-
-    def __init__(
-        self, place: Place, manifest: StoreManifest, verify: bool, together: Sequence[str] = ()
-    ) -> None:
-        """together: files of which all are loaded, and verified, when one is asked for."""
-        self._place, self._manifest, self._verify, self._together = place, manifest, verify, together
-        self._loaded: dict[str, Bytes] = {}
-
-    def __getitem__(self, name: str) -> Bytes:
-        if name not in self._loaded:
-            self._manifest.files[name]  # KeyError
-            self.load(self._together if name in self._together else [name])
-        return self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._manifest.files)
-
-    def __len__(self) -> int:
-        return len(self._manifest.files)
-
-    def load(self, names: Sequence[str]) -> None:
-        """Load files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
-        listed, missing = self._manifest.files, f", which {MANIFEST} names"
-        fresh = {
-            name: self._place.load(name, listed[name].size_bytes, missing, ahead=self._verify)
-            for name in names
-            if name not in self._loaded
-        }
-        if self._verify:
-            check_sums(self._place, self._manifest, fresh)
-        self._loaded |= fresh
 
 
 def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]) -> None:

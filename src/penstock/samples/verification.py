@@ -115,7 +115,7 @@ class _Findings:
 
 
 def _verify_partition(place: Place, findings: _Findings) -> None:
-    directory = Directory.open(place, verify=False)
+    directory = Directory(place, verify=False)
     manifest = directory.manifest
     begin = findings.samples
     findings.samples += manifest.samples
@@ -250,7 +250,7 @@ def _check_labels(directory: Directory) -> list[str]:
 
 def _check_names(directory: Directory) -> tuple[_native.SampleNames | None, list[str]]:
     """The names, if they can be read, and what is wrong with them: each has to lead to its own sample."""
-    anchors = directory.files[layout.ANCHORS].view("<u8")
+    anchors = directory.file(layout.ANCHORS).view("<u8")
     problems: list[str] = []
     position = 0
     try:
@@ -274,7 +274,7 @@ def _check_names(directory: Directory) -> tuple[_native.SampleNames | None, list
                 problems.append(f"{layout.LOOKUP} leads from the name of sample {begin + at} to {what}")
     except ValueError as error:
         return None, [*problems, f"{layout.NAMES} or {layout.LOOKUP} contradicts itself: {error}"]
-    if position != directory.files[layout.NAMES].size:
+    if position != directory.file(layout.NAMES).size:
         problems.append(f"{layout.NAMES} goes on after its last name, from byte {position}")
     return names, problems
 

@@ -12,12 +12,11 @@ import errno
 import logging
 import os
 import shutil
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
-from penstock.samples.builder import Pieces, lookup_of
+from penstock.samples.builder import Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
 from penstock.samples.places import Folder
 from penstock.samples.progress import Packing
+from penstock.samples.sources.source import Block, RawSample, as_block
 from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, format_bytes_up
@@ -96,91 +97,67 @@ class Background:
 
 
 _NAMES_AT_ONCE = 4096
-_SAMPLE_BYTES = {
-    layout.DIRECTORY: 16,
-    layout.SUMS: 4,
-    layout.LABELS: 4,
-}  # in files that have so many for each
 
 
 class Packed:
-    """The files of an interrupted packing, read from the start. A context manager.
+    """The samples of an interrupted packing, in order.
 
-    Its functions raise SampleError where the source gives something else.
+    Its functions raise SampleError where the source gives others.
     """
 
     def __init__(self, folder: Path, done: Packing) -> None:
         self._folder, self._done = folder, done
-        self._open: dict[str, int] = {}
-        self._at: dict[str, int] = {}  # how far each file was read
-
-    def compare(self, pieces: Iterable[tuple[str, bytes]]) -> None:
-        """What was made of the next samples of the source, by file."""
-        for name, made in pieces:
-            begin = self._at.get(name, 0)
-            had = self._read(name, len(made))
-            if had != made:
-                if name not in _SAMPLE_BYTES:
-                    raise self._changed("")
-                sample = (begin + _first_difference(had, made)) // _SAMPLE_BYTES[name]
-                raise self._changed(f": sample {sample} is another now")
+        files = {
+            name: Folder(folder).load(name, done.files[name].size_bytes)
+            for name in (layout.NAMES, layout.SUMS, layout.LABELS)
+            if name in done.files
+        }
+        self._names, self._sums = files[layout.NAMES], files[layout.SUMS].view("<u4")
+        self._labels = files[layout.LABELS].view("<i4") if layout.LABELS in files else None
+        self._compared = self._compared_bytes = 0  # samples, and bytes of their names
 
     def compare_names(self, names: Iterable[str]) -> None:
         """All names of the source, of which those that are packed are looked at."""
         packed = islice(names, self._done.samples)
-        count = 0
-        while part := [layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)]:
-            made = b"".join([struct.pack("<H", len(name) & 0xFFFF) + name for name in part])
-            if self._read(layout.NAMES, len(made)) != made:
-                raise self._changed(
-                    f": one of the samples {count} to {count + len(part) - 1} has another name"
-                )
-            count += len(part)
-        self.check_count(count)
+        while part := tuple(layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)):
+            self._compare_names(*joined(part))
+        self._check_count()
 
-    def check_count(self, samples: int) -> None:
-        """The source ended after so many, or has given what is packed."""
-        if samples < self._done.samples:
-            raise self._changed(f": it has {samples} samples, and {self._done.samples} were packed")
+    def rest_of(self, items: Iterator[RawSample | Block]) -> Iterator[RawSample | Block]:
+        """What of the source comes after the packed samples, with which the first ones are compared."""
+        while (left := self._done.samples - self._compared) and (item := next(items, None)) is not None:
+            block = item if isinstance(item, Block) else as_block(item)
+            count = len(block.data_ends)
+            if count > left:
+                items = chain([block.part(left, count)], items)
+                block, count = block.part(0, left), left
+            now = slice(self._compared, self._compared + count)
+            is_other = _native.sample_sums(block.data.ctypes.data, block.data_ends) != self._sums[now]
+            if self._labels is not None:
+                is_other |= self._labels[now] != (-1 if block.labels is None else block.labels)
+            self._compare_names(block.names, block.name_ends)
+            if is_other.any():
+                raise self._changed(f": sample {now.start + int(is_other.argmax())} is another now")
+        self._check_count()
+        return items
+
+    def _compare_names(self, names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        made, first = with_lengths(names, ends), self._compared
+        end = self._compared_bytes + len(made)
+        self._compared += len(ends)
+        if not np.array_equal(self._names[self._compared_bytes : end], made):
+            raise self._changed(f": one of the samples {first} to {self._compared - 1} has another name")
+        self._compared_bytes = end
+
+    def _check_count(self) -> None:
+        if self._compared < self._done.samples:
+            raise self._changed(f": it has {self._compared} samples, and {self._done.samples} were packed")
 
     def _changed(self, how: str) -> SampleError:
         return SampleError(
             f"the source has changed since packing into {self._folder} was begun{how}. "
             f"Remove {self._folder}, or pass resume=False to pack it anew"
         )
-
-    def _read(self, name: str, size_bytes: int) -> bytes:
-        """The next bytes of a file, fewer where what is good of it ends."""
-        good = self._done.files.get(name)
-        begin = self._at.get(name, 0)
-        size_bytes = min(size_bytes, good.size_bytes - begin if good else 0)
-        if size_bytes == 0:
-            return b""
-        try:
-            if name not in self._open:
-                self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            data = os.pread(self._open[name], size_bytes, begin)  # all of it: the folder is ours
-        except OSError as error:
-            raise SampleError(f"cannot read {self._folder / name}: {error.strerror}") from error
-        self._at[name] = begin + size_bytes
-        return data
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def __enter__(self) -> Packed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _first_difference(one: bytes, other: bytes) -> int:
-    """Where the first byte differs, or the shorter ends."""
-    shared = min(len(one), len(other))
-    differs = np.frombuffer(one, np.uint8)[:shared] != np.frombuffer(other, np.uint8)[:shared]
-    return int(differs.argmax()) if differs.any() else shared
 
 
 _WAITING = 2  # pieces that wait to be written while others are built
@@ -210,11 +187,6 @@ class StoreWriter:
         """
         self._thread.put(lambda: self._write(pieces, mark))
 
-    def kept(self, pieces: Pieces) -> Iterator[tuple[str, bytes]]:
-        """What of the pieces belongs into which file, data files excepted."""
-        for name in self._kept:
-            yield name, pieces[1][name]
-
     def finish(self, data_files: tuple[DataFile, ...], **described: Any) -> StoreManifest:
         """After the last pieces: the lookup, and the manifest, which makes the folder a store.
 
@@ -242,8 +214,8 @@ class StoreWriter:
         with _explained(self.folder, self.done):
             for data_file, data in pieces[0]:
                 self._files.append_data(data_file, data)
-            for name, part in self.kept(pieces):
-                self._files.append(name, part)
+            for name in self._kept:
+                self._files.append(name, pieces[1][name])
             if mark is None:
                 return
             self._files.sync()

@@ -1,7 +1,4 @@
-"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow.
-
-One file: all three are tables of the same columns.
-"""
+"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError, installing
+from penstock.samples.builder import joined
 from penstock.samples.encoding import DTYPES, encode
+from penstock.samples.layout import bytes_of
 from penstock.samples.manifest import Field
 from penstock.samples.sources.arrays import label_classes, record_block
 from penstock.samples.sources.paths import shards_of
@@ -232,14 +231,9 @@ class IpcRows(Rows):
             return cls(path, schema, rows, os.path.getsize(path), missing)
 
     def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
-        first = 0
-        with _opened(self.path) as (_, batches):
-            for batch in batches:
-                if first >= end:
-                    return
-                if begin < first + batch.num_rows:
-                    yield first, batch.select(columns)
-                first += batch.num_rows
+        with _opened(self.path) as (_, all_):
+            for batch, first, _, _ in parts_with(range(begin, end), all_, lambda batch: int(batch.num_rows)):
+                yield first, batch.select(columns)
 
 
 @dataclass(frozen=True)
@@ -372,9 +366,8 @@ class Tables(Numbered):
         block = record_block(columns, number, labels)
         if self.name_column is None:
             return block
-        names = [os.fsencode(name) for name in _names(batch.column(self.name_column), number)]
-        ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
-        return block._replace(names=np.frombuffer(b"".join(names), np.uint8), name_ends=ends)
+        names, ends = joined(tuple(map(bytes_of, _names(batch.column(self.name_column), number))))
+        return block._replace(names=names, name_ends=ends)
 
     def _labels(self, batch: Any) -> npt.NDArray[np.int32] | None:
         if self.label_column is None:
@@ -431,13 +424,10 @@ def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
         raise InvalidArgument(f"Parquet and Arrow need pyarrow: {installing('arrow')}") from None
     if hasattr(source, "with_format"):
         return (DatasetRows.of(source),), "a dataset"
+    name, saved = "Arrow tables", []
     if isinstance(source, str | os.PathLike):
-        name = printable(os.path.basename(os.path.abspath(source)))
-        if saved := _saved(os.fspath(source)):
-            return tuple(map(_open, saved)), name
-    else:
-        name = "Arrow tables"
-    return tuple(_open(path) for path, _ in shards_of(source, "arrow")), name
+        name, saved = printable(os.path.basename(os.path.abspath(source))), _saved(os.fspath(source))
+    return tuple(map(_open, saved or [path for path, _ in shards_of(source, "arrow")])), name
 
 
 def _saved(folder: str) -> list[str]:

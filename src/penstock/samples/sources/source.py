@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.layout import text_of
+from penstock.samples.layout import bytes_of, text_of
 from penstock.samples.manifest import Field
 
 Item = TypeVar("Item")
@@ -67,6 +67,13 @@ class Block(NamedTuple):
         )
 
 
+def as_block(sample: RawSample) -> Block:
+    """A block of one sample."""
+    name, data = np.frombuffer(bytes_of(sample.name), np.uint8), np.frombuffer(sample.data, np.uint8)
+    ends = (np.array([len(each)], np.int64) for each in (name, data))
+    return Block(name, next(ends), data, next(ends), np.array([sample.label], np.int32))
+
+
 class Source(Protocol):
     """Samples in a fixed order: each iteration gives the same, so that packing can be resumed.
 
@@ -95,44 +102,23 @@ class Source(Protocol):
         """The partition of one process among ``world``: disjoint, and together everything."""
 
 
-class Partition(NamedTuple):
-    """Which part of a source one process packs: number ``rank`` among ``world``."""
+@dataclass(frozen=True)
+class Partitioned:
+    """A source that knows which part of it one process packs: number ``rank`` among ``world``."""
 
-    rank: int = 0
-    world: int = 1
+    rank: int = field(default=0, kw_only=True)
+    world: int = field(default=1, kw_only=True)
 
-    def divide(self, rank: int, world: int) -> Partition:
-        """The partition of a process; only of a whole source."""
+    def of_rank(self: One, rank: int, world: int) -> One:
         if not 0 <= rank < world:
             raise InvalidArgument(f"rank={rank} is none of world={world} processes: give 0 <= rank < world")
         if self.world != 1:
             raise InvalidArgument("this source is a partition already: divide the whole source instead")
-        return Partition(rank, world)
+        return replace(self, rank=rank, world=world)
 
-    def range(self, items: int) -> range:
+    def share(self, items: int) -> range:
         """The positions of this partition among ``items``, without gaps."""
         return range(items * self.rank // self.world, items * (self.rank + 1) // self.world)
-
-    def has(self, position: int) -> bool:
-        """Whether an item is in this partition where every ``world``-th is."""
-        return position % self.world == self.rank
-
-    def deal(self, shards: Sequence[Item]) -> tuple[Sequence[Item], Partition]:
-        """The shards to read, and which of their samples to keep: whole shards if there are enough."""
-        if len(shards) < self.world:
-            return shards, self
-        mine = self.range(len(shards))
-        return shards[mine.start : mine.stop], Partition()
-
-
-@dataclass(frozen=True)
-class Partitioned:
-    """A source that knows which partition of it this is."""
-
-    partition: Partition = field(default=Partition(), kw_only=True)
-
-    def of_rank(self: One, rank: int, world: int) -> One:
-        return replace(self, partition=self.partition.divide(rank, world))
 
 
 @dataclass(frozen=True)
@@ -150,7 +136,7 @@ class Numbered(Partitioned):
     @property
     def mine(self) -> range:
         """The numbers of this partition's samples."""
-        return self.partition.range(self.count())
+        return self.share(self.count())
 
     @property
     def samples(self) -> int:
@@ -175,6 +161,8 @@ def parts_with(
     """
     first = 0
     for part in parts:
+        if first >= wanted.stop:
+            return
         begin, end = max(wanted.start - first, 0), min(wanted.stop - first, count(part))
         if begin < end:
             yield part, first, begin, end
@@ -208,17 +196,24 @@ class Sharded(Partitioned):
 
     @property
     def size_bytes(self) -> int | None:
-        shards, partition = self.partition.deal(self.shards)
+        shards, every = self._mine()
         if any(path.endswith("gz") for path, _ in shards):
             return None
-        return sum(os.path.getsize(path) for path, _ in shards) // partition.world
+        return sum(os.path.getsize(path) for path, _ in shards) // every
+
+    def _mine(self) -> tuple[Sequence[tuple[str, str]], int]:
+        """The shards to read, and that every so many-th of their samples is kept: all of enough shards."""
+        if len(self.shards) < self.world:
+            return self.shards, self.world
+        mine = self.share(len(self.shards))
+        return self.shards[mine.start : mine.stop], 1
 
     def __iter__(self) -> Iterator[RawSample]:
-        shards, partition = self.partition.deal(self.shards)
+        shards, every = self._mine()
         position = 0
         for path, shard in shards:
             for number, item in enumerate(self.read(path)):
-                if partition.has(position):
+                if position % every == self.rank % every:
                     yield self.sample(path, shard, number, item)
                 position += 1
 
