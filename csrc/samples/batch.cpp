@@ -153,7 +153,7 @@ const std::vector<SampleBatch::Bad>& SampleBatch::bad() {
   for (auto& [position, extent, outcome, error] : reads_) {
     if (outcome != Outcome::wrong) continue;
     insert_bad(position, {error != 0 ? Fault::read : Fault::checksum, extent, indices()[position], error});
-    outcome = Outcome::told;
+    outcome = Outcome::listed;
   }
   return bad_;
 }

@@ -90,7 +90,7 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
   const std::vector<Bad>& bad();
 
  private:
-  enum class Outcome { none, right, wrong, told };  // told: it is in `bad_`
+  enum class Outcome { none, right, wrong, listed };  // listed: it is in `bad_`
   struct SampleRead {
     std::size_t position;
     Extent extent;

@@ -214,6 +214,20 @@ def test_every_kind_of_buffer_is_taken() -> None:
         builder.add(b"strided", memoryview(content)[::2])
 
 
+def test_what_was_added_in_part_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder.add(b"whole", b"1")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_add_chunks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builder.take()
+    with pytest.raises(RuntimeError, match="broken off"):
+        builder.take()
+
+
 def test_memory_that_is_still_held_is_not_used_again() -> None:
     builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
     held = []

@@ -44,6 +44,7 @@ class Builder:
         self._file_samples = self._offset = 0  # of the one under way
         self._first = self._body_crc = 0  # of its last chunk
         self._finished = False
+        self._whole = True  # not while samples are added: Ctrl-C or a lack of memory can end that
         self._singles: list[tuple[bytes, bytes, int]] = []
         self._single_bytes = 0
         self._data: list[tuple[int, Bytes]] = []
@@ -88,7 +89,9 @@ class Builder:
     ) -> None:
         """Samples side by side; see `Block`. All of them, or none where one does not fit."""
         self._build_singles()
-        self._add(names, name_ends, data.copy(), data_ends, labels)
+        names, name_ends = np.asarray(names, np.uint8), np.asarray(name_ends, np.int64)
+        data, data_ends = np.array(data, np.uint8), np.asarray(data_ends, np.int64)
+        self._add(names, name_ends, data, data_ends, None if labels is None else np.asarray(labels, np.int32))
 
     def finish(self) -> None:
         """No more samples: closes the last chunk, and pads the last data file."""
@@ -100,6 +103,8 @@ class Builder:
     def take(self) -> Pieces:
         """What was made since the last call: bytes to append to the data files, in order, and to others."""
         self._build_singles()
+        if not self._whole:
+            raise RuntimeError("adding samples was broken off: go on from the last state")
         made = self._data, {name: b"".join(self._files[name]) for name in layout.PACKED_FILES}
         self._data, self._files, self.pending_bytes = [], defaultdict(list), 0
         return made
@@ -151,6 +156,7 @@ class Builder:
 
     def _build_singles(self) -> None:
         if self._singles:
+            self._whole = False
             names, contents, labels = zip(*self._singles, strict=True)
             self.pending_bytes -= self._single_bytes + sum(map(len, names))
             self._singles, self._single_bytes = [], 0
@@ -179,6 +185,7 @@ class Builder:
         sums = _native.sample_sums(data.ctypes.data, data_ends)
         keys = _native.sample_keys(names, name_ends)
         numbers = np.arange(self._built, self._built + count)
+        self._whole = False
         for number, (low, high) in enumerate(pairwise([0, *cuts, count])):
             if number:
                 self._close_data_file()
@@ -203,6 +210,7 @@ class Builder:
         self._put(layout.NAMES, with_lengths(names, name_ends))
         self._put(layout.ANCHORS, places[numbers % layout.ANCHOR_NAMES == 0])
         self._put(layout.LABELS, np.full(count, -1, np.int32) if labels is None else labels)
+        self._whole = True
 
     def _cuts(self, begins: Numbers, ends: Numbers) -> list[int]:
         """The samples with which a data file begins, besides the one under way.

@@ -66,10 +66,10 @@ class Directory:
 
     def _load(self, names: Sequence[str]) -> None:
         """Load files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
-        place, listed, missing = self.place, self.manifest.files, f", which {layout.MANIFEST} names"
-        fresh = {name: place.load(name, listed[name].size_bytes, missing, self._verify) for name in names}
+        listed = self.manifest.files
+        fresh = {name: self.place.load(name, listed[name].size_bytes, self._verify) for name in names}
         if self._verify:
-            check_sums(place, self.manifest, fresh)
+            check_sums(self.place, self.manifest, fresh)
         self._loaded |= fresh
 
     @cached_property

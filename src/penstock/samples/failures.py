@@ -32,6 +32,7 @@ _REMEDIES = {
 # The drive cannot be reached, or is another one by now: nothing is known to be damaged. csrc/samples/feed.cpp
 # has the same.
 LOST = (errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE, errno.ENODEV, errno.EBADF)
+CLOSED = "the store was closed: mount it again"
 _LEAVE_OUT = "`penstock samples verify` names all that is damaged; on_damage='skip' leaves it out"
 
 
@@ -85,7 +86,7 @@ def cannot_read(
     path = place.path_of(data_file_name(failure.data_file))
     where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"
     if kind == "closed":
-        return SampleError(closed())
+        return SampleError(CLOSED)
     if kind == "checksum":
         text = f"{whose} is damaged: the checksum at {where} is wrong. {AGAIN}; {_LEAVE_OUT}"
     elif kind == "timeout":
@@ -107,10 +108,6 @@ def cannot_read(
 def warn_once(text: str) -> None:
     """Log a warning, once in this process."""
     logger.warning("%s", text)
-
-
-def closed() -> str:
-    return "the store was closed: mount it again"
 
 
 def _with_errno(text: str, error_number: int | None) -> SampleError:

@@ -147,17 +147,14 @@ class Place(ABC):
         """Of a file. Raises OSError."""
 
     @abstractmethod
-    def load(self, name: str, wanted_bytes: int, missing: str = "", ahead: bool = True) -> Bytes:
-        """The bytes of a file that must have so many, read-only.
-
-        missing  what its absence means, for the error
-        ahead    all of it will be read soon
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        """The bytes of a file that must have so many, read-only. ``ahead``: all will be read soon.
 
         Raises SampleError where it cannot be read, InvalidFile where it is not there, or not of this size.
         """
 
     @abstractmethod
-    def open(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> StoreFile:
+    def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
         """A file that must have so many bytes, if that is said. Raises as `load`."""
 
     @abstractmethod
@@ -200,8 +197,8 @@ class Folder(Place):
     def size_bytes(self, name: str) -> int:
         return os.path.getsize(self.path / name)
 
-    def load(self, name: str, wanted_bytes: int, missing: str = "", ahead: bool = True) -> Bytes:
-        descriptor = self._descriptor(name, wanted_bytes, missing)
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        descriptor = self._descriptor(name, wanted_bytes)
         try:
             return _mapped(descriptor, wanted_bytes, ahead)
         except OSError as error:
@@ -209,18 +206,18 @@ class Folder(Place):
         finally:
             os.close(descriptor)
 
-    def open(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> StoreFile:
-        return _LocalFile(self._descriptor(name, wanted_bytes, missing), self.path_of(name))
+    def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
+        return _LocalFile(self._descriptor(name, wanted_bytes), self.path_of(name))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         return disk_failure(error_number)
 
-    def _descriptor(self, name: str, wanted_bytes: int | None, missing: str) -> int:
+    def _descriptor(self, name: str, wanted_bytes: int | None) -> int:
         path = self.path / name
         try:
             descriptor = open_regular(path)
         except FileNotFoundError as error:
-            raise InvalidFile(f"{path} is missing{missing}. {AGAIN}") from error
+            raise InvalidFile(f"{path} is missing, which {MANIFEST} names. {AGAIN}") from error
         except OSError as error:
             raise cannot_open(path, error) from error
         try:

@@ -15,7 +15,7 @@ from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.machine import available_bytes
 from penstock.samples.catalog import Directory
-from penstock.samples.failures import closed, warn_once
+from penstock.samples.failures import CLOSED, warn_once
 from penstock.samples.layout import data_file_name
 from penstock.samples.order import ORDERS
 from penstock.samples.places import StoreFile
@@ -119,8 +119,7 @@ class Reader:
                 self._files.append([])
                 for number, data_file in enumerate(directory.manifest.data_files):
                     wanted_bytes = data_file.chunks * directory.manifest.chunk_bytes
-                    opened = directory.place.open(data_file_name(number), wanted_bytes, ": samples are in it")
-                    self._files[-1].append(opened)
+                    self._files[-1].append(directory.place.open(data_file_name(number), wanted_bytes))
         except BaseException:
             self.close()
             raise
@@ -132,7 +131,7 @@ class Reader:
             return self._reader
         with self._lock:
             if self.is_closed:
-                raise SampleError(closed())
+                raise SampleError(CLOSED)
             if self._reader is None:
                 self._reader = _native.SampleReader(
                     [self._partition(number) for number in range(len(self._directories))],

@@ -24,7 +24,7 @@ from penstock.core.tables import html_table
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.catalog import Catalog, Directory, Key, Keys, Labels, identity_of, load_all
 from penstock.samples.encoding import Decoder
-from penstock.samples.failures import Failure, cannot_read, closed
+from penstock.samples.failures import CLOSED, Failure, cannot_read
 from penstock.samples.layout import buffer_bytes
 from penstock.samples.order import CacheShape, Segment, cache_shape
 from penstock.samples.places import PathLike
@@ -390,7 +390,7 @@ class Store(Catalog):
             )
         self.sequence()
         if self._reading.feed is None:  # closed meanwhile
-            raise SampleError(closed())
+            raise SampleError(CLOSED)
         return self._reading.feed
 
     def _error(self, failure: _native.SampleFailure) -> SampleError:

@@ -231,13 +231,13 @@ class RemotePlace(Place):
     def size_bytes(self, name: str) -> int:
         return self._file(name).size_bytes
 
-    def load(self, name: str, wanted_bytes: int, missing: str = "", ahead: bool = True) -> Bytes:
-        file = self._file(name, wanted_bytes, missing)
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        file = self._file(name, wanted_bytes)
         with _as_sample_errors():
             return read_bytes(self._store.namespace(), file.offset, file.size_bytes)
 
-    def open(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> RemoteFile:
-        return RemoteFile(self._store, self._file(name, wanted_bytes, missing))
+    def open(self, name: str, wanted_bytes: int | None = None) -> RemoteFile:
+        return RemoteFile(self._store, self._file(name, wanted_bytes))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         reason = self._store.error_text() or os.strerror(error_number or errno.EIO)
@@ -250,13 +250,13 @@ class RemotePlace(Place):
     def close(self) -> None:
         self._store.close()
 
-    def _file(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> StoredFile:
+    def _file(self, name: str, wanted_bytes: int | None = None) -> StoredFile:
         files = self._store.files().get(self._partition)
         if files is None:
             raise SampleError(f"{self._store.url} has no partition {self._partition!r}: leave # out")
         file = files.get(name)
         if file is None:
-            raise InvalidFile(f"{self.path_of(name)} is missing{missing}. {AGAIN}")
+            raise InvalidFile(f"{self.path_of(name)} is missing. {AGAIN}")
         if wanted_bytes is not None:
             check_size(self.path_of(name), file.size_bytes, wanted_bytes, AGAIN)
         return file

@@ -107,7 +107,7 @@ def local_store(path: PathLike) -> LocalStore:
         for number, file in enumerate(manifest.data_files):
             here[data_file_name(number)] = file.chunks * manifest.chunk_bytes
         for name, size_bytes in here.items():
-            place.open(name, size_bytes, ", which the manifest names").close()
+            place.open(name, size_bytes).close()
             paths[prefix + name], sizes[prefix + name] = place.path / name, size_bytes
         sums |= {prefix + name: file.crc32c for name, file in manifest.files.items()}
         sums[prefix + MANIFEST] = crc32c(text)

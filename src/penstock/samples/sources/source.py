@@ -220,14 +220,9 @@ class Sharded(Partitioned):
 
 def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Names in decimal, from ``begin`` on, as a Block has them: names, name_ends."""
-    text = "".join(map(str, range(begin, end))).encode()
-    counts = np.arange(begin, end, dtype=np.int64)
-    lengths = np.ones(end - begin, np.int64)
-    power = 10
-    while power < end:
-        lengths += counts >= power
-        power *= 10
-    return np.frombuffer(text, np.uint8), np.cumsum(lengths)
+    texts = list(map(str, range(begin, end)))
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    return np.frombuffer("".join(texts).encode(), np.uint8), np.cumsum(lengths)
 
 
 class Readable(Protocol):
